@@ -16,6 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from phasewise._files import read_input
 from phasewise._toml import parse_toml
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.links import Link
@@ -198,14 +199,11 @@ def _role(text: str, where: str) -> Role:
 
 def _parsed(name: str) -> dict[str, Any]:
     try:
-        with open(name, "rb") as file:
-            text = file.read(MAX_FILE_BYTES + 1)
+        text = read_input(name, MAX_FILE_BYTES)
     except OSError as error:
         raise ClusterError(f"{name}: {error.strerror or error}") from None
     except ValueError as error:
         raise ClusterError(f"{name!r:.80} names no file: {error}") from None
-    if len(text) > MAX_FILE_BYTES:
-        raise ClusterError(f"{name} is larger than {MAX_FILE_BYTES >> 10} KiB: no cluster file")
     try:
         return parse_toml(text)
     except ValueError as error:

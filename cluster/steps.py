@@ -9,6 +9,7 @@ that up on the same axis as prompt tokens, as the authors' simulator does.
 from __future__ import annotations
 
 import csv
+import io
 import math
 import os
 import re
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
+from phasewise._files import read_input
 from phasewise.cluster.errors import ClusterError
 
 MIXED_FACTOR = 1.1
@@ -26,6 +28,7 @@ MIXED_FACTOR = 1.1
 
 MAX_POINTS = 4096
 MAX_PROFILE_ROWS = 1_000_000
+MAX_PROFILE_BYTES = 64 << 20
 
 
 class Curve:
@@ -123,7 +126,8 @@ def read_profile(path: str | os.PathLike[str]) -> dict[ProfileKey, StepTimes]:
         lambda: (defaultdict(list), defaultdict(list))
     )
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        text = read_input(path, MAX_PROFILE_BYTES).decode("utf-8-sig")
+        with io.StringIO(text, newline="") as file:
             rows = csv.DictReader(file)
             missing = [column for column in _COLUMNS if column not in (rows.fieldnames or ())]
             if missing:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from phasewise._files import read_input
 from phasewise.ir.errors import SourceError
 from phasewise.ir.limited import ChildLimits, run
 
@@ -187,11 +188,7 @@ def guess_isa(text: str) -> str:
 def read_source(path: Path) -> str:
     """The text of a source file. SourceError if it cannot be read, or is no text of a sensible size."""
     try:
-        if path.stat().st_size > MAX_SOURCE_BYTES:
-            raise SourceError(
-                str(path), 0, f"larger than {MAX_SOURCE_BYTES >> 20} MiB; bring the kernel alone"
-            )
-        return path.read_text(encoding="utf-8")
+        return read_input(path, MAX_SOURCE_BYTES).decode()
     except UnicodeDecodeError:
         raise SourceError(str(path), 0, "is not UTF-8 text") from None
     except OSError as error:

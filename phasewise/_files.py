@@ -1,4 +1,5 @@
 """The one writer of files that a user names: the whole file or none of it, and what is there keeps its kind.
+Beside it the reader of such files, which neither waits for a pipe that nobody writes nor reads without end.
 
 A new file is written beside its place and moved there. So is a regular file that exists, where its mode,
 owner and attributes can be given to the new one; else it is rewritten in its place, its room being reserved
@@ -11,13 +12,51 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import select
 import stat
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 _REPLACED_IN_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV, errno.ENOTSUP)
 """Why a file that may be written cannot be replaced: its directory, or something mounted on it."""
+
+FIRST_BYTE_S = 10.0
+"""Seconds that a pipe has for its first byte."""
+
+
+def open_input(path: str | os.PathLike[str]) -> BinaryIO:
+    """A file, a device or a pipe to read. OSError for a directory, and for a pipe that nobody writes into."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        if stat.S_ISFIFO(mode):
+            _await_bytes(descriptor, os.fspath(path))
+        os.set_blocking(descriptor, True)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_input(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    """What `open_input` opens, whole. OSError too where there is more than `most_bytes`."""
+    with open_input(path) as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        most = f"{most_bytes >> 20} MiB" if most_bytes >= 1 << 20 else f"{most_bytes} bytes"
+        raise OSError(errno.EFBIG, f"it is larger than {most}", os.fspath(path))
+    return data
+
+
+def _await_bytes(descriptor: int, name: str) -> None:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    if not poll.poll(FIRST_BYTE_S * 1000):
+        raise TimeoutError(errno.ETIMEDOUT, f"nothing came from this pipe in {FIRST_BYTE_S:g} s", name)
 
 
 def write_file(path: Path, data: bytes | str) -> None:

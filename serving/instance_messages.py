@@ -16,6 +16,8 @@ from phasewise.serving.pools.contract import Estimate, Placement
 from phasewise.serving.sampling import SamplingParams
 
 Role = Literal["prompt", "token", "mixed"]
+MAX_SHOWN = 200
+"""Characters of a part of a message that an error shows."""
 
 
 class WireError(ServingError):
@@ -244,4 +246,5 @@ def read_from_instance(raw: bytes) -> FromInstance:
 def _first_line(error: ValidationError) -> str:
     found = error.errors(include_url=False, include_input=False)
     first = found[0] if found else {"loc": (), "msg": "it is empty"}
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    place = ".".join(map(str, first["loc"]))
+    return f"{place[:MAX_SHOWN]}: {first['msg'][:MAX_SHOWN]}"

@@ -70,6 +70,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serving.pacing": PURE,
     "cluster": (
         "cluster",
+        "_files",
         "_toml",
         *PURE,
         "tuner.config.slo",
@@ -87,12 +88,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "tuner": ("tuner", "kerneldb", "topology", "cython_kernels", "_files", "_words"),
     "tuner.topotree": ("tuner.topotree", "tuner.plans", "tuner.errors", "topology"),
     "tuner.search": ("tuner.search", "kerneldb.records", "topology"),
-    "ir": ("ir",),
+    "ir": ("ir", "_files"),
     "kerneldb": ("kerneldb", "topology", "migrations"),
     "kerneldb.records": ("kerneldb.errors",),
     "migrations": ("kerneldb.models",),
     "migrations.versions": (),
-    "topology": ("topology",),
+    "topology": ("topology", "_files"),
     "cython_kernels": ("cython_kernels",),
 }
 

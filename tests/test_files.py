@@ -277,6 +277,7 @@ OTHER_WRITERS = {
     "cli.main": "stdout is pointed at /dev/null when its reader has gone",
     "cli.commands.db_sharing": "as cli.main",
     "cluster.local_instances": "a pipe to a child",
+    "serving.http.listening": "a file in memory",
     "ir.preprocess": "files in a temporary directory",
     "ir.checking": "files in a temporary directory",
     "ir.timing": "files in a temporary directory",

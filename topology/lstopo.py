@@ -6,7 +6,6 @@ is fetched, and its size, depth, number of objects and CPU numbers are bounded b
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree.ElementTree import ParseError
@@ -14,6 +13,7 @@ from xml.etree.ElementTree import ParseError
 from defusedxml.common import DefusedXmlException
 from defusedxml.ElementTree import DefusedXMLParser
 
+from phasewise._files import read_input
 from phasewise.topology.cpuinfo import cpu_from_fields
 from phasewise.topology.cpusets import MAX_CPU_INDEX, cpus_of, parse_hwloc_mask
 from phasewise.topology.errors import TopologyError
@@ -70,7 +70,7 @@ def read_lstopo(path: Path) -> Machine:
     collector = _Collector()
     try:
         parser = DefusedXMLParser(target=collector, forbid_entities=True, forbid_external=True)
-        parser.feed(_read_bounded(path))
+        parser.feed(read_input(path, MAX_FILE_BYTES))
         parser.close()
         return collector.machine(str(path))
     except OSError as error:
@@ -81,16 +81,6 @@ def read_lstopo(path: Path) -> Machine:
         raise TopologyError(f"{path} is not an lstopo XML file that can be read: {error}") from error
     except TopologyError as error:
         raise TopologyError(f"{path}: {error}") from error
-
-
-def _read_bounded(path: Path) -> bytes:
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size > MAX_FILE_BYTES:
-            raise ValueError(f"it is larger than {MAX_FILE_BYTES >> 20} MiB")
-        data = file.read(MAX_FILE_BYTES + 1)
-    if len(data) > MAX_FILE_BYTES:
-        raise ValueError(f"it is larger than {MAX_FILE_BYTES >> 20} MiB")
-    return data
 
 
 @dataclass

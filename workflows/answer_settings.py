@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phasewise._files import read_input
 from phasewise.serving.sparse_mode import SparseMode
 from phasewise.workflows.arithmetic_choice import ArithmeticChoice
 from phasewise.workflows.errors import UsageError, WorkflowError
@@ -99,9 +100,7 @@ def prompt_from(text: str | None, option: str | None, file: Path | None, stdin: 
 
 def _read(path: Path) -> str:
     try:
-        if path.stat().st_size > MAX_PROMPT_BYTES:
-            raise WorkflowError(f"the prompt in {path} is larger than {MAX_PROMPT_BYTES >> 20} MiB")
-        return path.read_text(encoding="utf-8")
+        return read_input(path, MAX_PROMPT_BYTES).decode()
     except UnicodeDecodeError as error:
         raise WorkflowError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
     except OSError as error:

@@ -3,16 +3,20 @@ times that a tuning database has or that are modelled."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from phasewise._files import open_input
 from phasewise.cluster.arrivals import Draw, poisson
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.requests import Arrival
 from phasewise.cluster.timed_steps import TimedStep, steps_of
 from phasewise.tuner.config.trace import load_trace, read_trace
+from phasewise.tuner.config.trace_files import MAX_ROW_CHARS
 from phasewise.workflows.report import Report
 
 if TYPE_CHECKING:
@@ -66,18 +70,29 @@ def _prefix_ids(path: str) -> dict[int, tuple[int, ...]]:
     """By index of the served requests of a Mooncake trace: what each block of their prompts holds."""
     if not path.endswith(".jsonl"):
         return {}
+    try:
+        with io.TextIOWrapper(open_input(path), encoding="utf-8-sig") as file:
+            if not file.readline(MAX_ROW_CHARS).lstrip().startswith("{"):  # a list, or CSV
+                return {}
+            file.seek(0)
+            return _block_ids(file, path)
+    except OSError as error:
+        raise ClusterError(f"{path} cannot be read again for its hash_ids: {error.strerror}") from None
+
+
+def _block_ids(lines: Iterable[str], path: str) -> dict[int, tuple[int, ...]]:
+    """`read_trace` has bounded the lines."""
     found: dict[int, tuple[int, ...]] = {}
     served = 0
-    with open(path, encoding="utf-8-sig") as file:
-        for line in file:
-            entry = json.loads(line) if line.strip() else None
-            if not isinstance(entry, dict) or not (entry.get("input_length") and entry.get("output_length")):
-                continue
-            ids = entry.get("hash_ids", [])
-            if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < 1 << 40 for one in ids):
-                raise ClusterError(f"{path}: hash_ids must be whole numbers from 0 on")
-            found[served] = tuple(ids)
-            served += 1
+    for line in lines:
+        entry = json.loads(line) if line.strip() else None
+        if not isinstance(entry, dict) or not (entry.get("input_length") and entry.get("output_length")):
+            continue
+        ids = entry.get("hash_ids", [])
+        if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < 1 << 40 for one in ids):
+            raise ClusterError(f"{path}: hash_ids must be whole numbers from 0 on")
+        found[served] = tuple(ids)
+        served += 1
     return found
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phasewise._files import read_input
 from phasewise._toml import parse_toml
 from phasewise.workflows.errors import UsageError, WorkflowError
 
@@ -30,11 +30,7 @@ def config_path() -> Path:
 
 def config_text(path: Path) -> bytes:
     """The bytes of the file. Raises OSError."""
-    with path.open("rb") as file:
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise OSError(errno.EFBIG, f"it is larger than {MAX_BYTES >> 20} MiB")
-    return data
+    return read_input(path, MAX_BYTES)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

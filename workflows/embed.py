@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phasewise._files import read_input
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.report import Report, silent
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from phasewise.serving.model import PackedModel
 
 BATCH_INPUTS = 512
+MAX_TEXT_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def open_embedder(
 def lines_of(path: Path) -> list[str]:
     """One text a line. WorkflowError where the file cannot be read, is not UTF-8 or has no line."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_input(path, MAX_TEXT_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise WorkflowError(f"{path} cannot be read: {error}") from error
     return texts_in(text, str(path))

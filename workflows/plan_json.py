@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from phasewise._files import read_input
 from phasewise.topology import Machine
 from phasewise.tuner.errors import PlanError
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
@@ -48,12 +49,9 @@ def model_name(reference: str) -> str:
 def read_plans(path: Path, machine: Machine) -> Plans:
     """The plans in what `tune-config --json` printed. PlanError, saying why, for anything else."""
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_PLAN_FILE_BYTES + 1)
+        text = read_input(path, MAX_PLAN_FILE_BYTES)
     except OSError as error:
         raise PlanError(f"plans {path} cannot be read: {error.strerror or error}") from None
-    if len(text) > MAX_PLAN_FILE_BYTES:
-        raise PlanError(f"plans {path} are larger than {MAX_PLAN_FILE_BYTES >> 20} MiB")
     try:
         found = _plans(json.loads(text))
         for plan in found.values():

@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phasewise._files import read_input
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.report import Report
 from phasewise.workflows.serve_settings import Accepting, Listening
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from phasewise.serving.http.hangup import ReadKeys
     from phasewise.serving.http.http_settings import HttpLimits
     from phasewise.serving.http.listening import Address
+
+MAX_KEY_FILE_BYTES = 1 << 20
+MAX_KEY_CHARS = 4096
 
 
 def http_limits(listening: Listening, accepting: Accepting, report: Report) -> HttpLimits:
@@ -68,7 +72,7 @@ def _keys(accepting: Accepting, report: Report) -> tuple[str, ...]:
 def _keys_in(path: Path, report: Report) -> list[str]:
     """The keys of a file: one on a line; empty lines and those that begin with # are left out."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_input(path, MAX_KEY_FILE_BYTES).decode()
     except OSError as error:
         raise WorkflowError(f"the API key file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError:
@@ -76,6 +80,11 @@ def _keys_in(path: Path, report: Report) -> list[str]:
     _warn_readable(path, "API keys", report)
     lines = (line.strip() for line in text.splitlines())
     keys = [line for line in lines if line and not line.startswith("#")]
+    if any(len(key) > MAX_KEY_CHARS or not key.isprintable() for key in keys):
+        raise WorkflowError(
+            f"the API key file {path} has a key that no request can carry: give at most {MAX_KEY_CHARS} "
+            "printable characters a line"
+        )
     if not keys:
         raise WorkflowError(f"the API key file {path} has no key; write one a line, or leave the option out")
     return keys

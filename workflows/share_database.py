@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from phasewise._files import open_input
 from phasewise.kerneldb.errors import ExportFileError, KernelDbError
 from phasewise.kerneldb.location import MEMORY_URL, locate, redacted
 from phasewise.kerneldb.portable import Taken, export_lines, import_rows, read_export, rows_of
@@ -154,7 +155,7 @@ def _opened(file: str) -> Iterator[BinaryIO]:
         return
     with ExitStack() as stack:
         try:
-            stream = stack.enter_context(Path(file).open("rb"))
+            stream = stack.enter_context(open_input(file))
         except OSError as error:
             raise ExportFileError(f"{file} cannot be read: {error.strerror}") from None
         yield stream

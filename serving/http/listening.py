@@ -10,11 +10,13 @@ import resource
 import socket
 import ssl
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from phasewise._files import read_input
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http.connections import MOST_TURNED_AWAY
 from phasewise.serving.http.errors import ApiError
@@ -29,6 +31,7 @@ _MOST_DESCRIPTORS = 1 << 20
 
 
 _PLAIN_HTTP = ApiError(400, "this port speaks HTTPS: begin the URL with https://", code="https_needed")
+MAX_TLS_BYTES = 1 << 20
 _MOST_PLAIN_BYTES = 16 * 1024 * 1024
 
 
@@ -206,9 +209,6 @@ TlsContext.sslobject_class = _Handshake
 
 def tls_context(certificate: Path, key: Path | None) -> ssl.SSLContext:
     """For a server with this certificate chain. CannotListen, naming the file, where one cannot be used."""
-    for path in (certificate, key):
-        if path is not None:
-            _refuse_unreadable(path)
     context = TlsContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
@@ -217,7 +217,8 @@ def tls_context(certificate: Path, key: Path | None) -> ssl.SSLContext:
         raise CannotListen(f"the TLS key {key or certificate} has a password; give one without")
 
     try:
-        context.load_cert_chain(certificate, key, no_password)
+        with _in_memory(certificate) as chain, _in_memory(key) if key else nullcontext() as private:
+            context.load_cert_chain(chain, private, no_password)
     except ssl.SSLError as error:
         raise CannotListen(_why_no_tls(error, certificate, key)) from error
     return context
@@ -287,11 +288,17 @@ def _why(error: OSError, host: str, port: int) -> str:
             return f"cannot listen on {host} port {port}: {error.strerror}"
 
 
-def _refuse_unreadable(path: Path) -> None:
+@contextmanager
+def _in_memory(path: Path) -> Iterator[str]:
+    """A copy that has an end, whatever the file is: OpenSSL would read a device for ever."""
     try:
-        path.open("rb").close()
+        content = read_input(path, MAX_TLS_BYTES)
     except OSError as error:
         raise CannotListen(f"the TLS file {path} cannot be read: {error.strerror}") from error
+    with os.fdopen(os.memfd_create("phasewise-tls"), "wb") as copy:
+        copy.write(content)
+        copy.flush()
+        yield f"/proc/self/fd/{copy.fileno()}"
 
 
 def _why_no_tls(error: ssl.SSLError, certificate: Path, key: Path | None) -> str:

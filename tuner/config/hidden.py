@@ -15,6 +15,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from phasewise._files import read_input
 from phasewise._words import number
 from phasewise.topology import Machine
 from phasewise.tuner.errors import EvaluationError
@@ -57,14 +58,9 @@ def read_hidden(path: str | os.PathLike[str], machine: Machine) -> tuple[HiddenR
     """The resources that a file lists. EvaluationError, naming file and entry, for anything else."""
     name = os.fspath(path)
     try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+        content = read_input(path, MAX_FILE_BYTES)
     except OSError as error:
         raise EvaluationError(f"{name}: {error.strerror or error}") from None
-    if len(content) > MAX_FILE_BYTES:
-        raise EvaluationError(
-            f"{name} is larger than {MAX_FILE_BYTES >> 20} MiB: no list of hidden resources"
-        )
     try:
         entries = json.loads(content)
     except (ValueError, RecursionError):

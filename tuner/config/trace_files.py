@@ -20,12 +20,13 @@ import lzma
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
-from typing import Any, TextIO, TypeAlias
+from typing import Any, NamedTuple, TextIO, TypeAlias
 
+from phasewise._files import open_input
 from phasewise.tuner.config.lengths import MAX_REQUESTS, RequestLengths, Trace, whole_tokens
 from phasewise.tuner.errors import TraceError
 
@@ -34,6 +35,10 @@ MAX_UNPACKED_BYTES = 256 << 20
 MAX_ROW_CHARS = 4 << 20
 MAX_REASON_CHARS = 200
 MAX_TURNS = 64
+READ_CHARS = 1 << 16
+"""What is read of a list of conversations before its next entry is looked for."""
+_DECODER = json.JSONDecoder()
+
 CHARS_A_TOKEN = 4.0
 """Characters per token of English text, for conversations that state no token counts."""
 
@@ -57,13 +62,13 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 def _opened(name: str) -> TextIO:
     """The text of a file; a name that ends in .xz is unpacked on the way, into memory."""
+    file = open_input(name)
     if not name.endswith(".xz"):
-        file = open(name, encoding="utf-8-sig", newline="")  # noqa: SIM115 (the caller closes it)
         if os.fstat(file.fileno()).st_size > MAX_FILE_BYTES:
             file.close()
             raise TraceError(f"{name} is larger than {MAX_FILE_BYTES >> 30} GiB: cut a part of it out")
-        return file
-    with lzma.open(name) as packed:
+        return io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    with file, lzma.open(file) as packed:
         data = packed.read(MAX_UNPACKED_BYTES + 1)
     if len(data) > MAX_UNPACKED_BYTES:
         raise TraceError(f"{name} unpacks to more than {MAX_UNPACKED_BYTES >> 20} MiB: cut a part of it out")
@@ -74,10 +79,10 @@ Row: TypeAlias = tuple[int, "RequestLengths | None"]
 """Its number in the file, from 1, and what it asks; None: nothing that can be served, left out."""
 
 
-def _rows(first: str, rest: Iterable[str], name: str) -> Iterator[Row]:
+def _rows(first: str, rest: TextIO, name: str) -> Iterator[Row]:
     """The rows of a file, by the format that its first line shows."""
     if first.lstrip().startswith("["):
-        return _conversations(first + "".join(rest), name)
+        return _conversations(first.lstrip(), rest, name)
     if first.lstrip().startswith("{"):
         return _json_lines(_lines(first, rest, name), name)
     header = [field.strip() for field in first.split(",")]
@@ -115,11 +120,11 @@ def _from_first(requests: Sequence[RequestLengths]) -> Trace:
     )
 
 
-def _lines(first: str | None, rest: Iterable[str], name: str) -> Iterator[tuple[int, str]]:
+def _lines(first: str | None, rest: TextIO, name: str) -> Iterator[tuple[int, str]]:
     """Lines with their numbers in the file, blank ones left out."""
     if first is not None and first.strip():
         yield 1, first
-    for at, line in enumerate(rest, 2):
+    for at, line in enumerate(iter(lambda: rest.readline(MAX_ROW_CHARS + 1), ""), 2):
         if len(line) > MAX_ROW_CHARS:
             raise TraceError(f"{name}, row {at}: longer than {MAX_ROW_CHARS} characters")
         if line.strip():
@@ -193,10 +198,43 @@ def _json_lines(lines: Iterator[tuple[int, str]], name: str) -> Iterator[Row]:
         yield at, _entry(_parsed(line, f"{name}, row {at}"), f"{name}, row {at}")
 
 
-def _conversations(text: str, name: str) -> Iterator[Row]:
-    entries = _parsed(text, name)
-    for at, entry in enumerate(entries, 1):
-        yield at, _entry(entry, f"{name}, entry {at}")
+def _conversations(text: str, rest: TextIO, name: str) -> Iterator[Row]:
+    """The entries of one JSON list, of which no more than an entry is in memory. `text` begins with `[`."""
+    text, at = text[1:].lstrip(), 0
+    while True:
+        entry, text = _next_entry(text, rest, f"{name}, entry {at + 1}", may_end=at == 0)
+        if entry is not None:
+            at += 1
+            yield at, _entry(entry.value, f"{name}, entry {at}")
+        mark, text = text[:1], text[1:].lstrip()
+        if mark == "]" and not (text + rest.read(READ_CHARS)).strip():
+            return
+        if mark != ",":
+            raise TraceError(f"{name}: not JSON")
+
+
+class _Parsed(NamedTuple):
+    value: Any
+
+
+def _next_entry(text: str, rest: TextIO, where: str, *, may_end: bool) -> tuple[_Parsed | None, str]:
+    """The entry that stands next, and the text from the mark that follows it; no entry in an empty list."""
+    n_read = READ_CHARS
+    while True:
+        try:
+            if may_end and text.startswith("]"):
+                return None, text
+            value, end = _DECODER.raw_decode(text)
+            if after := text[end:].lstrip():
+                return _Parsed(value), after
+        except (ValueError, RecursionError):
+            pass
+        more = rest.read(n_read)
+        if not more:
+            raise TraceError(f"{where}: not JSON")
+        if len(text) > MAX_ROW_CHARS:
+            raise TraceError(f"{where}: not JSON, or longer than {MAX_ROW_CHARS} characters")
+        text, n_read = (text + more).lstrip(), 2 * n_read
 
 
 def _parsed(text: str, where: str) -> Any:

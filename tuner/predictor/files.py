@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,10 @@ def save_predictor(predictor: AnyPredictor, path: Path) -> None:
 def load_predictor(path: str | os.PathLike[str]) -> AnyPredictor:
     """PredictorError, one line, for whatever is no predictor of ours."""
     try:
-        if os.path.getsize(path) > MAX_FILE_BYTES:
+        there = os.stat(path)
+        if not stat.S_ISREG(there.st_mode):
+            raise PredictorError(f"predictor {path} cannot be read: it is no regular file")
+        if there.st_size > MAX_FILE_BYTES:
             raise PredictorError(
                 f"predictor {path} is larger than {MAX_FILE_BYTES >> 20} MiB: it is none of ours"
             )

@@ -11,19 +11,24 @@ names the file and the line.
 
 from __future__ import annotations
 
+import io
 import json
 import lzma
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from phasewise._files import open_input
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.facts import MAX_ANSWER_TOKENS, Example, PromptFacts
 
 MAX_LINE_CHARS = 16 << 20
 MAX_LINES = 2_000_000
+MAX_CHARS = 256 << 20
+"""In all lines together, unpacked: what they become in memory is ten times that at most."""
 MAX_TOKEN_ID = 1 << 31
 
 Encode = Callable[[str, str | None], Sequence[int]]
@@ -61,13 +66,15 @@ def lines_of(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
     name = os.fspath(path)
     try:
         with _opened(Path(path)) as file:
-            at = 0
+            at = n_chars = 0
             while line := file.readline(MAX_LINE_CHARS + 1):
-                at += 1
+                at, n_chars = at + 1, n_chars + len(line)
                 if len(line) > MAX_LINE_CHARS:
                     raise PredictorError(f"{name}, line {at}: longer than {MAX_LINE_CHARS} characters")
                 if at > MAX_LINES:
                     raise PredictorError(f"{name} has more than {MAX_LINES} lines: cut a part of it out")
+                if n_chars > MAX_CHARS:
+                    raise PredictorError(f"{name} has more than {MAX_CHARS} characters: cut a part of it out")
                 if line.strip():
                     yield at, line
     except (lzma.LZMAError, EOFError):
@@ -80,10 +87,12 @@ def lines_of(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
         raise PredictorError(f"{name!r:.80} names no file: {error}") from None
 
 
-def _opened(path: Path) -> IO[str]:
-    if path.suffix == ".xz":
-        return lzma.open(path, "rt", encoding="utf-8")
-    return open(path, encoding="utf-8")
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[str]]:
+    with open_input(path) as file:
+        unpacked = lzma.open(file) if path.suffix == ".xz" else file  # noqa: SIM115 (`text` closes it)
+        with io.TextIOWrapper(unpacked, encoding="utf-8") as text:
+            yield text
 
 
 def _row(line: str) -> dict[str, Any]:

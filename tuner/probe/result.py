@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from phasewise._files import read_input
 from phasewise.tuner.errors import ProbeError
 from phasewise.tuner.probe.clusters import Matrix
 from phasewise.tuner.probe.groups import ClusterLevel, GroupHint, LevelEvidence, Source
@@ -94,9 +95,7 @@ def read_groups(path: Path) -> tuple[GroupHint, ...]:
     none.
     """
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ProbeError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB: not what a probe writes")
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(read_input(path, MAX_FILE_BYTES))
     except OSError as error:
         raise ProbeError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError):

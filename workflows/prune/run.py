@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from phasewise._files import read_input
 from phasewise._words import counted
 from phasewise.cython_kernels import packing
 from phasewise.cython_kernels.blocks import BlockRows
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 CALIBRATION_TOKENS = 16384
+MAX_CALIBRATION_BYTES = 256 << 20
 EVALUATION_TOKENS = 20480
 EMBEDDINGS = ("embed", "lm_head")
 LAYER_WEIGHTS = tuple(READERS)
@@ -156,7 +158,7 @@ def _calibrate(settings: PruneSettings, report: Report, progress: Report) -> Act
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_input(path, MAX_CALIBRATION_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise WorkflowError(f"{path} cannot be read as text: {error}") from error
 

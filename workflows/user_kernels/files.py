@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from phasewise._files import read_input
 from phasewise._version import __version__
 from phasewise.ir.build import built, chosen, kernel_abi, target_named
 from phasewise.ir.checking import REASSOCIATED_BOUND, Program, Verdict, check, in_folder
@@ -33,9 +34,7 @@ class Checked:
 def read_text(path: Path) -> str:
     """A kernel's file. UserKernelError where it cannot be read."""
     try:
-        if path.stat().st_size > MAX_TEXT_BYTES:
-            raise UserKernelError(f"{path} is larger than {MAX_TEXT_BYTES >> 20} MiB; it is no kernel's text")
-        return path.read_text(encoding="utf-8")
+        return read_input(path, MAX_TEXT_BYTES).decode()
     except UnicodeDecodeError:
         raise UserKernelError(f"{path} is not UTF-8 text") from None
     except OSError as error:
@@ -69,7 +68,7 @@ def checked(
     flags = [*(f"-D{one}" for one in define), *(f"-I{one}" for one in include)]
     with in_folder() as name:
         folder = Path(name)
-        home = _home_of(text, against)
+        home = _home_of(text, read_text(against))
         found = []
         original = Program(function, [against.absolute()], folder, home, flags)
         for isa in isas:
@@ -85,8 +84,8 @@ def checked(
     return found
 
 
-def _home_of(text: str, against: Path) -> IsaTarget:
-    isa = read(text).source_isa or guess_isa(against.read_text(encoding="utf-8", errors="replace"))
+def _home_of(text: str, original: str) -> IsaTarget:
+    isa = read(text).source_isa or guess_isa(original)
     return TARGETS.get(isa, TARGETS["avx2"])
 
 

@@ -10,14 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from phasewise.tuner.errors import PredictorError
+from phasewise.tuner.predictor.encoded import LEVELS, EncodedPredictor
+from phasewise.tuner.predictor.facts import PromptFacts
 from phasewise.tuner.predictor.files import METADATA_KEY, default_file, load_predictor, save_predictor
 from phasewise.tuner.predictor.live import LiveEstimator
-from phasewise.tuner.predictor.model import LengthPredictor
+from phasewise.tuner.predictor.model import Forecast, LengthPredictor
 from phasewise.tuner.predictor.train import TrainOptions, train
 from tests.support.length_examples import made_up
+from tests.support.tiers import examples
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +163,64 @@ def test_a_served_predictor_follows_its_answers(predictor: LengthPredictor) -> N
 
         assert 0 <= uncertainty <= 1
         assert before < after <= 4096
+
+
+HOSTILE_NUMBERS = st.sampled_from(
+    [0.0, -0.0, -1.0, 1.0, 1e-45, 1e30, 3.4e38, -3.4e38, float("inf"), float("-inf"), float("nan")]
+)
+
+
+@given(
+    name=st.sampled_from(["rarity", "bounds", "prices", "figures__mean", "members__0__w1", "members__1__b2"]),
+    number=HOSTILE_NUMBERS,
+    where=st.integers(0, 10**6),
+)
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_hostile_number_is_refused_or_its_forecasts_can_be_used(
+    predictor: LengthPredictor, tmp_path: Path, name: str, number: float, where: int
+) -> None:
+    file = tmp_path / "drawn.safetensors"
+    save_predictor(predictor, file)
+    array = load_file(file)[name.replace("__", ".")].copy()
+    array.reshape(-1)[where % array.size] = number
+    rewrite(file, **{name: array})
+
+    can_be_used_or_is_refused(file)
+
+
+@given(middle=HOSTILE_NUMBERS, width=HOSTILE_NUMBERS, weight=HOSTILE_NUMBERS, residual=HOSTILE_NUMBERS)
+@examples(100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_same_of_a_predictor_with_an_encoder(
+    tmp_path: Path, middle: float, width: float, weight: float, residual: float
+) -> None:
+    file = tmp_path / "drawn.safetensors"
+    points, weights = np.eye(3, 4, dtype=np.float32), np.full(3, weight, np.float32)
+    residuals = np.sort(np.full(len(LEVELS), residual, np.float32))
+    prices = np.linspace(0, 1, 8, dtype=np.float32)
+    encoded = EncodedPredictor("m", "e", points, weights, middle, width, residuals, prices, {})
+    save_predictor(encoded, file)
+
+    try:
+        found = load_predictor(file)
+    except PredictorError:
+        return
+    assert isinstance(found, EncodedPredictor)
+    for one in made_up(3, seed=5):
+        facts = one.facts._replace(vector=np.array([1, 2], np.float32))
+        is_usable(found.forecast(facts, 0.002), facts)
+
+
+def can_be_used_or_is_refused(file: Path) -> None:
+    try:
+        found = load_predictor(file)
+    except PredictorError:
+        return
+    assert isinstance(found, LengthPredictor)
+    for one in made_up(3, seed=5):
+        is_usable(found.forecast(one.facts, 0.002), one.facts)
+
+
+def is_usable(forecast: Forecast, facts: PromptFacts) -> None:
+    assert 1 <= forecast.room_tokens <= facts.limit
+    assert 0 <= forecast.mean_tokens <= facts.limit * (1 + 1e-6)
+    assert 0 <= forecast.uncertainty <= 1 + 1e-6
