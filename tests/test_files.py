@@ -286,6 +286,7 @@ OTHER_WRITERS = {
     "kerneldb.schema_copy": "a copy of a database, which SQLite makes",
     "serving.line_log": "appends lines to a log, and follows no link",
     "serving.confined_process": "pipes, and the process's own figures in /proc",
+    "serving.tokenizer_job": "stderr is pointed at /dev/null while a library is asked",
     "serving.kv_share": "a segment of shared memory, by its path in /proc",
     "serving.rank_instructions": "a pipe to a child",
     "serving.loaders.packed_file": "the cache of packed models",
