@@ -102,6 +102,8 @@ def main() -> None:
         if end.code == EXIT_INTERRUPTED:  # how typer ends at Ctrl-C, without a word
             fail("interrupted", EXIT_INTERRUPTED)
         raise
+    except KeyboardInterrupt:  # before typer looks for it, or after
+        fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
         # The reader of our stdout left (e.g. `| head`): point it elsewhere so that the exit flush is silent.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

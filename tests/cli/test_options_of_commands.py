@@ -140,10 +140,10 @@ HANDED = {
         {"--format": ["--format", "int8"], "--threads": ["--threads", "3"]},
     ),
     "predict-len train": Handing(
-        "phasewise.workflows.predict_len.prompt_vectors.find_encoder",
+        "phasewise.workflows.predict_len.prompt_vectors.find_encoder_to_learn",
         ["log"],
         {"--encoder": ["--encoder", "none"]},
-        {"phasewise.workflows.predict_len.inputs.read_logs": ([], "m")},
+        {"phasewise.workflows.predict_len.inputs.read_logs": ([], "m", None)},
     ),
     "predict-len eval": Handing(
         "phasewise.workflows.predict_len.judge.judge_predictions",
@@ -350,7 +350,10 @@ def test_help_lists_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
             assert all(flag in listed for flag in way.refuses)
 
 
-OF_OTHER_PROGRAMS = {"--cpus", "--cpuset-cpus", "--formats", "--kv-formats", "--help"}
+OF_OTHER_PROGRAMS = {
+    *("--cpus", "--cpuset-cpus", "--health-cmd", "--stop-timeout"),
+    *("--formats", "--kv-formats", "--help"),
+}
 """Flags in guides that are of containers, of scripts in `benchmarks/`, or of every command."""
 
 

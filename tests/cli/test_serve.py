@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import ssl
@@ -394,39 +395,43 @@ def test_sizes_that_cannot_be_kept_are_errors_that_say_what_fits(
     assert "Traceback" not in ended.stderr
 
 
-def test_requests_call_the_model_as_the_operator_says(model: Path, environment: dict[str, str]) -> None:
-    """Also beside itself: engines, answers and metrics go by the names."""
-    arguments = ("--served-model-name", "mine", "--served-model-name", "m", "--also", model)
+def test_requests_call_the_model_as_the_operator_says(
+    model: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Also beside another: engines, answers and metrics go by the names."""
+    other = shutil.copy(model, tmp_path / "other.gguf")
+    arguments = ("--served-model-name", "mine", "--served-model-name", "m", "--also", other)
     with serving(model, environment, "--port", 0, *arguments) as server:
         asked = {"prompt": "a", "max_tokens": 2, "ignore_eos": True}
         answers = [
             httpx.post(f"{server.url}/v1/completions", json={**asked, "model": name}, timeout=30)
-            for name in ("mine", "m", "tiny")
+            for name in ("mine", "m", "other")
         ]
         metrics = httpx.get(f"{server.url}/metrics").text
         listed = [one["id"] for one in httpx.get(f"{server.url}/v1/models").json()["data"]]
         assert server.end(signal.SIGTERM) == 0
-    assert [one.json()["model"] for one in answers] == ["mine", "mine", "tiny"]
-    assert listed == ["mine", "tiny"]
+    assert [one.json()["model"] for one in answers] == ["mine", "mine", "other"]
+    assert listed == ["mine", "other"]
     assert 'phasewise_generated_tokens_total{model="mine"} 4.0' in metrics
-    assert 'phasewise_generated_tokens_total{model="tiny"} 2.0' in metrics
+    assert 'phasewise_generated_tokens_total{model="other"} 2.0' in metrics
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--also", "MODEL"), "two models are called tiny"),
-        (("--served-model-name", "tiny", "--also", "MODEL"), "two models are called tiny"),
+        (("--also", "MODEL"), "tiny is served already"),
+        (("--served-model-name", "other", "--also", "OTHER"), "two models are called other"),
         (("--served-model-name", ""), "--served-model-name must not be empty"),
         (("--ranks", N_CORES + 1), f"{N_CORES + 1} ranks cannot divide"),
-        (("--ranks", 2, "--mixed-pool", "0"), "--ranks is for one engine"),
-        (("--ranks", 2, "--pools", "auto"), "--ranks is for one engine"),
+        (("--ranks", 2, "--mixed-pool", "0"), "--ranks has no effect with pools"),
+        (("--ranks", 2, "--pools", "auto"), "--ranks has no effect with pools"),
     ],
 )
 def test_names_and_ranks_that_cannot_be_are_one_line(
-    model: Path, environment: dict[str, str], arguments: tuple[object, ...], says: str
+    model: Path, environment: dict[str, str], tmp_path: Path, arguments: tuple[object, ...], says: str
 ) -> None:
-    given = [str(model if one == "MODEL" else one) for one in arguments]
+    paths = {"MODEL": model, "OTHER": shutil.copy(model, tmp_path / "other.gguf")}
+    given = [str(paths.get(str(one), one)) for one in arguments]
     command = [sys.executable, "-m", "phasewise", "serve", str(model), "--port", "0", *given]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
     assert result.returncode in (1, 2)
