@@ -43,7 +43,7 @@ def open_input(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_input(path: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """What `open_input` opens, whole. OSError too where there is more than `most_bytes`."""
+    """The bytes of what `open_input` opens, whole. OSError too where there is more than `most_bytes`."""
     with open_input(path) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:

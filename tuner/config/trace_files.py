@@ -36,7 +36,7 @@ MAX_ROW_CHARS = 4 << 20
 MAX_REASON_CHARS = 200
 MAX_TURNS = 64
 READ_CHARS = 1 << 16
-"""What is read of a list of conversations before its next entry is looked for."""
+"""The bytes read of a list of conversations before its next entry is looked for."""
 _DECODER = json.JSONDecoder()
 
 CHARS_A_TOKEN = 4.0
