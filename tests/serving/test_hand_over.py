@@ -219,8 +219,8 @@ def test_blocks_in_flight_are_conserved(
                 flying.discard(name)
 
     if mixed and len(ended) < len(requests):
-        # Blocks that both sides keep for each other's prompts can fill both pools. No scheduler sees the other
-        # side: the front's time limit ends such a wait (decision 0072). What is conserved was checked above.
+        # Blocks that both sides keep for each other's prompts can fill both pools. No scheduler sees the
+        # other side: the front's time limit ends such a wait (decision 0072). Conservation was checked above.
         return
     assert len(ended) == len(requests), "requests wait for each other"
     assert got == {one.request_id: one.max_tokens for one in requests}
