@@ -113,7 +113,7 @@ def _tables(
 ) -> dict[Phase, ScheduleTable]:
     from phasewise.kerneldb.store import open_store
 
-    cores = {phase: plan.ranks[0].cores for phase, plan in plans.items()}
+    cores: dict[Phase, tuple[int, ...]] = {phase: plan.ranks[0].cores for phase, plan in plans.items()}
     with open_store(db, report) as store:
         tables = {one: read_schedules(store, machine, one, report) for one in dict.fromkeys(cores.values())}
     return {phase: tables[one] for phase, one in cores.items()}

@@ -155,7 +155,7 @@ def _said_of(first: ErrorDetails, path: list[str], error: ValidationError) -> st
         case "union_tag_invalid" if name in _SHAPES:
             return f"it must be {_SHAPES[name]}"
         case "union_tag_invalid":
-            tags = first["ctx"]
+            tags = first.get("ctx", {})
             return f"type {str(tags['tag'])[:_MOST_NAME]!r} is not taken here, only {tags['expected_tags']}"
         case _:
             return first["msg"].removeprefix("Value error, ")
