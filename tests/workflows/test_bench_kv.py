@@ -86,7 +86,7 @@ def test_a_request_that_can_never_run_has_failed() -> None:
     row = next(replayed(replay, ["static"]))
 
     assert row.failed == 5
-    assert "holds 512 tokens" in row.failed_why
+    assert "512 tokens here (the KV cache holds no more)" in row.failed_why
 
 
 def test_why_requests_failed_is_told_and_nothing_where_none_did() -> None:
@@ -96,7 +96,8 @@ def test_why_requests_failed_is_told_and_nothing_where_none_did() -> None:
         replay_policies(traces, TraceSelection(count=5), wish, PoolOverrides(), told.append)
 
     (line,) = [line for line in told if "failed" in line]
-    assert line.startswith("static, -: 5 requests failed; the KV cache holds 512 tokens")
+    assert line.startswith("static, -: 5 requests failed; ")
+    assert "512 tokens here (the KV cache holds no more)" in line
 
 
 def test_halves_share_no_request(tmp_path: Path) -> None:
