@@ -119,7 +119,7 @@ def test_too_little_to_learn_from_is_said() -> None:
     with pytest.raises(PredictorError, match="too few"):
         train(made_up(20), "made-up")
     one = made_up(1)[0]
-    with pytest.raises(PredictorError, match="1 prompts"):
+    with pytest.raises(PredictorError, match="1 prompt:"):
         train([one] * 100, "made-up")
     with pytest.raises(PredictorError, match="every answer was cut"):
         train([Example(one.facts, 5, True) for one in made_up(100)], "made-up")
