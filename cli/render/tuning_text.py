@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from phasewise._words import LOW_LIMIT, NOTHING, counted, multiple, percent
+from phasewise._words import LOW_LIMIT, NOTHING, counted, multiple, number, percent
 from phasewise.cli.present import goes_on
 from phasewise.cli.render.status_line import status_line
 from phasewise.workflows.tune_kernels.tuned_json import mean_gain, plan_fields, task_name
@@ -49,7 +49,7 @@ def _clock(seconds: float) -> str:
 def budget_words(budget_s: float, resume: bool) -> str:
     """The time that a run would take, and whether it would use what is stored: the end of a dry run."""
     stored = "uses what is stored" if resume else "measures everything anew"
-    return f"a run takes at most {budget_s:g} s and {stored}"
+    return f"a run takes at most {number(budget_s)} s and {stored}"
 
 
 def plan_text(rounds: Sequence[Round]) -> str:

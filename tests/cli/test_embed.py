@@ -111,7 +111,7 @@ def test_dimensions_threads_and_truncation(model: Path) -> None:
         (("--file", "LATIN"), None, 1, "cannot be read"),
         (("--file", "EMPTY"), None, 1, "no line to embed"),
         (("--file", "EMPTY", "text"), None, 2, "not from both"),
-        (("word " * 200,), None, 1, f"at most {MAX_TOKENS}"),
+        (("word " * 200,), None, 1, f"maximum context length is {MAX_TOKENS} tokens"),
         (("the", "--dimensions", HIDDEN + 1), None, 1, "too many"),
     ],
 )
