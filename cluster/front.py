@@ -32,6 +32,7 @@ from phasewise.serving.instance_messages import (
     Aim,
     Asked,
     Beat,
+    Begun,
     CannotStart,
     Drop,
     Dropped,
@@ -159,6 +160,8 @@ class _Attempt:
     n_reruns: int = 0
     sent_s: float = field(default_factory=time.monotonic)
     has_begun: bool = False
+    is_expected: bool = False
+    """The instance that answers knows of it."""
     is_arrived: bool = False
     is_aimed: bool = False
     computed_s: float | None = None
@@ -358,7 +361,12 @@ class Front:
         self.counts.divided += 1
         prompt_alone = replace(asked, sampling=GREEDY, stop=(), guide=None, estimate=None)
         self._say(self._members[assignment.prompt], Take("prompt", prompt_alone, attempt.epoch))
-        self._say(token, Take("answer", asked, attempt.epoch))
+
+    def _begin_answer(self, attempt: _Attempt) -> None:
+        """The prompt is being computed, so a block that the other instance keeps for it will be filled."""
+        attempt.is_expected = True
+        asked = Asked.of(attempt.request, attempt.attempt_id)
+        self._say(self._members[attempt.assignment.token], Take("answer", asked, attempt.epoch))
 
     def _abort(self, request_id: str) -> None:
         self._waiting.pop(request_id, None)
@@ -431,6 +439,10 @@ class Front:
                 member.refused, member.n_handing_over, member.is_busy = refused, n_handing_over, is_busy
                 if turns != member.turns or not is_busy:
                     member.turns, member.turned_s = turns, member.heard_s
+            case Begun(attempt_id):
+                attempt = self._attempts.get(attempt_id)
+                if attempt is not None and attempt.is_divided and not attempt.is_expected:
+                    self._begin_answer(attempt)
             case Dropped(attempt_id):
                 assignment = self._leaving.get(attempt_id)
                 if assignment is not None and assignment.prompt == member.index:

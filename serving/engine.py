@@ -103,6 +103,10 @@ class Outbox(Protocol):
         """
         ...
 
+    def lost(self, request_id: str) -> None:
+        """The other engine has a block for it, and it has none here any more: it cannot be handed over."""
+        ...
+
     def drop(self, request_id: str) -> None:
         """Its block is about to be freed: nothing is read from it once this returns."""
         ...
@@ -176,10 +180,17 @@ class Engine:
         self._prompts[message.request_id] = message
 
     def aimed(self, request_id: str) -> None:
-        """The engine that answers has a block for it: its keys and values may leave as they are computed."""
-        if request_id in self._prompts:
-            self._aimed.add(request_id)
-            self._start_prompt(request_id)
+        """The engine that answers has a block for it: its keys and values may leave as they are computed.
+
+        One that gave its own block away meanwhile is lost. If it waited for another one, two engines could
+        wait for each other for ever, each full of blocks for what the other cannot compute.
+        """
+        if request_id not in self._prompts:
+            return
+        self._aimed.add(request_id)
+        if not self._start_prompt(request_id):
+            assert self.outbox is not None
+            self.outbox.lost(request_id)
 
     def arrived(self, request_id: str, logits: npt.NDArray[np.float32]) -> Delivery:
         """Keys and values of an expected request are in its block: choose its first token and run it.
@@ -325,17 +336,18 @@ class Engine:
                 self._started.add(request_id)
                 self.scheduler.hand_over(request_id)
 
-    def _start_prompt(self, request_id: str) -> None:
-        """Tell the outbox where it lies, unless it waits for a block of its own."""
+    def _start_prompt(self, request_id: str) -> bool:
+        """Pin it and tell the outbox where it lies. False: it waits for a block of its own."""
         if request_id in self._started:
-            return
+            return True
         placement = self.scheduler.hand_over(request_id)
         if placement is None:
-            return
+            return False
         assert self.outbox is not None
         self._started.add(request_id)
         n_prompt = len(self._prompts[request_id].prompt_token_ids)
         self.outbox.starts(request_id, placement, n_prompt, self.scheduler.n_computed(request_id))
+        return True
 
     def _prompts_that_end(self, batch: Batch) -> tuple[str, ...]:
         if not self._prompts:

@@ -34,6 +34,7 @@ from phasewise.serving.instance_messages import (
     Aim,
     Asked,
     Beat,
+    Begun,
     CannotStart,
     Drop,
     Dropped,
@@ -109,7 +110,11 @@ class _Instance:
         self._codec = _codec(opened, self._share)
         self._receiver = Receiver(self._codec, self._memory)
         self._sender = Sender(
-            self._share.shape.n_layers, self._progress, self._broken, orders.layerwise_above_tokens
+            self._share.shape.n_layers,
+            self._progress,
+            self._begun,
+            self._failed_hand_over,
+            orders.layerwise_above_tokens,
         )
         self._posts = _Posts(sockets)
         self._expected: dict[str, tuple[int, int]] = {}
@@ -272,9 +277,11 @@ class _Instance:
         )
         self._put(told)
 
-    def _broken(self, request_id: str, reason: str) -> None:
-        """On the sender's thread or the engine's."""
-        self._put(HandOverFailed(request_id, "link", reason))
+    def _begun(self, request_id: str) -> None:
+        self._put(Begun(request_id))
+
+    def _failed_hand_over(self, request_id: str, reason: str, words: str) -> None:
+        self._put(HandOverFailed(request_id, reason, words))
 
     def _lost(self) -> None:
         self._is_lost.set()

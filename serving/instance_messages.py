@@ -174,6 +174,14 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """The prompt is being computed here: the instance that answers may keep a block for this request."""
+
+    request_id: str
+    kind: Literal["begun"] = "begun"
+
+
+@dataclass(frozen=True, slots=True)
 class Dropped:
     """Nothing of this request is here any more."""
 
@@ -212,7 +220,7 @@ class CannotStart:
     kind: Literal["cannot_start"] = "cannot_start"
 
 
-FromInstance = Ready | Told | Dropped | HandOverFailed | Beat | CannotStart
+FromInstance = Ready | Told | Begun | Dropped | HandOverFailed | Beat | CannotStart
 
 _by_kind = Field(discriminator="kind")
 _numbers = ConfigDict(ser_json_inf_nan="constants")  # a token that a guide forbids: log-probability -inf

@@ -341,7 +341,9 @@ class Scheduler:
             takes_slots = shares.has_nothing(sequence.request.client) and demand.held_tokens <= shares.slots
             while (grant := self.pool.reserve(sequence.request_id, demand)) is None:
                 giver = shares.giver_of_slots() if takes_slots else None
-                if not self._gives_way(shares, giver or self._held_in_vain()):
+                if giver is None and not sequence.request.prefill_only:
+                    giver = self._held_in_vain()
+                if not self._gives_way(shares, giver):
                     return
             self._place(sequence, grant)
 
@@ -356,7 +358,15 @@ class Scheduler:
 
     def _next_to_admit(self, shares: ClientShares) -> tuple[LiveSequence | None, bool]:
         """The next request, and whether others give way for it: nothing runs of its client, or less than its
-        share. Where no such client waits, the head of the line."""
+        share. Where no such client waits, the head of the line.
+
+        Prompts that are held in vain wait for another instance, whose prompts may wait for this one: first
+        comes what is answered here.
+        """
+        if self._held_in_vain() is not None:
+            for sequence in self._waiting:
+                if not (sequence.request.prefill_only or self._must_become_oldest(sequence)):
+                    return sequence, False
         heads = [one for one in self._waiting.heads if not self._must_become_oldest(one)]
         for sequence in heads:
             if shares.has_nothing(sequence.request.client):

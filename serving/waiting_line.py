@@ -69,14 +69,13 @@ class WaitingLine:
         insort(self._preempted, sequence, key=lambda one: one.age)
 
     def take(self, sequence: LiveSequence) -> None:
-        """Remove one of `heads`: it is admitted, and its client's turn is over."""
+        """Remove a request that is admitted: its client's turn is over."""
         if sequence.admission is not None:
             self._preempted.remove(sequence)
             return
         client = sequence.request.client
         queue = self._queues.pop(client)
-        assert queue[0] is sequence, f"{sequence} is not next"
-        queue.popleft()
+        queue.remove(sequence)
         self._n_queued -= 1
         if queue:
             self._queues[client] = queue

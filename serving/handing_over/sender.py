@@ -68,19 +68,22 @@ class _Job:
 class Sender:
     """Hands over what one engine computes (`engine.Outbox`, `ranks_contract.Follower`).
 
-    progress: `Ranks.progress`. on_broken(request id, why) is called on the sender's thread or the engine's.
+    progress: `Ranks.progress`. on_begun(request id) is called on the engine's thread, once for each request;
+    on_failed(request id, one word for a counter, why) on the sender's thread or the engine's.
     """
 
     def __init__(
         self,
         n_layers: int,
         progress: Callable[[], tuple[int, int]],
-        on_broken: Callable[[str, str], None],
+        on_begun: Callable[[str], None],
+        on_failed: Callable[[str, str, str], None],
         layerwise_above_tokens: int = LAYERWISE_ABOVE_TOKENS,
     ) -> None:
         self._n_layers = n_layers
         self._progress = progress
-        self._on_broken = on_broken
+        self._on_begun = on_begun
+        self._on_failed = on_failed
         self._layerwise_above = layerwise_above_tokens
         self._changed = threading.Condition()
         """Holds the jobs; a copy is made under it, so that `drop` and `cancel` wait for one at most."""
@@ -108,6 +111,7 @@ class Sender:
     def starts(self, request_id: str, placement: Placement, n_prompt: int, n_computed: int) -> None:
         """`Outbox.starts`."""
         with self._changed:
+            is_new = request_id not in self._jobs
             job = self._jobs.setdefault(request_id, _Job(request_id))
             job.n_prompt, job.source, job.sent = n_prompt, placement, [0] * self._n_layers
             job.ready, job.step = n_computed, -1
@@ -115,6 +119,8 @@ class Sender:
                 job.logits = None  # of a block that it lost
             self._by_block[placement.base, placement.table] = job
             self._changed.notify()
+        if is_new:
+            self._on_begun(request_id)
 
     def begins(self, slices: Sequence[SequenceSlice], step: int) -> None:
         """`Follower.begins`."""
@@ -146,6 +152,13 @@ class Sender:
             job.ready, job.step, job.logits = job.n_prompt, -1, logits.copy()
             if not self._finish(job):  # on this thread where it can be: a change of threads takes 0.5 ms
                 self._changed.notify()
+
+    def lost(self, request_id: str) -> None:
+        """`Outbox.lost`."""
+        if request_id not in self._jobs:
+            return  # all of it was sent already
+        self.cancel(request_id)
+        self._on_failed(request_id, "preempted", "its prompt gave its block to another request")
 
     def drop(self, request_id: str) -> None:
         """`Outbox.drop`."""
@@ -233,5 +246,5 @@ class Sender:
             return act()
         except LinkBroken as error:
             self.cancel(job.request_id)
-            self._on_broken(job.request_id, str(error))
+            self._on_failed(job.request_id, "link", str(error))
             return False

@@ -13,6 +13,7 @@ from phasewise.serving.http.metrics import Gauges, Metrics
 from phasewise.serving.instance_messages import (
     Aim,
     Beat,
+    Begun,
     CannotStart,
     Drop,
     Dropped,
@@ -40,9 +41,12 @@ def running(server: ScriptedServer, n_instances: int = 2) -> list[ScriptedInstan
 
 
 def divided(server: ScriptedServer, prompt: ScriptedInstance, token: ScriptedInstance) -> str:
-    """A request whose prompt is computed by one instance for the other; its attempt."""
+    """A request whose prompt is computed by one instance for the other, which hears of it when the first has
+    begun; its attempt."""
     server.front.send(REQUEST)
     attempt = prompt.hear(Take)
+    assert token.hears_nothing()
+    prompt.say(Begun(attempt.asked.request_id))
     expected = token.hear(Take)
     assert (attempt.part, expected.part) == ("prompt", "answer")
     assert attempt.asked.request_id == expected.asked.request_id

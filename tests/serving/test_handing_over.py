@@ -70,7 +70,7 @@ def ranks() -> LayeredRanks:
 
 @pytest.fixture
 def sender(ranks: LayeredRanks) -> Iterator[Sender]:
-    sender = Sender(N_LAYERS, lambda: ranks.progress, _not_broken, layerwise_above_tokens=0)
+    sender = Sender(N_LAYERS, lambda: ranks.progress, _ignored, _not_failed, layerwise_above_tokens=0)
     sender.start()
     yield sender
     sender.stop()
@@ -127,6 +127,26 @@ def test_a_block_may_move_between_steps_until_it_is_aimed(ranks: LayeredRanks, s
     link.logits.get(timeout=PATIENCE_S)
 
 
+def test_a_prompt_without_a_block_is_lost_when_it_is_aimed(ranks: LayeredRanks) -> None:
+    """It does not wait for one: what waits for it elsewhere may be what this engine waits for."""
+    begun, failed = [], []
+    sender = Sender(N_LAYERS, lambda: ranks.progress, begun.append, lambda *told: failed.append(told))
+    engine = engine_of(ranks, sender)
+    engine.compute(PROMPT)
+    engine.step()
+    assert begun == ["p"]
+    (held,) = engine.scheduler._running
+    engine.scheduler._preempt(held)
+
+    sender.aim("p", Link())
+    engine.aimed("p")
+
+    assert [(request_id, reason) for request_id, reason, _ in failed] == [("p", "preempted")]
+    assert not sender.n_jobs
+    engine.step()
+    assert begun == ["p", "p"]  # a front has forgotten the attempt
+
+
 def test_what_is_given_up_during_its_step_is_not_sent(ranks: LayeredRanks, sender: Sender) -> None:
     link = Link()
 
@@ -148,5 +168,9 @@ def test_what_is_given_up_during_its_step_is_not_sent(ranks: LayeredRanks, sende
     assert not engine.has_work
 
 
-def _not_broken(request_id: str, why: str) -> None:
+def _ignored(request_id: str) -> None:
+    pass
+
+
+def _not_failed(request_id: str, reason: str, why: str) -> None:
     raise AssertionError(f"{request_id}: {why}")
