@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import ipaddress
 import os
+import secrets
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -79,22 +80,24 @@ def ray_connection(address: str) -> Iterator[str]:
 
     Off loopback it must be one that asks for a token.
     """
-    ray = _ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray = _ray()
     _check_listens(address)
     was_there = ray.is_initialized()
     try:
         if not was_there:
-            ray.init(
-                address=address,
-                namespace=NAMESPACE,
-                log_to_driver=False,
-                logging_level="error",
-                configure_logging=False,
-            )
+            with _without_stderr():
+                ray.init(
+                    address=address,
+                    namespace=NAMESPACE,
+                    log_to_driver=False,
+                    logging_level="error",
+                    configure_logging=False,
+                )
     except (ConnectionError, ValueError, RuntimeError) as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        hint = "" if _sends_token() else "; if it asks for a token, set RAY_AUTH_MODE=token"
+        asks = "compare RAY_AUTH_TOKEN with the cluster's" if _sends_token() else "set RAY_AUTH_MODE=token"
+        hint = f"; if it asks for a token, {asks}"
         raise ClusterError(f"the Ray cluster {address!r} cannot be reached: {line}{hint}") from error
     try:
         node = str(ray.util.get_node_ip_address())
@@ -103,6 +106,19 @@ def ray_connection(address: str) -> Iterator[str]:
     finally:
         if not was_there:
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Ray's C++ side writes a line a second to file descriptor 2 while a cluster refuses its token."""
+    kept = os.dup(2)
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _ray() -> Any:
@@ -164,6 +180,8 @@ class RayInstances:
         )
         """Cores of this process's own node that instances have: its first ones."""
         self._tells: Sequence[Tell] = ()
+        self._server = secrets.token_hex(4)
+        """Part of the actors' names: other servers of the cluster have instances of the same names."""
 
     def tell_with(self, tells: Sequence[Tell]) -> None:
         """The line that each instance is told on its standard input."""
@@ -202,7 +220,7 @@ class RayInstances:
         actor = (
             self._ray.remote(InstanceActor)
             .options(
-                name=orders.name,
+                name=f"{orders.name}@{self._server}",
                 namespace=NAMESPACE,
                 num_cpus=one.cores,
                 max_concurrency=4,

@@ -101,12 +101,17 @@ def seen_by(program: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed (extra ray)")
 def test_a_server_on_two_nodes(tmp_path: Path) -> None:
-    """`serve --cluster`: the answers of one engine, also while an instance is killed and replaced."""
+    """`serve --cluster`: the answers of one engine, also while an instance is killed and replaced, after
+    strangers were at its ports, and beside another server on the same cluster."""
     seen = seen_by("tests.support.ray_serve", tmp_path)
     print(f"replaced {seen['replaced_s']:.2f} s after its requests were answered")
 
     assert seen["first"] == seen["again"] == seen["whole"]
     assert all(one == seen["whole"] for one in seen["under_way"])
+    assert seen["n_ports"] >= 3, "a port of the front and one of each instance"
+    assert all(one == seen["whole"] for one in seen["after_strangers"].values())
+    assert seen["beside"] == [seen["whole"]] * 2
+    assert seen["n_actors"] == 4
     assert seen["replaced_s"] < LATEST_S
     divided = re.search(r"^phasewise_hand_overs_total (\d+)", seen["metrics"], re.MULTILINE)
     assert divided is not None
@@ -114,6 +119,7 @@ def test_a_server_on_two_nodes(tmp_path: Path) -> None:
     says = {
         "placement": "cannot place instances",
         "token": "start Ray and phasewise with RAY_AUTH_MODE=token",
+        "false": "cannot be reached",
     }
     assert set(seen["refusals"]) == set(says)
     for name, (code, text) in seen["refusals"].items():

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import zmq
 from ray.cluster_utils import Cluster
+
+from phasewise.serving.instance_messages import CannotStart, Stop, write
 
 PHASEWISE = [sys.executable, "-m", "phasewise"]
 PROMPTS = ["abc " * 60, "b", "the cat " * 90]
@@ -38,7 +42,20 @@ def main(model: Path) -> dict[str, object]:
         refusals = refused(model, cluster.address)
         asked = {"--cluster": cluster.address, "--prompt": "1x1", "--token": "1x1", "--split-above": "8"}
         with serving(model, asked, "--spread") as url:
-            return {**seen(url, cluster.address), "whole": whole, "refusals": refusals}
+            heard = strangers(url, cluster.address)
+            with serving(model, asked, "--spread") as other:  # on the same cluster
+                beside = [answers(url), answers(other)]
+                n_actors = len(status(cluster.address)["instances"])
+            found = seen(url, cluster.address)
+        return {
+            **found,
+            "whole": whole,
+            "refusals": refusals,
+            "beside": beside,
+            "n_actors": n_actors,
+            "n_ports": len(heard),
+            "after_strangers": heard,
+        }
     finally:
         cluster.shutdown()
 
@@ -62,6 +79,72 @@ def seen(url: str, address: str) -> dict[str, object]:
     }
 
 
+def strangers(url: str, address: str) -> dict[int, list[str]]:
+    """The server's answers after strangers were at each TCP port of its front and instances, by port."""
+    own = {port_of(url)}
+    pids = [one["pid"] for one in status(address)["instances"]]
+    ports = {port for pid in (*pids, server_pid(url)) for port in listening_ports(pid)} - own
+    found = {}
+    for port in sorted(ports):
+        for raw in (b"GET / HTTP/1.1\r\n\r\n", bytes(4096), b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE", b""):
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection((node_of(address), port), 2.0) as there,
+            ):
+                there.sendall(raw)
+        with zmq.Context() as context:
+            for kind, name in ((zmq.DEALER, "prompt-0-1"), (zmq.PUSH, ""), (zmq.DEALER, "")):
+                false = context.socket(kind)
+                false.linger = 0
+                public, false.curve_secretkey = zmq.curve_keypair()
+                false.curve_publickey, (false.curve_serverkey, _) = public, zmq.curve_keypair()
+                if name:
+                    false.setsockopt_string(zmq.IDENTITY, name)
+                false.connect(f"tcp://{node_of(address)}:{port}")
+                for raw in (write(Stop()), write(CannotStart("a stranger says so")), b"{", bytes(1 << 16)):
+                    false.send(raw, zmq.NOBLOCK)
+                time.sleep(0.2)
+                false.close()
+        found[port] = answers(url)
+    return found
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+def node_of(address: str) -> str:
+    return address.rpartition(":")[0]
+
+
+def server_pid(url: str) -> int:
+    """The process that listens there."""
+    for path in Path("/proc").glob("[0-9]*"):
+        if port_of(url) in listening_ports(int(path.name)):
+            return int(path.name)
+    raise AssertionError(f"nothing listens on {url}")
+
+
+def listening_ports(pid: int) -> set[int]:
+    """TCP ports of one process, as /proc shows them."""
+    inodes = set()
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(link))
+    rows = [
+        row.split()
+        for name in ("tcp", "tcp6")
+        for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    listens = "0A"
+    return {
+        int(row[1].rpartition(":")[2], 16)
+        for row in rows
+        if row[3] == listens and f"socket:[{row[9]}]" in inodes
+    }
+
+
 def new_prompt_instance(address: str, old_pid: int) -> bool:
     instances = status(address)["instances"]
     return any(
@@ -76,6 +159,7 @@ def refused(model: Path, address: str) -> dict[str, tuple[int, str]]:
     wrong = {
         "placement": ([*command, address, "--mixed", "1x64"], {}),
         "token": ([*command, address, "--mixed", "1x1"], {"RAY_AUTH_MODE": "disabled"}),
+        "false": ([*command, address, "--mixed", "1x1"], {"RAY_AUTH_TOKEN": "00" * 16}),
     }
     found = {}
     for name, (asked, changes) in wrong.items():
