@@ -18,12 +18,12 @@ from random import Random
 
 import pytest
 
-from phasewise.kerneldb.records import Problem, Schedule
+from phasewise.kerneldb.records import Problem, Sample, Schedule
 from phasewise.kerneldb.store import open_store
 from phasewise.tuner.measurement_lock import NoLock
 from phasewise.tuner.search.space import Arithmetic
 from phasewise.tuner.task_division import Task
-from phasewise.tuner.tuning_run import INTERLEAVED, Tools, TuningOutcome, TuningProgress, tune
+from phasewise.tuner.tuning_run import INTERLEAVED, Duel, Tools, TuningOutcome, TuningProgress, tune
 from tests.support import synthetic_machine
 from tests.support.kerneldb_server import new_database_url, postgres_socket
 from tests.support.synthetic_machine import (
@@ -213,6 +213,36 @@ def test_a_weight_has_a_share_of_the_budget_as_large_as_its_work(database: str) 
 
     sizes = [problem.n for problem, _ in machine.timed]
     assert sizes == sorted(sizes, key=[8192, 64, 128].index)
+
+
+class StopWatch(SyntheticMachine):
+    """Notes when each measurement begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun_s: list[float] = []
+
+    def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
+        self.begun_s.append(self.now_s)
+        return super().measure(problem, schedules)
+
+    def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> Duel:
+        self.begun_s.append(self.now_s)
+        return super().duel(problem, incumbent, candidate)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.3, 0.7])
+def test_a_run_ends_with_its_budget_and_what_had_begun(tmp_path: Path, share: float) -> None:
+    """That is one batch of timings, or one duel: nothing begins once the budget is over."""
+    tasks = [task_of(n) for n in (256, 384, 512)]
+    whole = StopWatch()
+    run_on(whole, str(tmp_path / "whole.db"), tasks)
+    machine, budget_s = StopWatch(), share * whole.now_s
+    outcome = run_on(machine, str(tmp_path / "cut.db"), tasks, budget_s=budget_s)
+
+    assert outcome.end == "budget"
+    assert all(begun_s < budget_s for begun_s in machine.begun_s)
+    assert machine.begun_s
 
 
 @pytest.mark.slow
