@@ -28,9 +28,10 @@ from pathlib import Path
 import numpy as np
 from tabulate import tabulate
 
-from phasewise.cluster.front import Front, FrontSettings, Launcher
+from phasewise.cluster.front import Front
 from phasewise.cluster.local_instances import LocalInstances
 from phasewise.cluster.routing import Role
+from phasewise.cluster.supervisor import FrontSettings, Launcher
 from phasewise.serving.loaders import load_model
 from phasewise.serving.messages import Abort, Delivery, Failure, Submit
 from phasewise.serving.open_engine import EngineSize

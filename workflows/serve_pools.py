@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal
 from phasewise.workflows.errors import UsageError
 
 if TYPE_CHECKING:
-    from phasewise.cluster.front import FrontSettings
     from phasewise.cluster.routing import Role
+    from phasewise.cluster.supervisor import FrontSettings
     from phasewise.serving.engine_host import OpenHost
     from phasewise.serving.model import PackedModel
     from phasewise.serving.open_engine import EngineSize, ModelText
@@ -282,7 +282,7 @@ def _local_front(
 
 
 def _settings(folder: Path, pools: Pools) -> FrontSettings:
-    from phasewise.cluster.front import FrontSettings
+    from phasewise.cluster.supervisor import FrontSettings
 
     return FrontSettings(
         endpoint=f"ipc://{folder}/front",
@@ -296,8 +296,9 @@ def _settings(folder: Path, pools: Pools) -> FrontSettings:
 @contextmanager
 def _ray_front(spec: InstanceSpec, pools: Pools) -> Iterator[tuple[OpenHost, list[str], frozenset[int]]]:
     """Over instances on a Ray cluster; a line for each, and the CPUs that they have of this host."""
-    from phasewise.cluster.front import Front, FrontSettings
+    from phasewise.cluster.front import Front
     from phasewise.cluster.ray_cluster import NODE, RayInstances, WantedInstance, ray_connection
+    from phasewise.cluster.supervisor import FrontSettings
     from phasewise.serving.sockets import Keys
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import cores_of_share

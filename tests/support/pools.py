@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from phasewise.cluster.front import Front, FrontSettings
+from phasewise.cluster.front import Front
 from phasewise.cluster.local_instances import LocalInstances
 from phasewise.cluster.routing import Role
+from phasewise.cluster.supervisor import FrontSettings
 from phasewise.serving.guides import Grammar, GuideCompiler, TokenView
 from phasewise.serving.late_guides import ThoughtGuide
 from phasewise.serving.loaders import load_model
