@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from phasewise.cluster.routing import Role
     from phasewise.cluster.supervisor import FrontSettings
     from phasewise.serving.engine_host import OpenHost
+    from phasewise.serving.engine_size import EngineSize
     from phasewise.serving.model import PackedModel
-    from phasewise.serving.open_engine import EngineSize, ModelText
+    from phasewise.serving.open_engine import ModelText
     from phasewise.topology import Machine
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.workflows.open_model import OpenModel
@@ -215,13 +216,13 @@ def share_of(size: EngineSize, n_instances: int, asked_context: int | None = Non
     """
     from phasewise.serving.pools.contract import ALIGNMENT
 
-    kv_slots = max(ALIGNMENT, size.kv_slots // n_instances // ALIGNMENT * ALIGNMENT)
+    kv_slots = max(ALIGNMENT, size.kv.slots // n_instances // ALIGNMENT * ALIGNMENT)
     if asked_context is not None and kv_slots < asked_context:
         raise UsageError(
             f"each of {n_instances} pools holds {kv_slots} tokens, less than the context of {asked_context}: "
             "raise --kv-budget, or lower --context"
         )
-    return replace(size, context_length=min(size.context_length, kv_slots), kv_slots=kv_slots)
+    return size.with_slots(kv_slots)
 
 
 @contextmanager
