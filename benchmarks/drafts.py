@@ -38,10 +38,11 @@ from phasewise.serving.drafts.lookup import LookupDrafter
 from phasewise.serving.drafts.model_drafter import ModelDrafter
 from phasewise.serving.drafts.opening import DraftSource
 from phasewise.serving.drafts.step_costs import StepCosts
+from phasewise.serving.engine_size import EngineSize
 from phasewise.serving.messages import Submit
 from phasewise.serving.one_answer import OneAnswer
-from phasewise.serving.open_engine import EngineSize, OpenEngine, open_engine
-from phasewise.serving.ranks import LocalRanks, RankOptions
+from phasewise.serving.open_engine import OpenEngine, open_engine
+from phasewise.serving.ranks import KvMemory, LocalRanks, RankOptions
 from phasewise.serving.sampling import GREEDY, SamplingParams
 from phasewise.workflows.open_model import open_model
 
@@ -234,7 +235,7 @@ def model_drafts(target: str, draft: str, agrees: float, n_tokens: int, rounds: 
     ) as opened:
         ranks = opened.engine.ranks
         assert isinstance(ranks, LocalRanks)
-        guest = GuestRank(small.model, lambda: ranks.first_rank, RankOptions(size.kv_slots, 512, 1))
+        guest = GuestRank(small.model, lambda: ranks.first_rank, RankOptions(KvMemory(size.kv.slots), 512, 1))
         said, costs = SaidRight(guest, vocab_size, agrees), StepCosts()
         drafter = ModelDrafter(said, costs, MOST_ROWS, vocab_size)
         pairs = Pairs(opened, drafter, n_tokens)

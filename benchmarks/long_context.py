@@ -22,9 +22,11 @@ import numpy as np
 def opened(model: Any, plans: Any, context: int, kv_format: str) -> Any:
     """Ranks whose cache holds `context` random tokens."""
     from phasewise.serving.batch import Batch, SequenceSlice
-    from phasewise.serving.ranks import LocalRanks, RankOptions
+    from phasewise.serving.ranks import KvMemory, LocalRanks, RankOptions
 
-    ranks = LocalRanks(model, plans, RankOptions(context + 64, 512, max_sequences=1, kv_format=kv_format))
+    ranks = LocalRanks(
+        model, plans, RankOptions(KvMemory(context + 64, format=kv_format), 512, max_sequences=1)
+    )
     ids = np.random.default_rng(0).integers(10, model.config.vocab_size, context).tolist()
     for start in range(0, context, 512):
         ranks.forward(Batch("prefill", (SequenceSlice(ids[start : start + 512], start, 0, True),)))

@@ -104,7 +104,7 @@ def model_perplexity(model: PackedModel, threads: int | None, n_tokens: int = N_
 
 def _open_ranks(model: PackedModel, threads: int | None, kv_format: str, arithmetic: ArithmeticChoice) -> Any:
     """Without a database: `tuned` is the kernels' own arithmetic."""
-    from phasewise.serving.ranks import LocalRanks, RankOptions
+    from phasewise.serving.ranks import KvMemory, LocalRanks, RankOptions
     from phasewise.topology import read_machine
     from phasewise.tuner.lookup import PhaseSchedules, ScheduleTable
     from phasewise.tuner.plans import PHASES, default_plan
@@ -116,7 +116,7 @@ def _open_ranks(model: PackedModel, threads: int | None, kv_format: str, arithme
         phase: KernelSchedules(PhaseSchedules(ScheduleTable([])), choice=arithmetic) for phase in PHASES
     }
     options = RankOptions(
-        WINDOW_TOKENS, WINDOW_TOKENS, max_sequences=1, schedules=lookups, kv_format=kv_format
+        KvMemory(WINDOW_TOKENS, format=kv_format), WINDOW_TOKENS, max_sequences=1, schedules=lookups
     )
     return LocalRanks(model, plans, options)
 

@@ -22,8 +22,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.engine_size import EngineSize
 from phasewise.serving.messages import Answer, Submit
-from phasewise.serving.open_engine import EngineSize, open_engine
+from phasewise.serving.open_engine import open_engine
 from phasewise.serving.pools.contract import KV_CHUNK
 from phasewise.serving.ranks import Ranks
 from phasewise.serving.sampling import GREEDY
@@ -81,7 +82,8 @@ def compare(ranks: Ranks, n_prefix: int, n_siblings: int) -> list[float]:
 def whole_requests(found: OpenModel, n_prefix: int, n_siblings: int, reuse: bool) -> tuple[float, float]:
     """(mean time to the first token, time until all have ended), ms."""
     context = n_prefix + OWN_TOKENS + ANSWER_TOKENS
-    size = replace(EngineSize.for_many(found.model, n_siblings, context, None), prefix_reuse=reuse)
+    size = EngineSize.for_many(found.model, n_siblings, context, None)
+    size = replace(size, limits=replace(size.limits, prefix_reuse=reuse))
     first_ns: dict[str, int] = {}
     with open_engine(found.model, found.plans, size, schedules=found.schedules) as opened:
         started_ns = time.perf_counter_ns()

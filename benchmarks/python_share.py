@@ -28,11 +28,12 @@ import raw_http
 
 from phasewise.serving import sampling
 from phasewise.serving.batch import Batch
+from phasewise.serving.engine_size import EngineSize
 from phasewise.serving.engine_thread import EngineThread
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.listening import TcpAddress
 from phasewise.serving.messages import Submit
-from phasewise.serving.open_engine import EngineSize, OpenEngine, open_engine
+from phasewise.serving.open_engine import OpenEngine, open_engine
 from phasewise.serving.ranks import LocalRanks
 from phasewise.serving.service import ServiceSettings, run_service
 from phasewise.workflows.open_model import Weights, open_model

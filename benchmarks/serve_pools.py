@@ -29,11 +29,14 @@ from tabulate import tabulate
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.engine import Engine
+from phasewise.serving.engine_size import EngineSize
 from phasewise.serving.messages import Answer, Submit
-from phasewise.serving.open_engine import EngineSize, open_engine
+from phasewise.serving.open_engine import open_engine
 from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.rank_teams import keeping_affinity
+from phasewise.serving.ranks_contract import KvMemory
 from phasewise.serving.sampling import SamplingParams
+from phasewise.serving.scheduler_terms import SchedulerLimits
 from phasewise.tuner.errors import TraceError
 from phasewise.workflows.bench.kv.replay import Replay, ReplayInputs, replay_of
 from phasewise.workflows.bench.kv.settings import TraceSelection
@@ -143,13 +146,10 @@ def prompts_of(replay: Replay, seed: int) -> list[tuple[int, ...]]:
 
 def run_policy(found: OpenModel, replay: Replay, policy: str, number: int, n_warm: int) -> PoolRun:
     """All requests of `replay` through an engine of its own."""
-    size = EngineSize(
-        replay.settings.longest_request,
-        replay.n_slots,
-        replay.max_sequences,
-        kv_policy=policy,
-        prefix_reuse=False,
+    limits = SchedulerLimits(
+        replay.settings.longest_request, max_sequences=replay.max_sequences, prefix_reuse=False
     )
+    size = EngineSize(limits, KvMemory(replay.n_slots), policy)
     pool = open_pool(policy, replay.n_slots, replay.settings)
     with (
         keeping_affinity(),

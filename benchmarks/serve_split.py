@@ -28,12 +28,13 @@ from pathlib import Path
 import numpy as np
 from tabulate import tabulate
 
-from phasewise.cluster.front import Front, FrontSettings, Launcher
+from phasewise.cluster.front import Front
 from phasewise.cluster.local_instances import LocalInstances
 from phasewise.cluster.routing import Role
+from phasewise.cluster.supervisor import FrontSettings, Launcher
+from phasewise.serving.engine_size import EngineSize
 from phasewise.serving.loaders import load_model
 from phasewise.serving.messages import Abort, Delivery, Failure, Submit
-from phasewise.serving.open_engine import EngineSize
 from phasewise.serving.sockets import Keys
 from phasewise.tuner.config.trace import read_trace
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
@@ -120,7 +121,8 @@ class Bench:
         self.asked = asked
         model = load_model(asked.model, "native")
         size = EngineSize.for_many(model, 16, 4096, None, kv_shared=True)
-        self.spec = InstanceSpec(asked.model, Weights(), replace(size, prefix_reuse=False), None)
+        size = replace(size, limits=replace(size.limits, prefix_reuse=False))
+        self.spec = InstanceSpec(asked.model, Weights(), size, None)
         self.rng = random.Random(asked.seed)
         self.n_sent = 0
 

@@ -31,8 +31,9 @@ from phasewise.cluster.metrics import summarise
 from phasewise.cluster.requests import Arrival
 from phasewise.cluster.simulate import ClusterSpec, MachineType, Pool, simulate
 from phasewise.cluster.timed_steps import TimedStep, steps_of
+from phasewise.serving.engine_size import EngineSize
 from phasewise.serving.messages import Submit
-from phasewise.serving.open_engine import EngineSize, OpenEngine, open_engine
+from phasewise.serving.open_engine import OpenEngine, open_engine
 from phasewise.workflows.open_model import open_model
 
 MAX_SEQUENCES = 16
@@ -59,17 +60,16 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="of the prompts' lengths, for a slow host")
     asked = parser.parse_args()
     found = open_model(asked.model, threads=asked.threads)
-    size = replace(
-        EngineSize.for_many(found.model, MAX_SEQUENCES, 2048, None), prefix_reuse=False, touched=True
-    )
+    size = EngineSize.for_many(found.model, MAX_SEQUENCES, 2048, None)
+    size = replace(size, limits=replace(size.limits, prefix_reuse=False), kv=replace(size.kv, touched=True))
     with open_engine(found.model, found.plans, size, schedules=found.schedules) as opened:
         steps = steps_of(timed_steps(opened))
     lengths = [(max(1, round(prompt * asked.scale)), answer) for prompt, answer in LENGTHS]
     arrivals = poisson(lengths, asked.rate, asked.duration, asked.seed)
     measured = served(arrivals, asked.model, asked.threads)
-    kind = MachineType("here", steps, size.kv_slots, 0, 1, 1, Link(1e9))
+    kind = MachineType("here", steps, size.kv.slots, 0, 1, 1, Link(1e9))
     kind = replace(
-        kind, max_batch_tokens=size.max_batch_tokens, max_sequences=MAX_SEQUENCES, tpot_ms=size.tpot_ms
+        kind, max_batch_tokens=size.limits.max_batch_tokens, max_sequences=MAX_SEQUENCES, tpot_ms=size.tpot_ms
     )
     result = simulate(ClusterSpec((Pool("mixed", kind, 1),)), arrivals)
     simulated = {

@@ -27,10 +27,10 @@ Turn = Callable[[], float]
 def ours(model: Any, plans: Any, context: int, prompt: int, tokens: int) -> tuple[Turn, Turn]:
     """Decode of a token (median of `tokens`), and prefill of `prompt` tokens."""
     from phasewise.serving.batch import Batch, SequenceSlice
-    from phasewise.serving.ranks import LocalRanks, RankOptions
+    from phasewise.serving.ranks import KvMemory, LocalRanks, RankOptions
 
     room = max(context + tokens, prompt)
-    ranks = LocalRanks(model, plans, RankOptions(room + 64, max(prompt, context), max_sequences=1))
+    ranks = LocalRanks(model, plans, RankOptions(KvMemory(room + 64), max(prompt, context), max_sequences=1))
     ids = np.random.default_rng(0).integers(10, model.config.vocab_size, room).tolist()
 
     def prefill(count: int) -> float:

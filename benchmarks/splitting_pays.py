@@ -22,7 +22,8 @@ from phasewise.cluster.links import Link
 from phasewise.cluster.metrics import TABLE_VI, Slo
 from phasewise.cluster.simulate import MachineType
 from phasewise.cluster.timed_steps import steps_of
-from phasewise.serving.open_engine import EngineSize, open_engine
+from phasewise.serving.engine_size import EngineSize
+from phasewise.serving.open_engine import open_engine
 from phasewise.workflows.cluster_load import lengths_of, steps_from_xml
 from phasewise.workflows.model_shape import shape_of_reference
 from phasewise.workflows.open_model import open_model
@@ -72,16 +73,15 @@ def main() -> None:
 
 def timed(asked: argparse.Namespace) -> MachineType:
     found = open_model("smollm2-135m-instruct", threads=1)
-    size = replace(
-        EngineSize.for_many(found.model, MAX_SEQUENCES, asked.longest, None), prefix_reuse=False, touched=True
-    )
+    size = EngineSize.for_many(found.model, MAX_SEQUENCES, asked.longest, None)
+    size = replace(size, limits=replace(size.limits, prefix_reuse=False), kv=replace(size.kv, touched=True))
     with open_engine(found.model, found.plans, size, schedules=found.schedules) as opened:
         steps = steps_of(timed_steps(opened))
     config = found.model.config
     kv_bytes = 2 * 2 * config.n_layers * config.n_kv_heads * config.head_dim
-    n_bytes = size.kv_slots * kv_bytes
+    n_bytes = size.kv.slots * kv_bytes
     kind = MachineType("one core", steps, n_bytes, 0, kv_bytes, config.n_layers, Link(asked.link), cost=1)
-    return replace(kind, max_batch_tokens=size.max_batch_tokens, max_sequences=MAX_SEQUENCES)
+    return replace(kind, max_batch_tokens=size.limits.max_batch_tokens, max_sequences=MAX_SEQUENCES)
 
 
 def modelled(asked: argparse.Namespace) -> MachineType:

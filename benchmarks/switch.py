@@ -21,7 +21,7 @@ import numpy as np
 from phasewise.cython_kernels.packing import PackedWeight, pack_quant, quantise
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.model import ModelConfig, PackedModel, RopeSpec
-from phasewise.serving.ranks import RankOptions, Ranks, open_ranks
+from phasewise.serving.ranks import KvMemory, RankOptions, Ranks, open_ranks
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import PHASES, Phase, ServicePlan, check_fits, parse_cores, rank_on
 
@@ -122,7 +122,7 @@ def main() -> None:
         "prefill": plan_of("prefill", arguments.prefill or ["0,1"]),
         "decode": plan_of("decode", arguments.decode or ["0", "1"]),
     }
-    ranks = open_ranks(named_model(arguments.model), plans, RankOptions(512, 64, 1))
+    ranks = open_ranks(named_model(arguments.model), plans, RankOptions(KvMemory(512), 64, 1))
     try:
         step_us(ranks, "prefill")
         rounds = [one_round(ranks, arguments.n) for _ in range(arguments.r)]

@@ -159,7 +159,7 @@ def _check_token(node: str) -> None:
 
 
 class RayInstances:
-    """`front.Launcher` over the nodes of a cluster. Close it, or use it in `with`.
+    """`supervisor.Launcher` over the nodes of a cluster. Close it, or use it in `with`.
 
     spread: instances on different nodes rather than on few. ClusterError where the cluster has not the cores.
     """

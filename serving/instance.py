@@ -313,7 +313,7 @@ class _Instance:
         )
         plans = tuple(plan.describe() for plan in opened.plans.values())
         return Ready(
-            identity, os.getpid(), host_name(), opened.size.kv_slots, endpoint, self._share.place, plans
+            identity, os.getpid(), host_name(), opened.size.kv.slots, endpoint, self._share.place, plans
         )
 
 
@@ -372,7 +372,7 @@ def _codec(opened: OpenEngine, share: KvShare) -> Codec:
     model = opened.model
     told = f"{model.content_hash} {model.format}".encode()
     return Codec(
-        share.shape, model.config.vocab_size, opened.size.context_length, hashlib.sha256(told).digest()
+        share.shape, model.config.vocab_size, opened.size.limits.context_length, hashlib.sha256(told).digest()
     )
 
 

@@ -8,10 +8,11 @@ from types import TracebackType
 from typing import Any
 
 from phasewise._words import counted
+from phasewise.serving.engine_size import EngineSize
 from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.messages import Submit
 from phasewise.serving.one_answer import OneAnswer
-from phasewise.serving.open_engine import EngineSize, ModelText, open_engine
+from phasewise.serving.open_engine import ModelText, open_engine
 from phasewise.workflows.answer_settings import SamplingChoice
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.open_model import Weights, open_model
@@ -49,7 +50,7 @@ class ChatSession:
         self._ids = map(str, itertools.count())
         self.model_name = found.model.name
         self.defaults = found.model.sampling
-        self.context_tokens = size.context_length
+        self.context_tokens = size.limits.context_length
         self.messages: list[Message] = []
 
     def __enter__(self) -> ChatSession:

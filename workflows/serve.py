@@ -27,11 +27,12 @@ if TYPE_CHECKING:
     from phasewise.serving.embedding.service import EmbeddingSettings
     from phasewise.serving.engine import Engine
     from phasewise.serving.engine_host import OpenHost
+    from phasewise.serving.engine_size import EngineSize
     from phasewise.serving.http.access_log import Level, Logging
     from phasewise.serving.http.http_settings import HttpLimits
     from phasewise.serving.http.live import MachineFacts
     from phasewise.serving.length_log import LengthLog
-    from phasewise.serving.open_engine import EngineSize, ModelText, OpenEngine
+    from phasewise.serving.open_engine import ModelText, OpenEngine
     from phasewise.serving.sampling_defaults import SamplingDefaults
     from phasewise.serving.service import OtherModel, Predictor, Served, ServiceSettings
     from phasewise.serving.several_engines import OpenEngineHost
@@ -93,8 +94,8 @@ def serve_model(
         for one in others:
             size = one.opened.size
             report(
-                f"also {one.found.model.name}: context {size.context_length} tokens, KV cache of "
-                f"{size.kv_slots} tokens"
+                f"also {one.found.model.name}: context {size.limits.context_length} tokens, KV cache of "
+                f"{size.kv.slots} tokens"
             )
         warn_of_strangers(settings.listening, limits, report)
         further = [_other_model(one, settings) for one in others]
@@ -247,7 +248,7 @@ def _open_one(
 def _size(
     found: OpenModel, kv_bytes: int | None, settings: ServeSettings, drafts: DraftSource | None
 ) -> EngineSize:
-    from phasewise.serving.open_engine import EngineSize
+    from phasewise.serving.engine_size import EngineSize
 
     running, kv = settings.running, settings.kv
     size = EngineSize.for_many(
@@ -259,14 +260,11 @@ def _size(
         None if drafts is None else drafts.model,
         kv_shared=settings.pools.is_asked,
     )
-    return replace(
-        size,
-        max_batch_tokens=running.max_batch_tokens,
-        kv_policy=kv.kv_policy,
-        prefix_reuse=not kv.no_prefix_reuse,
-        tpot_ms=running.tpot_ms,
-        touched=True,
+    limits = replace(
+        size.limits, max_batch_tokens=running.max_batch_tokens, prefix_reuse=not kv.no_prefix_reuse
     )
+    touched = replace(size.kv, touched=True)
+    return replace(size, limits=limits, kv=touched, kv_policy=kv.kv_policy, tpot_ms=running.tpot_ms)
 
 
 def _open_engine(
@@ -305,16 +303,16 @@ def _as_instance(one: _OpenedModel, instance: PlannedInstance, settings: ServeSe
 
 
 def _uses(found: OpenModel, size: EngineSize) -> list[ScheduleUse]:
-    return found.explain(size.step_tokens, size.max_sequences, size.kv_format)
+    return found.explain(size.step_tokens, size.limits.max_sequences, size.kv.format)
 
 
 def _budgets(models: Sequence[OpenModel], kv: KeysAndValues) -> list[int | None]:
     """Bytes for keys and values of each model. Of one budget each gets what pays for as many tokens as the
     others have; without one that is a quarter of the free memory, and no more than a model alone would take.
     """
+    from phasewise.serving.engine_size import KV_SHARE_OF_FREE_MEMORY, default_kv_bytes
     from phasewise.serving.forward import kv_bytes_per_slot
     from phasewise.serving.memory import available_bytes
-    from phasewise.serving.open_engine import KV_SHARE_OF_FREE_MEMORY, default_kv_bytes
 
     if len(models) == 1:
         return [kv.kv_budget_bytes]
@@ -429,10 +427,10 @@ def _tell(first: _OpenedModel, settings: ServiceSettings, report: Report) -> Non
 
     opened = first.opened
     size = opened.size
-    report(f"{opened.model.name} ({opened.model.format}): context {size.context_length} tokens")
-    kv_mib = size.kv_slots * kv_bytes_per_slot(opened.model, size.kv_format) / (1 << 20)
-    kv_format = resolve_kv_format(opened.model, size.kv_format)
-    report(f"KV cache: {size.kv_slots} tokens in {kv_mib:.0f} MiB of {kv_format}, policy {size.kv_policy}")
+    report(f"{opened.model.name} ({opened.model.format}): context {size.limits.context_length} tokens")
+    kv_mib = size.kv.slots * kv_bytes_per_slot(opened.model, size.kv.format) / (1 << 20)
+    kv_format = resolve_kv_format(opened.model, size.kv.format)
+    report(f"KV cache: {size.kv.slots} tokens in {kv_mib:.0f} MiB of {kv_format}, policy {size.kv_policy}")
     for line in first.lines:
         report(line)
     if settings.length_log is not None:

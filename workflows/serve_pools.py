@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Literal
 from phasewise.workflows.errors import UsageError
 
 if TYPE_CHECKING:
-    from phasewise.cluster.front import FrontSettings
     from phasewise.cluster.routing import Role
+    from phasewise.cluster.supervisor import FrontSettings
     from phasewise.serving.engine_host import OpenHost
+    from phasewise.serving.engine_size import EngineSize
     from phasewise.serving.model import PackedModel
-    from phasewise.serving.open_engine import EngineSize, ModelText
+    from phasewise.serving.open_engine import ModelText
     from phasewise.topology import Machine
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.workflows.open_model import OpenModel
@@ -215,13 +216,13 @@ def share_of(size: EngineSize, n_instances: int, asked_context: int | None = Non
     """
     from phasewise.serving.pools.contract import ALIGNMENT
 
-    kv_slots = max(ALIGNMENT, size.kv_slots // n_instances // ALIGNMENT * ALIGNMENT)
+    kv_slots = max(ALIGNMENT, size.kv.slots // n_instances // ALIGNMENT * ALIGNMENT)
     if asked_context is not None and kv_slots < asked_context:
         raise UsageError(
             f"each of {n_instances} pools holds {kv_slots} tokens, less than the context of {asked_context}: "
             "raise --kv-budget, or lower --context"
         )
-    return replace(size, context_length=min(size.context_length, kv_slots), kv_slots=kv_slots)
+    return size.with_slots(kv_slots)
 
 
 @contextmanager
@@ -282,7 +283,7 @@ def _local_front(
 
 
 def _settings(folder: Path, pools: Pools) -> FrontSettings:
-    from phasewise.cluster.front import FrontSettings
+    from phasewise.cluster.supervisor import FrontSettings
 
     return FrontSettings(
         endpoint=f"ipc://{folder}/front",
@@ -296,8 +297,9 @@ def _settings(folder: Path, pools: Pools) -> FrontSettings:
 @contextmanager
 def _ray_front(spec: InstanceSpec, pools: Pools) -> Iterator[tuple[OpenHost, list[str], frozenset[int]]]:
     """Over instances on a Ray cluster; a line for each, and the CPUs that they have of this host."""
-    from phasewise.cluster.front import Front, FrontSettings
+    from phasewise.cluster.front import Front
     from phasewise.cluster.ray_cluster import NODE, RayInstances, WantedInstance, ray_connection
+    from phasewise.cluster.supervisor import FrontSettings
     from phasewise.serving.sockets import Keys
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import cores_of_share

@@ -82,7 +82,7 @@ class Boundary:
         set_("phasewise.topology.read_machine", lambda *_: self._machine)
         set_("phasewise.serving.headroom.use_one_heap", lambda: None)
         set_("phasewise.serving.memory.available_bytes", lambda: 1 << 36)
-        set_("phasewise.serving.open_engine.available_bytes", lambda: 1 << 36)
+        set_("phasewise.serving.engine_size.available_bytes", lambda: 1 << 36)
         set_("phasewise.serving.http.listening.allow_many_connections", lambda: 1 << 14)
         set_("phasewise.serving.http.listening.TcpAddress", self._tcp)
         set_("phasewise.serving.http.listening.UnixAddress", self._unix)

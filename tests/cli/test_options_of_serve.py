@@ -302,7 +302,7 @@ def test_each_of_several_models_follows_what_is_said_of_models(places: Places, b
     assert len(engines) == 2
     for _name, _format, _plans, size, _special, multiplied, drafter in engines:  # type: ignore[misc]
         assert drafter == "lookup"
-        assert size["kv_format"] == "int8"
+        assert size["kv"]["format"] == "int8"
         assert multiplied == {"prefill": [True, "blocks"], "decode": [False, "blocks"]}
     assert only(run, "predictor") == [["auto", "tiny"], ["auto", "other"]]
     ((_names, _sampling, predictor),) = only(run, "others")[0]  # type: ignore[misc]

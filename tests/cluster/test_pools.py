@@ -48,10 +48,8 @@ def tokens(told: dict[str, Told]) -> dict[str, tuple[object, ...]]:
     }
 
 
-def assert_divided_equals_whole(
-    model: Path, n_ranks: int = 1, transfer: str = "auto", **changes: object
-) -> None:
-    size = size_of(model, **changes)
+def assert_divided_equals_whole(model: Path, n_ranks: int = 1, transfer: str = "auto", **kinds: str) -> None:
+    size = size_of(model, **kinds)
     requests = mixed_requests(guides_of(model))
     with open_alone(model, size, n_ranks) as opened:
         whole = tokens(run_alone(opened, requests))

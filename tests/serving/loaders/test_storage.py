@@ -21,7 +21,7 @@ from phasewise.serving.loaders.storage import (
     worth_bytes,
 )
 from phasewise.serving.model import PackedModel
-from phasewise.serving.ranks import RankOptions, open_ranks
+from phasewise.serving.ranks import KvMemory, RankOptions, open_ranks
 from phasewise.serving.sparse_mode import SPARSE_MODES
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 from tests.support.tiny_models import TinyShape, hf_config, safetensors_bytes, tiny_weights, write_tiny_hf
@@ -199,7 +199,7 @@ def test_two_ranks_share_out_sparse_weights(pruned: Path, weight_format: str) ->
         for n_ranks in (1, 2):
             ranks = tuple(RankCores((core,)) for core in range(n_ranks))
             plans: dict[Phase, ServicePlan] = {phase: ServicePlan(phase, ranks) for phase in PHASES}
-            options = RankOptions(64, 32, 1, pinned=False)
+            options = RankOptions(KvMemory(64), 32, 1, pinned=False)
             with closing(open_ranks(load(pruned, mode, weight_format), plans, options)) as opened:
                 slices = (SequenceSlice(prompt, 0, 0, True), SequenceSlice([7], len(prompt), 0, True))
                 rows = [
