@@ -31,12 +31,12 @@ from phasewise.serving.instance_messages import (
     Aim,
     Asked,
     Beat,
-    Begun,
     CannotStart,
     Drop,
     Dropped,
     FromInstance,
     HandOverFailed,
+    PromptBegun,
     Ready,
     Stop,
     Take,
@@ -336,7 +336,7 @@ class Front:
                 self._hear_told(member, message)
             case Beat():
                 member.beats(message)
-            case Begun(attempt_id):
+            case PromptBegun(attempt_id):
                 attempt = self._attempts.get(attempt_id)
                 if attempt is not None and attempt.is_divided and not attempt.is_expected:
                     self._begin_answer(attempt)

@@ -34,7 +34,6 @@ from phasewise.serving.instance_messages import (
     Aim,
     Asked,
     Beat,
-    Begun,
     CannotStart,
     Drop,
     Dropped,
@@ -42,6 +41,7 @@ from phasewise.serving.instance_messages import (
     FromInstance,
     HandOverFailed,
     Identity,
+    PromptBegun,
     Ready,
     Stop,
     Take,
@@ -278,7 +278,7 @@ class _Instance:
         self._put(told)
 
     def _begun(self, request_id: str) -> None:
-        self._put(Begun(request_id))
+        self._put(PromptBegun(request_id))
 
     def _failed_hand_over(self, request_id: str, reason: str, words: str) -> None:
         self._put(HandOverFailed(request_id, reason, words))
