@@ -200,10 +200,10 @@ class Connection(asyncio.BufferedProtocol):
 
     # ---- what an exchange asks for -----------------------------------------------------------------------
 
-    def write(self, *events: h11.Event) -> None:
-        """Send these, unless all has been said."""
-        if self._linger is None:
-            self.transport.write(b"".join([data for event in events if (data := self.conn.send(event))]))
+    def write(self, event: h11.Event) -> None:
+        """Send this, unless all has been said."""
+        if self._linger is None and (data := self.conn.send(event)):
+            self.transport.write(data)
 
     def body_taken(self) -> None:
         """A body in progress may be read on."""

@@ -29,7 +29,7 @@ class Outlet(Protocol):
     writable: asyncio.Event
     """Set unless the reader is behind with what was written."""
 
-    def write(self, *events: h11.Event) -> None: ...
+    def write(self, event: h11.Event) -> None: ...
 
     def body_taken(self) -> None:
         """The application has taken the body so far: more may be read."""
@@ -116,12 +116,12 @@ class Exchange:
 
     async def send(self, message: Message) -> None:
         """As ASGI says."""
-        await self._outlet.writable.wait()
+        if not self._outlet.writable.is_set():
+            await self._outlet.writable.wait()
         if self.is_complete:
             return
-        expected = "http.response.body" if self.has_started else "http.response.start"
-        if message["type"] != expected:
-            raise RuntimeError(f"the application sends {message['type']!r} where {expected!r} is due")
+        if message["type"] != ("http.response.body" if self.has_started else "http.response.start"):
+            raise RuntimeError(f"the application sends {message['type']!r} out of turn")
         if not self.has_started:
             self.has_started = True
             status = message["status"]
@@ -136,7 +136,8 @@ class Exchange:
             return
         self.is_complete = True
         self._news.set()
-        self._outlet.write(h11.Data(data=data), h11.EndOfMessage())
+        self._outlet.write(h11.Data(data=data))
+        self._outlet.write(h11.EndOfMessage())
         self._outlet.answered()
 
 
