@@ -162,7 +162,7 @@ def _serve(pipe: Connection) -> None:
 
     # Clocks as short as a test needs; a throttled connection must not be cut by them.
     limits = HttpLimits(header_s=1.0, body_s=1.0, keep_alive_s=0.2, max_body_bytes=1 << 20)
-    logging.getLogger("uvicorn.error").addHandler(_Surprises(pipe))
+    logging.getLogger("phasewise.http").addHandler(_Surprises(pipe))
     with fake_server(limits) as server:
         pipe.send(server.url)
         pipe.recv()

@@ -112,7 +112,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "torch": ("phasewise.torch",),
     "fastapi": ("serving.http",),
     "starlette": ("serving.http",),
-    "uvicorn": ("serving.http",),
+    "h11": ("serving.http",),
     "llguidance": ("serving.guides",),
     "tree_sitter": ("ir.parse",),
     "tree_sitter_c": ("ir.parse",),

@@ -17,7 +17,14 @@ from typing import Any
 from urllib.parse import quote
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.download import DownloadError, Progress, RemoteFile, fetch_file, open_url
+from phasewise.serving.loaders.download import (
+    DownloadError,
+    NotAsPromised,
+    Progress,
+    RemoteFile,
+    fetch_file,
+    read_url,
+)
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 DEFAULT_TAGS = ("Q4_K_M", "Q4_0", "Q8_0", "Q5_K_M", "Q6_K", "BF16", "F16")
@@ -132,19 +139,11 @@ def _remember(folder: Path, fields: dict[str, Any]) -> None:
 
 
 def _fetch_unless_whole(file: RemoteFile, target: Path, progress: Progress) -> None:
-    import hashlib
-
-    if target.is_file() and target.stat().st_size == file.n_bytes and file.sha256 is not None:
-        with target.open("rb") as stored:
-            if hashlib.file_digest(stored, "sha256").hexdigest() == file.sha256:
-                progress(file.n_bytes)
-                return
-    fetch_file(file, target, progress, _secrets())
-
-
-def _secrets() -> dict[str, str]:
-    token = os.environ.get("HF_TOKEN")
-    return {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        file.check(target)
+        progress(file.n_bytes)
+    except (FileNotFoundError, NotAsPromised):
+        fetch_file(file, target, progress)
 
 
 def _endpoint() -> str:
@@ -152,11 +151,7 @@ def _endpoint() -> str:
 
 
 def _list(repository: str) -> Listing:
-    url = f"{_endpoint()}/api/models/{repository}?blobs=true"
-    with open_url(url, {"Accept": "application/json"}, _secrets()) as response:
-        text = response.read(MOST_LISTING_BYTES + 1)
-    if len(text) > MOST_LISTING_BYTES:
-        raise DownloadError("the hub's list of its files is too long")
+    text = read_url(f"{_endpoint()}/api/models/{repository}?blobs=true", MOST_LISTING_BYTES)
     try:
         fields = json.loads(text)
         commit, siblings = fields["sha"], fields["siblings"]

@@ -243,7 +243,7 @@ def test_nothing_of_the_server_is_imported() -> None:
     loaded = set(result.stdout.split())
     assert not loaded & {
         "fastapi",
-        "uvicorn",
+        "h11",
         "sqlalchemy",
         "alembic",
         "huggingface_hub",

@@ -1,9 +1,8 @@
-"""One HTTP connection and its limits: what comes too slowly, is too much or costs too much is cut.
+"""One HTTP/1 connection and its limits: what comes too slowly, is too much or costs too much is cut.
 
-uvicorn's protocol knows one timeout, for idle connections that were answered before. All others are here.
-It also reads all that has come at once; here a connection reads for a bounded time in each turn of the event
-loop (`turn_queue`), and for a bounded share of the loop's time altogether (`loop_share`). `framing`, not h11,
-finds where requests end.
+A connection reads for a bounded time in each turn of the event loop (`turn_queue`), and for a bounded share
+of the loop's time altogether (`loop_share`). `framing` finds where requests end, h11 reads them and writes
+answers, `exchange` is one request as the application sees it.
 """
 
 from __future__ import annotations
@@ -13,14 +12,10 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from urllib.parse import unquote
 
 import h11
-from starlette.types import Scope
-from uvicorn.config import Config
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
-from uvicorn.server import ServerState
+from starlette.types import ASGIApp, Scope
 
 from phasewise.serving.http.connection_clocks import Awaited, ConnectionClocks
 from phasewise.serving.http.connections import Connections
@@ -28,7 +23,7 @@ from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.framing import Framing
 from phasewise.serving.http.loop_share import BYTE_S, REQUEST_S
 from phasewise.serving.http.timed_steps import timed_steps
-from phasewise.serving.http.uvicorn_parts import ASGI_SPEC_VERSION, Flow, Outlet, scope_of
+from phasewise.serving.http.transport.exchange import Exchange
 
 EXTENSION = "phasewise.connection"
 """In a request's `scope["extensions"]`: the connection that it came on, for `connection_of`."""
@@ -51,43 +46,51 @@ _DISCARD_BYTES = 64 * 1024
 _LINGER_S = 2.0
 _LINGER_BYTES = 16 * 1024 * 1024
 """A client that still sends gets to read its refusal within these, and is not reset."""
+_ASGI_SPEC_VERSION = "2.3"
 _LATE = ApiError(408, "the head of the request took too long", code="request_timeout")
 
 
-class Connection(H11Protocol, asyncio.BufferedProtocol):
-    """One of `others`. Beside `connection_clocks`, at most one of these runs: uvicorn's clock between two
-    requests, and one for the next turn of a sender that has to wait."""
+class Connection(asyncio.BufferedProtocol):
+    """One of `others`. Beside `connection_clocks`, at most one clock runs: that for the next turn of a sender
+    that has to wait."""
 
-    app: Any
-    """An ASGI 3 application; uvicorn's annotation also allows what only WebSockets and lifespans use."""
+    transport: asyncio.Transport
 
-    def __init__(self, others: Connections, config: Config, state: ServerState) -> None:
-        super().__init__(config, state, {})
+    def __init__(self, app: ASGIApp, others: Connections) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.conn = h11.Connection(h11.SERVER, others.limits.max_header_bytes)
+        self.writable = asyncio.Event()
+        self.writable.set()
+        self._app = app
         self._others = others
         self._limits = others.limits
         self._framing = Framing(self._limits.max_header_bytes)
         self._allowance = others.loop_share.allowance(time.perf_counter())
+        self._exchange: Exchange | None = None
+        """The newest request."""
+        self._vouched: Exchange | None = None
+        """The last request that the engine has answered."""
+        self._has_answered = False
+        self._ends_after_answer = False
         self._paused: asyncio.TimerHandle | None = None
         """Runs while this connection's share of the loop is used up."""
         self._linger: asyncio.TimerHandle | None = None
+        """Runs once all has been said: what still comes is dropped."""
         self._n_discarded = 0
         """Bytes of a body that is not wanted."""
         self._refusal: ApiError | None = None
         """The answer to a connection too many, once its request has come."""
-        self._vouched: RequestResponseCycle | None = None
-        """The last request that the engine has answered."""
         self._clocks = ConnectionClocks(self.loop)
 
     @property
     def is_answering(self) -> bool:
         """True if the client has yet to get the rest of an answer."""
-        begun = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        begun = self._is_in_exchange and self._exchange is not None and self._exchange.has_started
         return begun or self.transport.get_write_buffer_size() > 0
 
     @property
-    def is_ending(self) -> bool:
-        """True if all has been said: what still comes is dropped."""
-        return self._linger is not None
+    def _is_in_exchange(self) -> bool:
+        return self._exchange is not None and not self._exchange.is_complete
 
     def cut(self) -> None:
         """The reader is too slow: what it has not read is dropped."""
@@ -105,25 +108,42 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
         False, and nothing is written: the reader is behind, and the sender has to wait.
         """
-        if self.flow.write_paused:
+        if not self.writable.is_set() or self._linger is not None:
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
         return True
 
     def wake_reader(self) -> None:
         """Let the application look at the body in progress, though nothing more of it has come."""
-        if self.cycle is not None:
-            self.cycle.message_event.set()
+        if self._exchange is not None:
+            self._exchange.wake()
 
     def vouch(self) -> None:
         """The engine has answered a request of this connection: it may use more of the loop's time."""
         self._allowance.vouch()
-        self._vouched = self.cycle
+        self._vouched = self._exchange
+
+    def close(self) -> None:
+        """Close once all is written."""
+        self.transport.close()
+
+    def abort(self) -> None:
+        """Close now: what is not written yet is dropped."""
+        self.transport.abort()
+
+    def end_after_answer(self) -> None:
+        """Close, once the answer in progress is written."""
+        self._ends_after_answer = True
+        if not self._is_in_exchange:
+            self.transport.close()
+
+    # ---- asyncio -----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)  # type: ignore[arg-type]
-        self.flow = Flow(self.transport, self._flow_changed)
-        self._refusal = self._others.add(self, self.client)
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self._client = _host_and_port(transport, "peername")
+        self._refusal = self._others.add(self, self._client)
         if self._refusal is not None:
             self._clocks.wait_for((_LINGER_S, self.turn_away))
             return
@@ -133,19 +153,20 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._watch_the_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._others.remove(self, self.client)
+        self._others.remove(self, self._client)
         self._allowance.end()
         self._others.turns.leave(self)
         self._clocks.stop()
         for clock in (self._paused, self._linger):
             if clock is not None:
                 clock.cancel()
-        super().connection_lost(exc)
-        self._unset_keepalive_if_required()
+        if self._exchange is not None:
+            self._exchange.leave()
+        self.writable.set()
 
     def eof_received(self) -> None:
         """A client that has closed its side counts as gone, and its answer is not sent on."""
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self._is_in_exchange:
             self.transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -160,15 +181,54 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         if self._linger is not None:
             self._discard(len(data), _LINGER_BYTES, self.transport.abort)
             return
-        self._unset_keepalive_if_required()
+        if self._is_idle:
+            self._clocks.wait_for(None)
         self._framing.add(data)
         if self._refusal is None:
-            self.handle_events()
+            self._read_on()
         elif _HEAD_END in self._framing.unread or len(self._framing.unread) > self._limits.max_header_bytes:
             self.turn_away()
 
-    def handle_events(self) -> None:
-        """In place of uvicorn's: read what has come, for a bounded time, and the rest in turns to come."""
+    def pause_writing(self) -> None:
+        self.writable.clear()
+        self._watch_the_reader()
+
+    def resume_writing(self) -> None:
+        if not self.transport.is_closing():
+            self._clocks.forget_reader()
+        self.writable.set()
+
+    # ---- what an exchange asks for -----------------------------------------------------------------------
+
+    def write(self, event: h11.Event) -> None:
+        """Send this, unless all has been said."""
+        if self._linger is None and (data := self.conn.send(event)):
+            self.transport.write(data)
+
+    def body_taken(self) -> None:
+        """A body in progress may be read on."""
+        if self._framing.unread and self._takes_more and not self._waits_for_turn:
+            self._others.turns.join(self)
+        self._read_or_pause()
+
+    def answered(self) -> None:
+        """Go on to the next request, or end."""
+        self._has_answered = True
+        if self.conn.our_state is h11.MUST_CLOSE or self._ends_after_answer:
+            self.finish()
+        if self._linger is None and not self.transport.is_closing():
+            self.body_taken()
+            if self.conn.our_state is h11.DONE and self.conn.their_state is h11.DONE:
+                self.conn.start_next_cycle()
+                self._read_on()
+            self._watch_the_clock()
+        if self.transport.is_closing():  # it waits for its reader, and has no other clock
+            self._watch_the_reader()
+
+    # ---- reading -----------------------------------------------------------------------------------------
+
+    def _read_on(self) -> None:
+        """Read what has come, for a bounded time, and the rest in turns to come."""
         if self._waits_for_turn:
             return
         if len(self._framing.unread) <= _SMALL_BYTES:
@@ -177,35 +237,21 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self._others.turns.join(self)
             self._read_or_pause()
 
-    def on_response_complete(self) -> None:
-        if self._linger is None:
-            super().on_response_complete()
-            self._watch_the_clock()
-        if self.transport.is_closing():  # it waits for its reader, and has no other clock
-            self._watch_the_reader()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._watch_the_reader()
-
-    def resume_writing(self) -> None:
-        if not self.transport.is_closing():
-            self._clocks.forget_reader()
-        super().resume_writing()
-
-    def timeout_keep_alive_handler(self) -> None:
-        """A close waits until all is written."""
-        super().timeout_keep_alive_handler()
-        self._watch_the_reader()
-
-    # ---- reading -----------------------------------------------------------------------------------------
+    @property
+    def _is_full(self) -> bool:
+        return self._exchange is not None and self._exchange.is_full
 
     @property
     def _takes_more(self) -> bool:
         """True if h11 waits for bytes, and the body so far has been taken."""
-        if self._linger is not None or self.transport.is_closing() or self.flow.read_paused:
+        if self._linger is not None or self.transport.is_closing() or self._is_full:
             return False
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+
+    @property
+    def _is_idle(self) -> bool:
+        """True between two requests."""
+        return self._has_answered and self.conn.their_state is h11.IDLE and not self._framing.unread
 
     @property
     def _waits_for_turn(self) -> bool:
@@ -256,65 +302,53 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
                 if self.conn.our_state is h11.DONE:
                     self._discard(len(event.data), _DISCARD_BYTES, self.finish)
                     continue
-                self.cycle.body += event.data
-                if len(self.cycle.body) > HIGH_WATER_LIMIT:
-                    self.flow.pause_reading()
-                self.cycle.message_event.set()
+                assert self._exchange is not None
+                self._exchange.add(event.data)
             elif isinstance(event, h11.EndOfMessage):
                 self._n_discarded = 0
                 if self.conn.our_state is h11.DONE:
                     self.conn.start_next_cycle()
                     continue
-                self.cycle.more_body = False
-                self.cycle.message_event.set()
+                assert self._exchange is not None
+                self._exchange.end_body()
         return n_requests
 
     def _begin(self, request: h11.Request) -> None:
         """Start what answers it."""
-        self._unset_keepalive_if_required()
-        self.headers = [(name.lower(), value) for name, value in request.headers]
-        scope = scope_of(request, self.headers) | {
-            "asgi": {"version": self.asgi_version, "spec_version": ASGI_SPEC_VERSION},
-            "server": self.server,
-            "client": self.client,
-            "scheme": self.scheme,
+        raw_path, _, query = request.target.partition(b"?")
+        scope: Scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": _ASGI_SPEC_VERSION},
+            "http_version": request.http_version.decode("ascii"),
+            "method": request.method.decode("ascii"),
+            "scheme": "http" if self.transport.get_extra_info("sslcontext") is None else "https",
+            "server": _host_and_port(self.transport, "sockname"),
+            "client": self._client,
+            "root_path": "",
+            "path": unquote(raw_path.decode("ascii")),
+            "raw_path": raw_path,
+            "query_string": query,
+            "headers": list(request.headers),
+            "state": {},
             "extensions": {EXTENSION: self},
         }
-        self.scope = scope  # type: ignore[assignment]
-        self.cycle = RequestResponseCycle(
-            scope=self.scope,
-            conn=self.conn,
-            transport=Outlet(self),  # type: ignore[arg-type]
-            flow=self.flow,
-            logger=self.logger,
-            access_logger=self.access_logger,
-            access_log=self.access_log,
-            default_headers=self.server_state.default_headers,
-            message_event=asyncio.Event(),
-            on_response=self.on_response_complete,
-        )
-        spent = partial(self._has_spent, self.cycle)
-        task = self.loop.create_task(timed_steps(self.cycle.run_asgi(self.app), spent))
-        task.add_done_callback(self.tasks.discard)
-        self.tasks.add(task)
+        self._exchange = exchange = Exchange(self, scope)
+        work = timed_steps(exchange.run(self._app), partial(self._has_spent, exchange))
+        task = self.loop.create_task(work)
+        task.add_done_callback(self._others.tasks.discard)
+        self._others.tasks.add(task)
 
-    def _has_spent(self, request: RequestResponseCycle, seconds: float) -> None:
+    def _has_spent(self, exchange: Exchange, seconds: float) -> None:
         """A request has ended, after `seconds` of the loop's time."""
-        if request is not self._vouched:
+        if exchange is not self._vouched:
             self._allowance.spend(max(0.0, seconds - REQUEST_S))
-
-    def _flow_changed(self) -> None:
-        """A body in progress is to wait, or may be read on."""
-        if self._framing.unread and self._takes_more and not self._waits_for_turn:
-            self._others.turns.join(self)
-        self._read_or_pause()
 
     def _read_or_pause(self) -> None:
         """Nothing is taken from the socket while what has come before has to wait."""
         if self._linger is not None:
             return
         waits_for_answer = bool(self._framing.unread) and not self._takes_more
-        if self.flow.read_paused or self._waits_for_turn or waits_for_answer:
+        if self._is_full or self._waits_for_turn or waits_for_answer:
             self.transport.pause_reading()
         else:
             self.transport.resume_reading()
@@ -338,10 +372,16 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             return None
         if self.conn.their_state is h11.SEND_BODY:
             return self._limits.body_s, self._end_late_body
-        answered_before = self.timeout_keep_alive_task is not None
-        if self.conn.their_state is h11.IDLE and not answered_before:
+        if self._is_idle:
+            return self._limits.keep_alive_s, self._end_idle
+        if self.conn.their_state is h11.IDLE:
             return self._limits.header_s, self._end_late_head
         return None
+
+    def _end_idle(self) -> None:
+        """A close waits until all is written."""
+        self.transport.close()
+        self._watch_the_reader()
 
     def _end_late_head(self) -> None:
         if self._framing.unread:
@@ -371,7 +411,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._others.observer.refused(error)
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             if self.conn.our_state is h11.SEND_RESPONSE:  # the application has the request, and counts it
-                self.scope[_REFUSED] = error.status  # type: ignore[literal-required]
+                assert self._exchange is not None
+                self._exchange.scope[_REFUSED] = error.status
             else:
                 self._others.observer.answered_by_connection(error.status)
             self.transport.write(error.raw_response())
@@ -392,9 +433,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         if self._paused is not None:
             self._paused.cancel()
         self._others.turns.leave(self)
-        if self.cycle is not None and not self.cycle.response_complete:  # what is in progress has no reader
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        if self._exchange is not None:
+            self._exchange.leave()
         try:
             if self.transport.can_write_eof():  # TLS has no half that could be closed alone
                 self.transport.write_eof()
@@ -413,3 +453,11 @@ def connection_of(scope: Scope) -> Connection | None:
     """The one that a request came on; None where the application is called in another way."""
     found: Connection | None = scope.get("extensions", {}).get(EXTENSION)
     return found
+
+
+def _host_and_port(transport: asyncio.Transport, end: str) -> tuple[str, int | None] | None:
+    """An `end` of a connection, "peername" or "sockname". A Unix socket has no address, or a path."""
+    name = transport.get_extra_info(end)
+    if isinstance(name, tuple):
+        return name[0], name[1]
+    return (name, None) if name else None
