@@ -56,7 +56,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "_version",
         "_words",
     ),
-    "serving": ("serving", "tuner.plans", "kerneldb", "topology", "cython_kernels", "_files"),
+    "serving": ("serving", "tuner.plans", "kerneldb", "topology", "cython_kernels", "_files", "_words"),
     "serving.instance": ("serving", "cython_kernels", "_version"),
     "serving.request": PURE,
     "serving.pools": PURE,
