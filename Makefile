@@ -58,7 +58,7 @@ test-all: build setup    ## all tests but the soak; with TIER=rest what `make te
 test-lowest: build setup ## what meets other libraries, with the lowest version of each that setup.cfg allows
 	$(PYTHON) -m venv $(VENV)-lowest
 	$(VENV)-lowest/bin/pip install -q "setuptools>=77" "cython>=3.0.11" \
-		$$($(PYTHON) tests/lowest_versions.py) pytest pytest-xdist hypothesis httpx openai
+		$$($(PYTHON) tests/lowest_versions.py) pytest pytest-xdist hypothesis httpx openai gguf platformdirs
 	PHASEWISE_ISA_BUILD=none $(VENV)-lowest/bin/pip install -q --no-deps --no-build-isolation -e .
 	$(VENV)-lowest/bin/python -m pytest --tier=quick $(WORKERS) $(MEETS_OUTSIDE) $(ARGS)
 

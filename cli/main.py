@@ -34,6 +34,7 @@ from phasewise.cli.commands import (
     tune_kernels,
 )
 from phasewise.cli.config_file import defaults_of, read_config
+from phasewise.cli.extras import absence_of
 from phasewise.cli.present import EXIT_INTERRUPTED, fail
 from phasewise.cli.shortages import tell_shortages_in_one_line
 from phasewise.serving.errors import shortage_of
@@ -142,6 +143,8 @@ def main() -> None:
         fail(f"the results cannot be written: {error.strerror}", EXIT_FAILURE)
     except Exception as error:
         exit_code, shortage = getattr(error, "exit_code", None), shortage_of(error)
+        if (absence := absence_of(error)) is not None:
+            fail(absence, EXIT_FAILURE)
         if exit_code is not None:
             fail(str(error), exit_code)
         if shortage is not None:

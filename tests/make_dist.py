@@ -70,7 +70,7 @@ def reproducible_sdist(python: Path, tree: Path, out: Path) -> Path:
 
 
 def constraints(tools: Path, dist: Path) -> None:
-    """Every dependency, direct or not, of every supported Python: one version with the hashes of its files."""
+    """Every dependency, direct or not, on every supported Python: a version, with the hashes of its files."""
     compiled = ("pip", "compile", "-q", "--universal", "--generate-hashes", "--no-header", "--no-annotate")
     asked = ("--python-version", OLDEST_PYTHON, "setup.cfg", "-o", dist / "constraints.txt")
     run(tools / "uv", *compiled, *asked, cwd=ROOT)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from phasewise._places import user_folder
 from phasewise._words import meant
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.model_directory import ModelDirectory
@@ -35,9 +36,7 @@ def cache_root(override: Path | None = None) -> Path:
         return override
     if named := os.environ.get("PHASEWISE_CACHE"):
         return Path(named)
-    import platformdirs
-
-    return platformdirs.user_cache_path("phasewise")
+    return user_folder("cache")
 
 
 def locate(ref: str, root: Path, report: Report) -> Located:
