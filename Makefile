@@ -18,7 +18,7 @@ MEETS_OUTSIDE := tests/kerneldb/test_store.py tests/kerneldb/test_portable.py te
 	tests/tuner/config/test_search_study.py::test_a_study_finds_what_the_walk_finds
 KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -o -name "*.pyx" -o -name "*.pxi")
 
-.PHONY: help setup build test test-all test-lowest test-torch test-ray test-soak test-cores test-arm test-asan fuzz-asan lint demo bench compare docs release-notes wheel wheels clean
+.PHONY: help setup build test test-all test-lowest test-torch test-ray test-soak test-cores test-arm test-asan fuzz-asan lint demo bench compare docs release-notes wheel wheels dist check-reproducible clean
 
 help:              ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -58,7 +58,7 @@ test-all: build setup    ## all tests but the soak; with TIER=rest what `make te
 test-lowest: build setup ## what meets other libraries, with the lowest version of each that setup.cfg allows
 	$(PYTHON) -m venv $(VENV)-lowest
 	$(VENV)-lowest/bin/pip install -q "setuptools>=77" "cython>=3.0.11" \
-		$$($(PYTHON) tests/lowest_versions.py) pytest pytest-xdist hypothesis httpx openai
+		$$($(PYTHON) tests/lowest_versions.py) pytest pytest-xdist hypothesis httpx openai gguf platformdirs
 	PHASEWISE_ISA_BUILD=none $(VENV)-lowest/bin/pip install -q --no-deps --no-build-isolation -e .
 	$(VENV)-lowest/bin/python -m pytest --tier=quick $(WORKERS) $(MEETS_OUTSIDE) $(ARGS)
 
@@ -132,6 +132,14 @@ release-notes:     ## CHANGELOG.md from changelog.d, for the version in phasewis
 wheels:            ## manylinux wheels of x86-64 and aarch64 in dist/, each checked without a compiler
 	rm -rf build/wheels
 	PHASEWISE_ISA_BUILD=all $(PYTHON) tests/check_manylinux.py dist build/wheels
+
+dist:              ## all that a release publishes, in dist/: wheels, sdist, constraints, SBOM, digests
+	rm -rf dist build/dist
+	PHASEWISE_ISA_BUILD=all $(PYTHON) tests/make_dist.py dist build/dist
+
+check-reproducible: ## a wheel and an sdist built twice, compared byte by byte
+	rm -rf build/twice
+	$(PYTHON) tests/check_reproducible.py build/twice
 
 wheel: setup       ## a wheel in dist/
 	PHASEWISE_ISA_BUILD=all $(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -72,6 +72,13 @@ def _complete_model(incomplete: str) -> list[str]:
     return completions(incomplete)
 
 
+def complete_name(incomplete: str) -> list[str]:
+    """Names of models that begin so, for commands that take no path."""
+    from phasewise.workflows.model_names import names
+
+    return names(incomplete)
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
@@ -85,29 +92,23 @@ FormatOption = Annotated[
 ]
 
 
-def kv_format_option(panel: str | None = None) -> Any:
-    """`--kv-format` of every command that opens ranks, under the heading `panel` of `--help`."""
-    return typer.Option(
+SparseOption = Annotated[
+    Sparse,
+    typer.Option(
+        "--sparse",
+        envvar="PHASEWISE_SPARSE",
+        help="store weights without their zeros: where that is faster, always or never; no result changes",
+    ),
+]
+KvFormatOption = Annotated[
+    KvFormat,
+    typer.Option(
         "--kv-format",
         envvar="PHASEWISE_KV_FORMAT",
         help="format of keys and values; auto: f32 beside f32 weights, else int16 where the CPU has dots of"
         " 16 bits, else f16; int4: 5 bits a number",
-        rich_help_panel=panel,
-    )
-
-
-def sparse_option(panel: str | None = None) -> Any:
-    """`--sparse` of every command that opens a model, under the heading `panel` of `--help`."""
-    return typer.Option(
-        "--sparse",
-        envvar="PHASEWISE_SPARSE",
-        rich_help_panel=panel,
-        help="store weights without their zeros: where that is faster, always or never; no result changes",
-    )
-
-
-SparseOption = Annotated[Sparse, sparse_option()]
-KvFormatOption = Annotated[KvFormat, kv_format_option()]
+    ),
+]
 ThreadsOption = Annotated[
     int | None,
     typer.Option("--threads", min=1, envvar="PHASEWISE_THREADS", help="cores to use [default: the plan's]"),

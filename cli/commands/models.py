@@ -9,7 +9,7 @@ import typer
 
 from phasewise._words import counted, number, percent
 from phasewise.cli.command_app import CommandApp
-from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, WeightFormat
+from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, WeightFormat, complete_name
 from phasewise.cli.present import note, on_one_line, print_json, say
 from phasewise.cli.render.models_text import DownloadBar, list_text, removed_text, size_text
 
@@ -29,7 +29,9 @@ def pull(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="a known name, or a hub name such as org/name or org/name-GGUF:Q4_K_M"
+            metavar="MODEL",
+            help="a known name, or a hub name such as org/name or org/name-GGUF:Q4_K_M",
+            autocompletion=complete_name,
         ),
     ],
     as_json: JsonOption = False,
@@ -76,7 +78,9 @@ def remove(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="a name that models list prints, or a file whose packed form goes"
+            metavar="MODEL",
+            help="a name that models list prints, or a file whose packed form goes",
+            autocompletion=complete_name,
         ),
     ],
     packed: Annotated[

@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from phasewise._files import write_file
+from phasewise._places import user_folder
 from phasewise.serving.embedding.queues import UNLIMITED, Depth
 from phasewise.serving.errors import ServingError
 
@@ -63,7 +62,7 @@ def plan_file(model_name: str, weight_format: str, placement: str) -> Path:
     """The path of a model's plan for cores of this placement: below the XDG data directory."""
     name = f"{model_name}-{weight_format}-{placement}".lstrip(".")
     safe = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in name)
-    return platformdirs.user_data_path("phasewise") / "embedding" / f"{safe}.json"
+    return user_folder("data") / "embedding" / f"{safe}.json"
 
 
 def save_plan(plan: EmbeddingPlan, path: Path) -> None:

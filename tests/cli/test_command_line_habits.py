@@ -63,6 +63,8 @@ def test_a_full_disk_is_one_line() -> None:
             1,
             "/no/keys cannot be read: No such file or directory\n",
         ),
+        (("serve", "smolm2-135m"), 1, "'smolm2-135m': give a known name"),
+        (("serve", "smolm2-135m"), 1, "; did you mean smollm2-135m-instruct?\n"),
         (("generate", "x.gguf", "-p", "x", "--top-p", "3"), 2, "--top-p"),
         (("bench", "serve", "http://127.0.0.1:9", "--slo", "foo"), 2, "--slo"),
         (("bench", "run", "x.gguf", "-p", "abc"), 2, "-p"),
@@ -80,18 +82,20 @@ def test_the_reason_is_named_and_the_thing_that_it_concerns(
 
 
 @pytest.mark.parametrize(
-    ("begun", "offered"),
+    ("typed", "offered"),
     [
-        ("smol", ["smollm2-135m-instruct"]),
-        ("./m", ["./m.gguf", "./models/"]),
-        ("org/", ["org/own-GGUF:Q4_K_M"]),
-        ("nothing-", []),
+        ("generate smol", ["smollm2-135m-instruct"]),
+        ("pull smol", ["smollm2-135m-instruct"]),
+        ("serve ./m", ["./m.gguf", "./models/"]),
+        ("pull ./m", []),
+        ("generate org/", ["org/own-GGUF:Q4_K_M"]),
+        ("generate nothing-", []),
     ],
 )
 def test_the_shell_completes_names_of_models_and_files(
-    tmp_path: Path, begun: str, offered: list[str]
+    tmp_path: Path, typed: str, offered: list[str]
 ) -> None:
-    """Known names, what is in the cache, and files that could be models."""
+    """Known names, what is in the cache, and, where a command takes a path, files that could be models."""
     (tmp_path / "m.gguf").touch()
     (tmp_path / "m.txt").touch()
     (tmp_path / "models").mkdir()
@@ -104,7 +108,7 @@ def test_the_shell_completes_names_of_models_and_files(
             **os.environ,
             "XDG_CACHE_HOME": str(tmp_path / "cache"),
             "_PHASEWISE_COMPLETE": "complete_bash",
-            "COMP_WORDS": f"phasewise generate {begun}",
+            "COMP_WORDS": f"phasewise {typed}",
             "COMP_CWORD": "2",
         },
         cwd=tmp_path,

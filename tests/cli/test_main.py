@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from phasewise import __version__
+from phasewise.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,6 +91,43 @@ def test_help_asks_for_no_heavy_library() -> None:
     result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
 
     assert result.stdout.strip() == "[]"
+
+
+def _headings(text: str) -> dict[str, list[str]]:
+    """The first word of each entry, by heading, of a help text."""
+    parts = re.split(r"^([^\s].*):$", text, flags=re.M)
+    return {
+        heading: re.findall(r"^  (\S+)", body, flags=re.M)
+        for heading, body in zip(parts[1::2], parts[2::2], strict=True)
+    }
+
+
+def test_help_lists_every_command_once_the_first_hour_first() -> None:
+    headings = _headings(phasewise("--help").stdout)
+    listed = [name for heading, names in headings.items() if heading != "Options" for name in names]
+    registered = {name for name, one in get_command(app).commands.items() if not one.hidden}  # type: ignore[attr-defined]
+
+    assert list(headings)[:2] == ["Options", "The first hour"]
+    assert headings["The first hour"][:4] == ["pull", "chat", "serve", "embed"]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == registered
+
+
+def test_help_of_serve_begins_with_ten_options_and_ends_with_research() -> None:
+    headings = _headings(phasewise("serve", "--help").stdout)
+    of_options = [heading for heading in headings if not heading.startswith(("Arguments", "Without effect"))]
+
+    assert of_options[0] == "Most used"
+    assert len(headings["Most used"]) == 10
+    assert "--kv-policy" in headings[of_options[-1]]
+
+
+def test_pull_is_models_pull() -> None:
+    help_texts = {
+        phasewise(*command, "--help").stdout.partition("\n")[2] for command in (["pull"], ["models", "pull"])
+    }
+
+    assert len(help_texts) == 1
 
 
 def test_every_command_is_documented_as_it_is() -> None:

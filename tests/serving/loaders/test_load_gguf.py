@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFReader, quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, quants
 
 from phasewise.cython_kernels.packing import unpack
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.gguf_file import open_gguf
+from phasewise.serving.loaders.gguf_file import TENSOR_TYPES, open_gguf
 from phasewise.serving.model import FrequencyFactors, LinearScaling, PackedModel
 from tests.support.tiny_models import (
     CHAT_TEMPLATE,
@@ -343,3 +343,10 @@ def test_an_error_quotes_the_beginning_of_a_long_name(tmp_path: Path) -> None:
         load_model(str(path), "native")
 
     assert len(str(error.value)) < 200 + len(str(path))
+
+
+def test_types_are_those_of_the_gguf_package() -> None:
+    """Each that is here is there with the same number and block; the package may have newer ones."""
+    theirs = {int(kind): (kind.name, *size) for kind, size in GGML_QUANT_SIZES.items()}
+
+    assert TENSOR_TYPES.items() <= theirs.items()
