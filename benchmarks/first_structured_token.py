@@ -17,8 +17,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from hostile_rows.siege import Asked
-from served_process import DEFAULT_MODEL, TINY, ServerProcess, leave_no_server, model_reference, own_cache
+from tests.soak.hostile_rows.siege import Asked
+from tests.soak.served_process import (
+    DEFAULT_MODEL,
+    TINY,
+    ServerProcess,
+    leave_no_server,
+    model_reference,
+    own_cache,
+)
 
 
 def schema(number: int) -> dict[str, object]:

@@ -6,11 +6,10 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-import raw_http
-from row_runner import Missed
-from served_process import TINY, ServerProcess
-
-from fault_rows.setting import Setting, expect, held, text_alone, wait_until_free
+from tests.soak import raw_http
+from tests.soak.fault_rows.setting import Setting, expect, held, text_alone, wait_until_free
+from tests.soak.row_runner import Missed
+from tests.soak.served_process import TINY, ServerProcess
 
 HEALTH_S = 0.05
 RSS_NOISE_MIB = 16.0

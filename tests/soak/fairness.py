@@ -5,9 +5,9 @@ all of them), keeps it up from a process of its own, and asks for short answers 
 first token beside the load must come within 2 s, or within 4 times the median alone, whichever is more.
 A line for each row: `ok` or `FAIL`, and the times. Exit code 1 if anything failed.
 
-    python benchmarks/fairness.py                                  # the default model
-    python benchmarks/fairness.py --model tiny --quick             # the short form
-    python benchmarks/fairness.py --only long_prompts
+    python -m tests.soak.fairness                                  # the default model
+    python -m tests.soak.fairness --model tiny --quick             # the short form
+    python -m tests.soak.fairness --only long_prompts
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-import raw_http
-from hostile_rows.siege import Asked, Siege, attacking
-from row_runner import Missed, run_rows
+from tests.soak import raw_http
+from tests.soak.hostile_rows.siege import Asked, Siege, attacking
+from tests.soak.row_runner import Missed, run_rows
 
 LEAST_S = 2.0
 RATIO = 4.0

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from row_runner import Missed
-from served_process import TINY, ServerProcess, model_reference, own_cache
+from tests.soak.row_runner import Missed
+from tests.soak.served_process import TINY, ServerProcess, model_reference, own_cache
 
 LATENCY_RATIO = 2.0
 """The median of the well-behaved client beside the attack, by its median on an idle server."""

@@ -11,8 +11,8 @@ be was computed before, alone. Half of the answers are streamed, half of the cla
 their prompts, half are sampled with a seed, and a few clients leave. The server checks its scheduler and KV
 pool after every step (PHASEWISE_CHECK=1).
 
-    python benchmarks/soak.py --model tiny --trace AzureLLMInferenceTrace_code.csv             # some minutes
-    python benchmarks/soak.py --trace AzureLLMInferenceTrace_code.csv --minutes 20 --scale 32 --answer-scale 4
+    python -m tests.soak.soak --model tiny --trace AzureLLMInferenceTrace_code.csv             # some minutes
+    python -m tests.soak.soak --trace AzureLLMInferenceTrace_code.csv --minutes 20 --scale 32 --answer-scale 4
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import raw_http
-from flatness import LEAST_BLOCK_BYTES, is_flat, rises, slope
-from served_process import (
+from phasewise.tuner.config.lengths import RequestLengths
+from phasewise.tuner.config.trace import load_trace
+from tests.soak import raw_http
+from tests.soak.flatness import LEAST_BLOCK_BYTES, is_flat, rises, slope
+from tests.soak.served_process import (
     DEFAULT_MODEL,
     TINY,
     ServerProcess,
@@ -42,9 +44,6 @@ from served_process import (
     own_cache,
     read_metrics,
 )
-
-from phasewise.tuner.config.lengths import RequestLengths
-from phasewise.tuner.config.trace import load_trace
 
 SHARED_TOKENS = 48
 """How long the beginnings are that half of the classes share."""

@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-import raw_http
+from tests.soak import raw_http
 
-ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_MODEL = "smollm2-135m-instruct"
 TINY = "tiny"
 PHASEWISE = (sys.executable, "-m", "phasewise")

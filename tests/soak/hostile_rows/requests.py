@@ -5,21 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
-from row_runner import Missed
-from served_process import TINY
-
-from hostile_rows.siege import HEALTH_S, Asked, Siege, all_memory_mib, attacking
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+from tests.soak.hostile_rows.siege import HEALTH_S, Asked, Siege, all_memory_mib, attacking
+from tests.soak.row_runner import Missed
+from tests.soak.served_process import TINY
 
 KEYS = ("first-key", "second-key")
 _TRIES = 3

@@ -1,8 +1,8 @@
 """Requests that a server must survive: drawn from its OpenAPI document by schemathesis, and hand-made bombs.
 
-    python benchmarks/fuzz_api.py [--cases 10000] [--seed 0]       # against the fake engine, in this process
-    python benchmarks/fuzz_api.py --url http://127.0.0.1:8000      # against a server that runs
-    python benchmarks/fuzz_api.py --url .. --only generated --cases 1000 --seed 3    # a piece of that
+    python -m tests.soak.fuzz_api [--cases 10000] [--seed 0]       # against the fake engine, in this process
+    python -m tests.soak.fuzz_api --url http://127.0.0.1:8000      # against a server that runs
+    python -m tests.soak.fuzz_api --url .. --only generated --cases 1000 --seed 3    # a piece of that
 
 Exit code 0: every answer came in time, was one that the document states, and no 5xx but a stated 503.
 Beside it, `/health` is asked ten times a second; how long its slowest answer took is printed, and no test. In

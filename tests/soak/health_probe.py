@@ -1,6 +1,6 @@
 """Ask /health of a server every 20 ms until stdin ends; print the seconds of each answer as JSON.
 
-    python benchmarks/health_probe.py http://127.0.0.1:8000
+    python -m tests.soak.health_probe http://127.0.0.1:8000
 
 A process of its own, so that what holds the server's Python does not hold the clock too.
 """

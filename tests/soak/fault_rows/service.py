@@ -12,12 +12,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import raw_http
-from row_runner import Missed, Skipped
-from served_process import ServerProcess
-
-from fault_rows.ranks import kill, small_budget
-from fault_rows.setting import Setting, expect, text_alone, wait_until_free
+from tests.soak import raw_http
+from tests.soak.fault_rows.ranks import kill, small_budget
+from tests.soak.fault_rows.setting import Setting, expect, text_alone, wait_until_free
+from tests.soak.row_runner import Missed, Skipped
+from tests.soak.served_process import ServerProcess
 
 AT_ONCE_S = 5.0
 

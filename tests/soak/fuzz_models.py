@@ -1,6 +1,6 @@
 """Damaged model files of every block type and family: each loads, or is refused in one line.
 
-    python benchmarks/fuzz_models.py --cases 10000
+    python -m tests.soak.fuzz_models --cases 10000
     make fuzz-asan CASES=10000        # the same under AddressSanitizer
 
 Every target has a process of its own, so that a crash is told with the number of its case; as many run at a
@@ -22,8 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.support.damaged_files import damaged, open_target, targets
 

@@ -10,10 +10,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from row_runner import Missed
-from served_process import PHASEWISE, TINY, model_reference, own_cache
-
-from hostile_rows.siege import Siege, all_memory_mib
+from tests.soak.hostile_rows.siege import Siege, all_memory_mib
+from tests.soak.row_runner import Missed
+from tests.soak.served_process import PHASEWISE, TINY, model_reference, own_cache
 from tests.support.tiny_models import write_tiny_hf
 
 SECRET = "a-secret-of-the-operator"

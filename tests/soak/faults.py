@@ -4,9 +4,9 @@ Each row starts its own `phasewise serve` (rows about ranks: with a plan of two)
 and checks answers, exit codes, KV slots, descriptors, shared memory, processes and memory. A line for each:
 `ok`, `FAIL` or `skip`, and what was seen. Exit code 1 if anything failed.
 
-    python benchmarks/faults.py                        # the default model, everything: about ten minutes
-    python benchmarks/faults.py --model tiny --quick   # about a minute, as the test suite does
-    python benchmarks/faults.py --only drained --only forced
+    python -m tests.soak.faults                        # the default model, everything: about ten minutes
+    python -m tests.soak.faults --model tiny --quick   # about a minute, as the test suite does
+    python -m tests.soak.faults --only drained --only forced
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from fault_rows import clients, ranks, service
-from fault_rows.setting import Setting
-from row_runner import run_rows
+from tests.soak.fault_rows import clients, ranks, service
+from tests.soak.fault_rows.setting import Setting
+from tests.soak.row_runner import run_rows
 
 ROWS: dict[str, Callable[[Setting], str]] = {
     "killed_while_starting": ranks.killed_while_starting,

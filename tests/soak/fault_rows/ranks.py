@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import raw_http
-from row_runner import Missed
-from served_process import ServerProcess
-
-from fault_rows.setting import Setting, expect, held, text_alone, wait_until_free, wait_until_ready
+from tests.soak import raw_http
+from tests.soak.fault_rows.setting import Setting, expect, held, text_alone, wait_until_free, wait_until_ready
+from tests.soak.row_runner import Missed
+from tests.soak.served_process import ServerProcess
 
 LOST = "rank_lost"
 GAVE_UP = 70

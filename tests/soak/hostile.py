@@ -5,9 +5,9 @@ does nothing wrong: its median latency must stay within twice the idle one, /hea
 must come back within a tenth. A line for each row: `ok`, `FAIL` or `skip`, and what was seen. Exit code 1 if
 anything failed. The rows are those of docs/security.md.
 
-    python benchmarks/hostile.py                        # the default model, everything
-    python benchmarks/hostile.py --model tiny --quick   # the short form, as CI has it
-    python benchmarks/hostile.py --only huge_integers
+    python -m tests.soak.hostile                        # the default model, everything
+    python -m tests.soak.hostile --model tiny --quick   # the short form, as CI has it
+    python -m tests.soak.hostile --only huge_integers
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from hostile_rows import connections, files, grammars, requests, templates
-from hostile_rows.siege import Siege
-from row_runner import run_rows
+from tests.soak.hostile_rows import connections, files, grammars, requests, templates
+from tests.soak.hostile_rows.siege import Siege
+from tests.soak.row_runner import run_rows
 
 ROWS: dict[str, Callable[[Siege], str]] = {
     "schemas_that_explode": grammars.schemas_that_explode,

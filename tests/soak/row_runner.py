@@ -1,4 +1,4 @@
-"""The runner of benchmarks/hostile.py and benchmarks/faults.py: rows tried on real servers, a line each."""
+"""The runner of tests/soak/hostile.py and tests/soak/faults.py: rows tried on real servers, a line each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from served_process import DEFAULT_MODEL, TINY, leave_no_server
+from tests.soak.served_process import DEFAULT_MODEL, TINY, leave_no_server
 
 
 class Missed(Exception):

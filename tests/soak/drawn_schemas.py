@@ -1,8 +1,8 @@
 """Schemas of others, each asked of a confined process once: its seconds and bytes are measured from outside.
 
-    python benchmarks/drawn_schemas.py --drawn 1000     # of hypothesis-jsonschema, with hypothesis 6.150
-    python benchmarks/drawn_schemas.py --suite PATH     # a checkout of JSON-Schema-Test-Suite
-    python benchmarks/drawn_schemas.py --templates 1000 # templates with filters
+    python -m tests.soak.drawn_schemas --drawn 1000     # of hypothesis-jsonschema, with hypothesis 6.150
+    python -m tests.soak.drawn_schemas --suite PATH     # a checkout of JSON-Schema-Test-Suite
+    python -m tests.soak.drawn_schemas --templates 1000 # templates with filters
 
 Each is given the server's own bounds, in the process that the server itself would use. Templates are asked
 of a server over HTTP, whose engine computes nothing. Their seconds are those until an answer comes, their
@@ -27,10 +27,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import httpx
-from hostile_rows.siege import process_tree
 
 from phasewise.serving.chat import Conversation, Conversations
 from phasewise.serving.chat_template import ChatTemplateError
@@ -39,6 +36,7 @@ from phasewise.serving.errors import ContextLengthExceeded, ModelError, RequestE
 from phasewise.serving.grammar_job import told_of
 from phasewise.serving.guides import BOUNDS, Grammar, TokenView
 from phasewise.serving.http.http_settings import ServedModel
+from tests.soak.hostile_rows.siege import process_tree
 from tests.support.fake_engine import END, VOCAB_SIZE, encode, piece
 from tests.support.fake_server import fake_server
 
@@ -293,7 +291,7 @@ def try_templates(n: int, seed: int, seconds: float, bound_s: float) -> Seen:
 @contextmanager
 def _watching_health(url: str, seen: Seen) -> Iterator[None]:
     """Ask /health from another process until the block ends; the longest answers go to `seen`."""
-    command = [sys.executable, str(Path(__file__).with_name("health_probe.py")), url]
+    command = [sys.executable, "-m", "tests.soak.health_probe", url]
     probe = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield

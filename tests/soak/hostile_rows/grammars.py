@@ -7,9 +7,8 @@ import threading
 import time
 from typing import Any
 
-from row_runner import Missed
-
-from hostile_rows.siege import Asked, Siege, all_memory_mib, attacking
+from tests.soak.hostile_rows.siege import Asked, Siege, all_memory_mib, attacking
+from tests.soak.row_runner import Missed
 
 N_CLIENTS = 24
 MOST_KEPT_MIB = 24.0 + 64.0

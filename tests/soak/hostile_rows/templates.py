@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
-from row_runner import Missed
-
-from hostile_rows.siege import Asked, Siege
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
+from tests.soak.hostile_rows.siege import Asked, Siege
+from tests.soak.row_runner import Missed
 from tests.support.tiny_models import TinyShape, write_tiny_gguf
 
 TEMPLATES = {

@@ -1,6 +1,6 @@
 """How long /health takes while the server is as busy as clients can make it.
 
-    python benchmarks/health.py http://127.0.0.1:8000 [--clients 32] [--seconds 20] [--hostile] [--key KEY]
+    python -m tests.soak.health http://127.0.0.1:8000 [--clients 32] [--seconds 20] [--hostile] [--key KEY]
 
 `--clients` streams are kept going (short prompts, 256 tokens each), the next one as soon as one ends. With
 --hostile others beside them send what costs the server most: bodies as large as it takes, and answers with

@@ -1,6 +1,6 @@
 """Raw bytes that are almost requests, against the fake engine behind the real server in its own process.
 
-    python benchmarks/fuzz_http.py [--inputs 100000] [--seed 0]
+    python -m tests.soak.fuzz_http [--inputs 100000] [--seed 0]
 
 Each input is a valid request, or several, changed in some places: bytes, lines, sizes of chunks, headers,
 parts of other requests. It is sent in one to three pieces on a connection of its own, which the client then
@@ -27,8 +27,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 AT_ONCE = 64
 END_S = 30.0

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable
 
 import aiohttp
 import httpx
-from row_runner import Missed
 
-from hostile_rows.siege import Siege
+from tests.soak.hostile_rows.siege import Siege
+from tests.soak.row_runner import Missed
 
 KEY = "the-key"
 MIB = 1 << 20

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from row_runner import Missed, Skipped
-from served_process import PHASEWISE, ServerProcess, model_reference, own_cache
+from tests.soak.row_runner import Missed, Skipped
+from tests.soak.served_process import PHASEWISE, ServerProcess, model_reference, own_cache
 
 SETTLES_S = 30.0
 """Seconds within which a server frees what is no longer used."""
