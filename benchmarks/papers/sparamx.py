@@ -1,25 +1,16 @@
-"""One row times the linear layers of Llama-3-8B (SparAMX, Table 2): our storages beside other libraries.
-
-    PYTHONPATH=PEERS python benchmarks/sparse_peers.py --zeros 0.5
-
-Runs under an interpreter that has phasewise; PEERS is a folder that holds torch, scipy or openvino, and
-what is not there is left out. Each contestant takes a short turn in each round, in alternating order, two
-threads each, over copies of random weights that together exceed every cache; scipy has one thread.
-torch's CSR is MKL's, both CSRs are float32 with 32-bit indices. OpenVINO holds int8 weights with a scale
-per column and is told to expect the zeros (`CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE`), which it heeds where
-the CPU has AMX. Figures: median microseconds of a product, and the first contestant's time over it.
-"""
+"""One row times the linear layers of Llama-3-8B (SparAMX, Table 2): our storages beside other libraries."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import statistics
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Annotated
 
 import numpy as np
+from typer import Option
 
+from benchmarks.harness import Rounds, Yielded, in_turns, listed, seconds_of
 from phasewise.cython_kernels import _native
 from phasewise.tuner.weights import copies_of, random_weight
 
@@ -37,8 +28,8 @@ COLD_BYTES = 192 << 20
 TURN_S = 0.03
 THREADS = 2
 
-Turn = Callable[[int], float]
-"""Makes this many products and tells the seconds of one."""
+Turn = Callable[[], float]
+"""Makes products for about TURN_S and tells the seconds of one."""
 
 
 def ours(n: int, k: int, sixteenths: int, team: _native.Team) -> Iterator[tuple[str, Turn]]:
@@ -47,10 +38,16 @@ def ours(n: int, k: int, sixteenths: int, team: _native.Team) -> Iterator[tuple[
         one = random_weight(name, n, k)
         product = _native.TeamProduct(team, copies_of(one, COLD_BYTES), 1)
 
-        def turn(calls: int, product: _native.TeamProduct = product) -> float:
-            return float(np.median(product.time(None, calls, prepare=True))) / 1e9
+        def calls(count: int, product: _native.TeamProduct = product) -> float:
+            return float(np.median(product.time(None, count, prepare=True))) / 1e9
 
-        yield f"ours {name.partition('s')[0]}{', sparse' if 's' in name else ''}", turn
+        yield f"ours {name.partition('s')[0]}{', sparse' if 's' in name else ''}", turn_of(calls)
+
+
+def turn_of(calls: Callable[[int], float]) -> Turn:
+    """calls: makes as many products as it is told and gives the seconds of one."""
+    count = max(3, round(TURN_S / max(calls(3), 1e-6)))
+    return lambda: calls(count)
 
 
 def _count(n_bytes: int) -> int:
@@ -61,17 +58,15 @@ def in_turn(call: Callable[[int], object], n_copies: int) -> Turn:
     """Calls with the next copy each time; the median of single calls."""
     at = 0
 
-    def turn(calls: int) -> float:
+    def calls(count: int) -> float:
         nonlocal at
-        taken = []
-        for _ in range(calls):
-            began = time.perf_counter()
-            call(at)
-            taken.append(time.perf_counter() - began)
+        taken_s = []
+        for _ in range(count):
+            taken_s.append(seconds_of(partial(call, at)))
             at = (at + 1) % n_copies
-        return statistics.median(taken)
+        return float(np.median(taken_s))
 
-    return turn
+    return turn_of(calls)
 
 
 def zeroed(n: int, k: int, zeros: float, seed: int) -> np.ndarray:
@@ -143,38 +138,34 @@ def contestants(n: int, k: int, zeros: float, team: _native.Team) -> Iterator[tu
             yield from peers(n, k, zeros)
 
 
-def medians_us(found: list[tuple[str, Turn]], rounds: int) -> list[float]:
-    """Median time of each contestant, in us, over turns of about TURN_S seconds."""
-    calls = [max(3, round(TURN_S / max(turn(3), 1e-6))) for _, turn in found]
-    taken: list[list[float]] = [[] for _ in found]
-    for number in range(rounds):
-        order = range(len(found)) if number % 2 == 0 else reversed(range(len(found)))
-        for i in order:
-            time.sleep(0.005)  # threads of the one before stop spinning
-            taken[i].append(found[i][1](calls[i]))
-    return [1e6 * statistics.median(one) for one in taken]
+def sparse_products(
+    zeros: Annotated[float, Option(help="share of zeros")] = 0.5,
+    rounds: Rounds = 9,
+    layers: Annotated[str, Option("--shapes", help=", ".join(SHAPES))] = "q_proj,k_proj,gate_proj,down_proj",
+) -> Yielded:
+    """One row times the linear layers of Llama-3-8B: our storages beside other libraries.
 
+        PYTHONPATH=PEERS python benchmarks/figures.py sparse-products --zeros 0.5
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--zeros", type=float, default=0.5)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--shapes", default="q_proj,k_proj,gate_proj,down_proj", help=", ".join(SHAPES))
-    options = parser.parse_args()
-    team = _native.Team(list(range(THREADS)))
-    for name in options.shapes.split(","):
-        found = list(contestants(*SHAPES[name], options.zeros, team))
-        times = medians_us(found, options.rounds)
-        paper = (
-            f"; SparAMX on a CPU with AMX, sparse over torch: {PAPER[name]}" if options.zeros == 0.5 else ""
-        )
-        print(f"{name} {SHAPES[name][0]} x {SHAPES[name][1]}, {100 * options.zeros:g} % zeros{paper}")
-        for (label, _), us in zip(found, times, strict=True):
-            print(f"  {label:22} {us:9.0f} us {times[0] / us:6.2f}", flush=True)
-    team.close()
-
-
-if __name__ == "__main__":
-    main()
+    Runs under an interpreter that has phasewise; PEERS is a folder that holds torch, scipy or openvino, and
+    what is not there is left out. Each contestant takes a short turn in each round, two threads each, over
+    copies of random weights that together exceed every cache; scipy has one thread. torch's CSR is MKL's,
+    both CSRs are float32 with 32-bit indices. OpenVINO holds int8 weights with a scale per column and is
+    told to expect the zeros (`CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE`), which it heeds where the CPU has AMX.
+    Figures: median time of a product, and the first contestant's over it. DeepSparse, which needs an
+    interpreter of its own, is asked by benchmarks/peers/deepsparse_layers.py.
+    """
+    with contextlib.closing(_native.Team(list(range(THREADS)))) as team:
+        for layer in listed(layers):
+            n, k = SHAPES[layer]
+            times_s = in_turns(dict(contestants(n, k, zeros, team)), rounds)
+            medians_us = {name: 1e6 * float(np.median(taken)) for name, taken in times_s.items()}
+            first_us = next(iter(medians_us.values()))
+            for name, us in medians_us.items():
+                yield {
+                    "layer": f"{layer} {n} x {k}",
+                    "contestant": name,
+                    "us": us,
+                    "first over it": first_us / us,
+                    "SparAMX's sparse over torch, with AMX": PAPER[layer] if zeros == 0.5 else None,
+                }
