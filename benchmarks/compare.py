@@ -3,7 +3,7 @@
     python benchmarks/compare.py MODEL.gguf --peer llama_cpp --peer openvino --peer vllm=FOLDER@PYTHON
     python benchmarks/compare.py FILE.gguf FILE.gguf --peer "ik_llama_cpp@DIR/llama-bench -fa 1 -rtr 1"
     python benchmarks/compare.py all-minilm-l6-v2 --tests "embed 75 x64" --format int8,bf16 \\
-        --peer onnxruntime=FILE.onnx@PYTHON --peer openvino_encoder=FILE.xml@PYTHON --peer llama_server=FILE@BIN
+        --peer onnxruntime=FILE.onnx@PYTHON --peer openvino_encoder=FILE.xml@PYTHON --peer llama_server=F@BIN
 
 Engines stay loaded in processes of their own and sleep while another is timed. Every round times each of them
 once, so a drift of the machine meets all; ratios are taken round by round. A test is `prefill N`, `decode N`
@@ -11,7 +11,7 @@ or `embed N` (a text of N tokens), with ` xS` for S sequences. A peer is `NAME[=
 loads (MODEL, if nothing is said) and an interpreter that has it (PHASEWISE_PEERS_PYTHON). llama.cpp and
 ik_llama.cpp are also taken as a built llama-bench, with its options; several sequences need the
 llama-batched-bench beside it. Other forms of MODEL: peers/make_files.py. `--before CHECKOUT` sets another
-commit of phasewise beside this one.
+commit of phasewise beside this one. `--format bf16:never,bf16:always,bf16:auto` compares ways of `--sparse`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ from typer import Argument, Option
 from benchmarks.harness import Rounds, Spread, Threads, Yielded, commands, in_turns, listed, ratios
 
 PEERS = Path(__file__).resolve().parent / "peers"
-NAMES = ("llama_cpp", "ik_llama_cpp", "openvino", "vllm", "onnxruntime", "openvino_encoder", "llama_server")
+NAMES = (
+    *("llama_cpp", "ik_llama_cpp", "openvino", "vllm", "torch"),
+    *("onnxruntime", "openvino_encoder", "llama_server"),
+)
 PROGRAMS = ("llama_cpp", "ik_llama_cpp")
 """What may be a llama-bench."""
 PAUSE_S = 0.3  # lets the other engine's threads fall asleep
@@ -219,7 +222,7 @@ def compare(
 ) -> Yielded:
     asked = [Test.parse(text) for text in listed(tests)]
     for model in models:
-        names = peer or ([] if before else ["llama_cpp"])
+        names = peer or ([] if before or "," in formats else ["llama_cpp"])
         peers = dict(peer_of(text, model, threads) for text in names)
         for engine in peers.values():
             for test in asked if isinstance(engine, LlamaBench) else ():
