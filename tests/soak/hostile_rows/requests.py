@@ -1,4 +1,4 @@
-"""Rows 5, 6, 7, 8 and 16: what a request may say, and what its answer tells or holds."""
+"""Rows 5, 7 and 16: what a request may say, and what its answer tells or holds."""
 
 from __future__ import annotations
 
@@ -19,30 +19,6 @@ from tests.soak.served_process import TINY
 KEYS = ("first-key", "second-key")
 _TRIES = 3
 FULL_CONTEXT_S = 900.0
-
-
-def huge_integers(siege: Siege) -> str:
-    """An integer of 4,300 digits is a 400, and nothing here is a 500."""
-    digits = b"9" * 4300
-    with siege.server() as server:
-        client = siege.asked(server)
-        for field in (b"max_tokens", b"n", b"top_k", b"best_of", b"logprobs"):
-            body = b'{"model":"%s","prompt":"a","%s":%s}' % (client.model.encode(), field, digits)
-            status, said = client.post("/v1/completions", body)
-            if status != 400:
-                raise Missed(f"{field.decode()} of 4300 digits: {status} {said}")
-        others = {
-            "/v1/responses": b'"input":"a","max_output_tokens":%s',
-            "/v1/chat/completions": b'"messages":[{"role":"user","content":"a"}],"max_completion_tokens":%s',
-            "/detokenize": b'"tokens":[%s]',
-        }
-        for path, fields in others.items():
-            status, said = client.post(path, b'{"model":"%s",%s}' % (client.model.encode(), fields % digits))
-            if status != 400:
-                raise Missed(f"{path} with an integer of 4300 digits: {status} {said}")
-        if any('status="500"' in name for name in server.metrics()):
-            raise Missed("/metrics counts a 500")
-        return "eight fields, each a 400"
 
 
 def prompts_told_by_time(siege: Siege) -> str:
