@@ -81,16 +81,6 @@ def vllm(python: str, folder: Path, threads: int) -> Server:
     return Server("vLLM bf16", command, environment=environment)
 
 
-def infinity(program: str, folder: str, engine: str) -> Server:
-    """infinity's embeddings. engine: optimum (ONNX) or torch."""
-
-    def command(port: int, *_sizes: int) -> list[str]:
-        own = [program, "v2", "--model-id", folder, "--port", str(port), "--engine", engine]
-        return [*own, "--device", "cpu", "--no-bettertransformer", "--url-prefix", "/v1"]
-
-    return Server("infinity", command)
-
-
 @contextlib.contextmanager
 def running(server: Server, n_clients: int, context: int, threads: int) -> Iterator[str]:
     """Its address, while it runs. NotServing with the end of its log where it does not start."""
