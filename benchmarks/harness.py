@@ -122,7 +122,7 @@ def shown(value: object) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return str(value)
+    return str(value).replace("|", "/")
 
 
 class _Table:

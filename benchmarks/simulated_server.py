@@ -69,7 +69,8 @@ def simulated_server(
         "e2el": [life.e2e_s for life in result.lives],
     }
     yield f"{model}, {threads} threads, {len(arrivals)} requests at {rate:g}/s"
-    yield f"the simulated machine was busy for {summarise(result, None).uses[0].utilisation:.0%} of the time"
+    busy = summarise(result, None).uses[0].utilisation
+    yield f"the simulated machine was busy for {busy:.0%} of the time"
     for figure, percentile in itertools.product(FIGURES, (50, 90)):
         real_ms, model_ms = (
             1e3 * float(np.percentile(of[figure], percentile)) for of in (measured, simulated)
