@@ -72,13 +72,13 @@ test-ray: build setup    ## instances on two nodes of a Ray cluster of this mach
 
 test-soak: build setup test-asan  ## hours: twenty times the examples, ASan, fuzzing, faults; a soak with TRACE=CSV
 	$(BIN)/python -m pytest --tier=soak $(ARGS)
-	$(BIN)/python benchmarks/fuzz_api.py --cases 10000
-	$(BIN)/python benchmarks/fuzz_http.py --inputs 100000
-	$(BIN)/python benchmarks/hostile.py
-	$(BIN)/python benchmarks/drawn_schemas.py --drawn 1000 --templates 1000
-	$(BIN)/python benchmarks/faults.py
+	$(BIN)/python -m tests.soak.fuzz_api --cases 10000
+	$(BIN)/python -m tests.soak.fuzz_http --inputs 100000
+	$(BIN)/python -m tests.soak.hostile
+	$(BIN)/python -m tests.soak.drawn_schemas --drawn 1000 --templates 1000
+	$(BIN)/python -m tests.soak.faults
 	$(BIN)/python benchmarks/row_laws.py --short --allow 0.25
-	$(if $(TRACE),$(BIN)/python benchmarks/soak.py --trace $(TRACE),@echo "no soak: make test-soak TRACE=CSV")
+	$(if $(TRACE),$(BIN)/python -m tests.soak.soak --trace $(TRACE),@echo "no soak: make test-soak TRACE=CSV")
 
 test-cores: build setup  ## the kernels by the defaults of every kind of core (PHASEWISE_CORE), one after the other
 	for core in $$($(BIN)/python -c "from phasewise.cython_kernels import core; print(*core.names())"); do \
@@ -118,7 +118,7 @@ test-asan:         ## kernels, loaders and parsers under AddressSanitizer, in a 
 
 fuzz-asan: test-asan  ## damaged model files under AddressSanitizer: make fuzz-asan CASES=10000
 	cd build/asan && ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$(gcc -print-file-name=libasan.so) \
-		.venv/bin/python benchmarks/fuzz_models.py --cases $(or $(CASES),1000)
+		.venv/bin/python -m tests.soak.fuzz_models --cases $(or $(CASES),1000)
 
 docs: setup        ## write docs/reference from the commands themselves
 	$(BIN)/python docs/make_reference.py

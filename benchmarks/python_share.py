@@ -24,7 +24,6 @@ from functools import partial
 from typing import NamedTuple, cast
 
 import numpy as np
-import raw_http
 
 from phasewise.serving import sampling
 from phasewise.serving.batch import Batch
@@ -37,6 +36,7 @@ from phasewise.serving.open_engine import OpenEngine, open_engine
 from phasewise.serving.ranks import LocalRanks
 from phasewise.serving.service import ServiceSettings, run_service
 from phasewise.workflows.open_model import Weights, open_model
+from tests.soak import raw_http
 
 PROMPT = "The history of the steam engine begins"
 
