@@ -112,8 +112,9 @@ def ray_connection(address: str) -> Iterator[str]:
 def _without_stderr() -> Iterator[None]:
     """Ray's C++ side writes a line a second to file descriptor 2 while a cluster refuses its token."""
     kept = os.dup(2)
-    with open(os.devnull, "wb") as nothing:
-        os.dup2(nothing.fileno(), 2)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    os.close(nothing)
     try:
         yield
     finally:
