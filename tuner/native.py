@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from phasewise.cython_kernels import _native, packing
 from phasewise.cython_kernels.packing import PackedWeight
-from phasewise.cython_kernels.sparse import to_dense
 from phasewise.kerneldb.records import MAX_K_PARTS, PANEL_COLUMNS, Comparison, Problem, Sample, Schedule
 from phasewise.topology import Kind, Machine
 from phasewise.tuner import timing
@@ -231,7 +230,7 @@ class NativeEvaluator:
         """
         self._products, self._weights = {}, None  # before others take memory
         sparse_weight = random_weight(problem.format, problem.n, problem.k)
-        dense_weights = _Weights.of(to_dense(sparse_weight), self._total_bytes)
+        dense_weights = _Weights.of(packing.to_dense(sparse_weight), self._total_bytes)
         dense = _Product(self._team, dense_weights, problem.m, arithmetic_of(dense_schedule))
         weights = _Weights.of(sparse_weight, self._total_bytes)
         stored_sparse = _Product(self._team, weights, problem.m, arithmetic_of(schedule))

@@ -9,7 +9,8 @@ import numpy as np
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.encoder_layout import SEGMENTS
-from phasewise.serving.loaders.source import Rows, SourceTensor
+from phasewise.serving.loaders.forms import Rows
+from phasewise.serving.loaders.source import SourceTensor
 from phasewise.serving.model import ModelConfig
 
 

@@ -16,11 +16,12 @@ from phasewise.serving.loaders import encoder_gguf
 from phasewise.serving.loaders.cutting import our_tensors
 from phasewise.serving.loaders.families import Family, family_of_gguf
 from phasewise.serving.loaders.families.bert import ENCODERS_BY_GGUF, EncoderFamily
+from phasewise.serving.loaders.forms import Rows
 from phasewise.serving.loaders.gguf_blocks import BLOCK_TYPES, decode_rows
 from phasewise.serving.loaders.gguf_file import GgufHeader, TensorInfo, open_gguf
 from phasewise.serving.loaders.hf_config import yarn_magnitude
 from phasewise.serving.loaders.layout import shapes_of_all
-from phasewise.serving.loaders.source import ModelSource, Rows, SourceFile, SourceTensor, take_rows
+from phasewise.serving.loaders.source import ModelSource, SourceFile, SourceTensor, take_rows
 from phasewise.serving.model import (
     FrequencyFactors,
     LinearScaling,

@@ -15,12 +15,11 @@ import numpy as np
 
 from phasewise.cython_kernels.packing import Array, from_bf16
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.forms import BF16, F32, WeightForm
+from phasewise.serving.loaders.forms import BF16, F32, Rows, WeightForm
 from phasewise.serving.loaders.gguf_blocks import BLOCK_TYPES, decode_rows
 from phasewise.serving.loaders.model_directory import ModelDirectory
 from phasewise.serving.loaders.source import (
     MAX_JSON_BYTES,
-    Rows,
     SourceFile,
     SourceTensor,
     parse_json_object,

@@ -18,11 +18,10 @@ from typing import Any, Self
 from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.cython_kernels.packing import Array, QuantRows
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.forms import WeightForm
+from phasewise.serving.loaders.forms import Rows, WeightForm
 from phasewise.serving.model import Embedding, ModelConfig
 from phasewise.serving.sampling_defaults import SamplingDefaults
 
-Rows = QuantRows | BlockRows | Array  # float32 [rows, k] where the file holds plain numbers
 RowReader = Callable[[int, int], Rows]  # of rows [start, stop)
 
 MAX_JSON_BYTES = 16 << 20

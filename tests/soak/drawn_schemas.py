@@ -33,7 +33,6 @@ from phasewise.serving.chat import Conversation, Conversations
 from phasewise.serving.chat_template import ChatTemplateError
 from phasewise.serving.confined import Bounds, ConfinedError, ConfinedProcess, Overrun, Patience
 from phasewise.serving.errors import ContextLengthExceeded, ModelError, RequestError
-from phasewise.serving.grammar_job import told_of
 from phasewise.serving.guides import BOUNDS, Grammar, TokenView
 from phasewise.serving.http.http_settings import ServedModel
 from tests.soak.hostile_rows.siege import process_tree
@@ -226,7 +225,7 @@ def of_suite(checkout: Path) -> Iterator[Any]:
 def try_schemas(schemas: Iterator[Any], seconds: float) -> Seen:
     """Ask for each, as the server would, until all are tried or `seconds` are over."""
     tokens = TokenView(VOCAB_SIZE, frozenset({END}), frozenset({END}), piece, encode)
-    process = ConfinedProcess("grammar", told_of(tokens), BOUNDS)
+    process = ConfinedProcess("grammar", tokens.as_told(), BOUNDS)
     process.start()
     seen, end_s = Seen(BOUNDS, _largest_child_bytes()), time.monotonic() + seconds
     try:
