@@ -24,6 +24,7 @@ from typing import Literal, Protocol
 import zmq
 
 from phasewise._version import __version__
+from phasewise._words import number
 from phasewise.cluster.routing import Ask, Assignment, Limits, Role, Router, SplitwisePolicy
 from phasewise.serving.engine_host import Deliver, EngineState
 from phasewise.serving.errors import EngineLost, RankLost, RanksError, ServingError, StepFailed, Stopping
@@ -559,16 +560,16 @@ class Front:
             is_lost = now_s - attempt.sent_s > patience_s and prompt.has_nothing
             return ("unreported", f"instance {prompt.name} lost the prompt") if is_lost else None
         is_late = attempt.is_aimed and now_s - attempt.computed_s > patience_s
-        return ("timeout", f"nothing came for {patience_s:g} s") if is_late else None
+        return ("timeout", f"nothing came for {number(patience_s)} s") if is_late else None
 
     def _problem(self, member: _Member, now_s: float) -> str | None:
         if member.ready is None:
             late = now_s - member.launched_s > self.settings.start_s
-            return f"it was not ready within {self.settings.start_s:g} s" if late else None
+            return f"it was not ready within {number(self.settings.start_s)} s" if late else None
         if now_s - member.heard_s > self.settings.silent_s:
-            return f"it said nothing for {self.settings.silent_s:g} s"
+            return f"it said nothing for {number(self.settings.silent_s)} s"
         if now_s - member.turned_s > self.settings.stuck_s:
-            return f"its engine made no step for {self.settings.stuck_s:g} s"
+            return f"its engine made no step for {number(self.settings.stuck_s)} s"
         return None
 
     def _launch(self, member: _Member, now_s: float) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phasewise._words import number
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.local_instances import LocalInstances, Tell
 from phasewise.cluster.routing import Role
@@ -176,7 +177,7 @@ class RayInstances:
         if not ready:
             _placement().remove_placement_group(group)
             nodes = [node for node in self._ray.nodes() if node["Alive"]]
-            has = ", ".join(f"{node['Resources'].get('CPU', 0):g}" for node in nodes)
+            has = ", ".join(number(node["Resources"].get("CPU", 0)) for node in nodes)
             asked = ", ".join(f"{one.role} {one.cores}" for one in self._wanted)
             raise ClusterError(
                 f"the Ray cluster cannot place instances of these cores ({asked}): its nodes have {has} "

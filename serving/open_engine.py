@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from phasewise._words import counted
 from phasewise.serving.drafts.opening import LEAST_STEP_TOKENS, DraftSource, open_drafter
 from phasewise.serving.engine import Engine, Vocabulary
 from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError
@@ -299,7 +300,7 @@ def _serving(model: PackedModel, context_length: int) -> PackedModel:
 
 
 def _mib(n_bytes: int) -> str:
-    return f"{n_bytes / (1 << 20):.0f} MiB" if n_bytes >= 1 << 20 else f"{n_bytes} bytes"
+    return f"{n_bytes / (1 << 20):.0f} MiB" if n_bytes >= 1 << 20 else f"{counted(n_bytes, 'byte')}"
 
 
 def _mib_up(n_bytes: int) -> str:
