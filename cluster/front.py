@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 
 import zmq
 
+from phasewise._words import number
 from phasewise.cluster.routing import Ask, Assignment, Limits, Role, Router, SplitwisePolicy
 from phasewise.cluster.supervisor import FrontSettings, InstanceMember, Launcher, Supervisor
 from phasewise.serving.engine_host import Deliver, EngineState
@@ -442,7 +443,7 @@ class Front:
             is_lost = now_s - attempt.sent_s > patience_s and prompt.has_nothing
             return ("unreported", f"instance {prompt.name} lost the prompt") if is_lost else None
         is_late = attempt.is_aimed and now_s - attempt.computed_s > patience_s
-        return ("timeout", f"nothing came for {patience_s:g} s") if is_late else None
+        return ("timeout", f"nothing came for {number(patience_s)} s") if is_late else None
 
     def _bury(self, member: InstanceMember, why: str) -> None:
         """The instance has ended or is of no use: what it had runs again, and it is started anew."""

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import accumulate
 from typing import cast
 
+from phasewise._words import counted
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.links import Link, Prompt, transfer
 from phasewise.cluster.machines import EngineSettings, ProductionMachine
@@ -204,7 +205,7 @@ class _ProductionCluster:
         lives = list(self._lives.values())
         stuck = [life for life in lives if math.isnan(life.end_s)]
         if stuck:
-            raise AssertionError(f"{len(stuck)} requests never ended, the first is {stuck[0]}")
+            raise AssertionError(f"{counted(len(stuck), 'request')} never ended, the first is {stuck[0]}")
         for machine in self._machines:
             machine.scheduler.check()
         self._router.check()

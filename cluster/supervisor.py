@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from phasewise._version import __version__
+from phasewise._words import number
 from phasewise.cluster.routing import Role
 from phasewise.serving.errors import RankLost, RanksError
 from phasewise.serving.handing_over.sender import LAYERWISE_ABOVE_TOKENS
@@ -233,11 +234,11 @@ class Supervisor:
     def _problem(self, member: InstanceMember, now_s: float) -> str | None:
         if member.ready is None:
             late = now_s - member.launched_s > self._settings.start_s
-            return f"it was not ready within {self._settings.start_s:g} s" if late else None
+            return f"it was not ready within {number(self._settings.start_s)} s" if late else None
         if now_s - member.heard_s > self._settings.silent_s:
-            return f"it said nothing for {self._settings.silent_s:g} s"
+            return f"it said nothing for {number(self._settings.silent_s)} s"
         if now_s - member.turned_s > self._settings.stuck_s:
-            return f"its engine made no step for {self._settings.stuck_s:g} s"
+            return f"its engine made no step for {number(self._settings.stuck_s)} s"
         return None
 
     def _misfit(self, member: InstanceMember, ready: Ready) -> str | None:

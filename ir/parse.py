@@ -16,6 +16,7 @@ from pathlib import Path
 import tree_sitter_c
 from tree_sitter import Language, Node, Parser
 
+from phasewise._words import counted
 from phasewise.ir import intrinsics
 from phasewise.ir.errors import SourceError
 from phasewise.ir.nodes import (
@@ -693,7 +694,7 @@ class _Body:
         if not isinstance(_innermost(of), Scalar) and not isinstance(of.of, Vec):
             raise self.source.refuse(at, f"`{name}`: arrays of {spelled(of.of)} are not in the subset")
         if len(values) > n_all:
-            raise self.source.refuse(at, f"`{name}` has {n_all} elements, not {len(values)}")
+            raise self.source.refuse(at, f"`{name}` has {counted(n_all, 'element')}, not {len(values)}")
         if value is not None:
             values = values + (0,) * (n_all - len(values))
         return Declare(self._new(name, of).name, of, None, line, values, is_const)
@@ -1091,7 +1092,9 @@ class _Body:
     def _helper(self, name: str, args: list[Expr], node: Node) -> Expr:
         helper = self.source.function(name)
         if len(args) != len(helper.args):
-            raise self.source.refuse(node, f"`{name}` takes {len(helper.args)} arguments, not {len(args)}")
+            raise self.source.refuse(
+                node, f"`{name}` takes {counted(len(helper.args), 'argument')}, not {len(args)}"
+            )
         for one in (*helper.helpers, helper):
             self.helpers[one.name] = one
         for struct in helper.structs:

@@ -28,6 +28,7 @@ from dataclasses import asdict, astuple, dataclass, fields, replace
 from itertools import chain, islice
 from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 
+from phasewise._words import counted
 from phasewise.kerneldb.errors import ExportFileError, RecordError
 from phasewise.kerneldb.records import (
     Comparison,
@@ -162,7 +163,7 @@ def export_lines(rows: Iterable[Row]) -> Iterator[str]:
     lines = sorted({(*_place_of(row), _row_line(row)) for row in rows})
     if len(lines) > MAX_ROWS:
         raise ExportFileError(
-            f"{len(lines)} rows are too many for one file, which holds {MAX_ROWS}: "
+            f"{counted(len(lines), 'row')} are too many for one file, which holds {MAX_ROWS}: "
             "choose machines with --signature"
         )
     digest = hashlib.sha256()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from phasewise._words import counted
 from phasewise.serving.errors import ContextLengthExceeded, ServingError
 from phasewise.serving.first_rank import STEP_TOKENS
 from phasewise.serving.forward import AUTO, kv_bytes_by_reach, kv_bytes_per_slot
@@ -126,7 +127,7 @@ class EngineSize:
 
 
 def _mib(n_bytes: int) -> str:
-    return f"{n_bytes / (1 << 20):.0f} MiB" if n_bytes >= 1 << 20 else f"{n_bytes} bytes"
+    return f"{n_bytes / (1 << 20):.0f} MiB" if n_bytes >= 1 << 20 else counted(n_bytes, "byte")
 
 
 def _mib_up(n_bytes: int) -> str:

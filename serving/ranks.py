@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted
 from phasewise.serving.errors import RanksError
 from phasewise.serving.first_rank import ALL_LOGITS_ROWS, STEP_TOKENS, FirstRank, room_for
 from phasewise.serving.forward import build_program, kv_bytes_per_slot, resolve_kv_format
@@ -113,6 +114,7 @@ class LocalRanks(FirstRank):
 def _only_rank(plan: ServicePlan) -> tuple[int, ...]:
     if len(plan.ranks) != 1:
         raise RanksError(
-            f"the {plan.phase} plan has {len(plan.ranks)} ranks; those run in processes: `open_ranks`"
+            f"the {plan.phase} plan has {counted(len(plan.ranks), 'rank')};"
+            " those run in processes: `open_ranks`"
         )
     return plan.ranks[0].cores

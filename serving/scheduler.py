@@ -25,6 +25,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence as Tokens
 
+from phasewise._words import counted, plural
 from phasewise.serving.admission import demand_of, held_in_vain, is_held, last_to_come, next_to_admit
 from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
 from phasewise.serving.client_shares import ClientShares
@@ -91,8 +92,10 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request, or raise why it can never run (RequestError) or cannot wait (QueueFull)."""
-        if self.limits.max_waiting is not None and len(self._waiting) >= self.limits.max_waiting:
-            raise QueueFull(f"{len(self._waiting)} requests are waiting already; try again later")
+        n_waiting = len(self._waiting)
+        if self.limits.max_waiting is not None and n_waiting >= self.limits.max_waiting:
+            are_waiting = f"{counted(n_waiting, 'request')} {plural(n_waiting, 'is', 'are')} waiting"
+            raise QueueFull(f"{are_waiting} already; try again later")
         self.requeue(request)
 
     def expect(self, request: Request) -> None:
@@ -217,7 +220,7 @@ class Scheduler:
         slices = []
         for sequence, piece, draft in zip(flight.sequences, batch.slices, drafts, strict=True):
             if len(draft) > _room_for_drafts(sequence):
-                raise SchedulerError(f"{len(draft)} drafts for {sequence}")
+                raise SchedulerError(f"{counted(len(draft), 'draft')} for {sequence}")
             slices.append(piece._replace(token_ids=(*piece.token_ids, *draft), n_drafted=len(draft)))
         extended = batch._replace(slices=tuple(slices))
         self._in_flight = flight._replace(batch=extended)
@@ -242,7 +245,9 @@ class Scheduler:
             if sequence.placement is None:  # aborted while its step was computed
                 continue
             if len(run) > 1 + piece.n_drafted:
-                raise SchedulerError(f"{len(run)} tokens sampled after {piece.n_drafted} drafts")
+                raise SchedulerError(
+                    f"{counted(len(run), 'token')} sampled after {counted(piece.n_drafted, 'draft')}"
+                )
             n_written = sequence.n_computed + len(piece.token_ids)
             sequence.n_computed = n_written - piece.n_drafted
             if self._prefixes is not None:

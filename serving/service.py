@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from phasewise._words import counted
 from phasewise.serving.chat import Conversation
 from phasewise.serving.confined import Patience
 from phasewise.serving.embedding.open_embedding import OpenEmbedding
@@ -296,7 +297,7 @@ def _length_check(opened: Served) -> Callable[[str], None]:
 
     def check(text: str) -> None:
         if len(text) > context * longest:
-            asked = f", but the prompt has {len(text)} characters"
+            asked = f", but the prompt has {counted(len(text), 'character')}"
             raise ContextLengthExceeded.beyond(context, asked, "prompt")
 
     return check

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.serve_front import (
@@ -437,4 +438,6 @@ def _tell(first: _OpenedModel, settings: ServiceSettings, report: Report) -> Non
         report(f"length log: token ids of every prompt are kept in {settings.length_log.path}")
     n_connections = settings.limits.max_connections
     if n_connections < _FEW_CONNECTIONS:
-        report(f"warning: room for {n_connections} connections only; raise the limit on open files")
+        report(
+            f"warning: room for {counted(n_connections, 'connection')} only; raise the limit on open files"
+        )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from phasewise._words import counted
 from phasewise.workflows.errors import UsageError
 
 if TYPE_CHECKING:
@@ -219,7 +220,8 @@ def share_of(size: EngineSize, n_instances: int, asked_context: int | None = Non
     kv_slots = max(ALIGNMENT, size.kv.slots // n_instances // ALIGNMENT * ALIGNMENT)
     if asked_context is not None and kv_slots < asked_context:
         raise UsageError(
-            f"each of {n_instances} pools holds {kv_slots} tokens, less than the context of {asked_context}: "
+            f"each of {counted(n_instances, 'pool')} holds {kv_slots} tokens, less than the context"
+            f" of {asked_context}: "
             "raise --kv-budget, or lower --context"
         )
     return size.with_slots(kv_slots)

@@ -13,6 +13,7 @@ from typing import Any
 
 from phasewise._files import write_file
 from phasewise._places import user_folder
+from phasewise._words import counted, number
 from phasewise.serving.embedding.queues import UNLIMITED, Depth
 from phasewise.serving.errors import ServingError
 
@@ -54,7 +55,7 @@ class EmbeddingPlan:
             )
             for one in self.instances
         ]
-        promise = "" if self.slo_s is None else f" within {self.slo_s:g} s"
+        promise = "" if self.slo_s is None else f" within {number(self.slo_s)} s"
         return f"embeddings{promise}: {'; '.join(parts)} ({self.source})"
 
 
@@ -114,7 +115,7 @@ def _plan(fields: Any, source: str) -> EmbeddingPlan:
         for one in fields["instances"]
     )
     if not 1 <= len(instances) <= MAX_INSTANCES or any(not one.cores for one in instances):
-        raise ValueError(f"{len(instances)} instances")
+        raise ValueError(f"{counted(len(instances), 'instance')}")
     slo = fields["slo_s"]
     if slo is not None and not 0 < float(slo) < 1e6:
         raise ValueError(f"an SLO of {slo!r:.20}")

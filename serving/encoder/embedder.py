@@ -10,6 +10,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from phasewise._words import counted
 from phasewise.cython_kernels._native import Program, Team
 from phasewise.cython_kernels.errors import TeamError
 from phasewise.serving.encoder.arithmetic import FASTEST, NEAREST, SHORT_TOKENS, quantises_rows
@@ -123,7 +124,8 @@ class Embedder:
         for at, one in enumerate(inputs):
             if not 1 <= len(one.ids) <= self.embedding.max_tokens:
                 raise ValueError(
-                    f"input {at} has {len(one.ids)} tokens: 1 to {self.embedding.max_tokens} expected"
+                    f"input {at} has {counted(len(one.ids), 'token')}:"
+                    f" 1 to {self.embedding.max_tokens} expected"
                 )
         out = np.empty((len(inputs), self.width), np.float32)
         with keeping_affinity():

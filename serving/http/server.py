@@ -16,6 +16,7 @@ from typing import Protocol
 
 from fastapi import FastAPI
 
+from phasewise._words import number
 from phasewise.serving.http.connections import Connections
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.lifecycle import Lifecycle
@@ -125,14 +126,16 @@ class HttpServer:
             handlers[SIGHUP] = self._service.on_hangup
         elif signal.getsignal(SIGHUP) is not signal.SIG_IGN:  # under nohup it is, and stays so
             handlers[SIGHUP] = self._hang_up
-        for number, handler in handlers.items():
-            loop.add_signal_handler(number, handler)
+        for signal_number, handler in handlers.items():
+            loop.add_signal_handler(signal_number, handler)
         try:
             yield
         finally:
-            for number in handlers:
-                loop.remove_signal_handler(number)
-                signal.signal(number, signal.SIG_IGN)  # one more must not break what is being cleaned up
+            for signal_number in handlers:
+                loop.remove_signal_handler(signal_number)
+                signal.signal(
+                    signal_number, signal.SIG_IGN
+                )  # one more must not break what is being cleaned up
 
     def _hang_up(self) -> None:
         """The terminal has gone. Both the shell and the kernel may say so: twice is no more than once."""
@@ -150,7 +153,9 @@ class HttpServer:
             return
         self._service.life.drain(limit_s)
         n_live = client.n_live
-        waiting = f": {n_live} in progress have {limit_s:g} s; signal again to end them now" if n_live else ""
+        waiting = (
+            f": {n_live} in progress have {number(limit_s)} s; signal again to end them now" if n_live else ""
+        )
         self._stopping.set()
         self._service.report(f"stopping{waiting}")  # last: stderr may be gone, and the end goes on
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 
 TIMEOUT_S = 30.0
@@ -46,7 +47,9 @@ class RemoteFile:
     def check(self, path: Path) -> None:
         """NotAsPromised unless `path` is what was promised."""
         if (n_bytes := path.stat().st_size) != self.n_bytes:
-            raise NotAsPromised(f"{self.name}: {n_bytes} bytes came, the hub listed {self.n_bytes}")
+            raise NotAsPromised(
+                f"{self.name}: {counted(n_bytes, 'byte')} came, the hub listed {self.n_bytes}"
+            )
         of_git = hashlib.sha1(b"blob %d\0" % n_bytes, usedforsecurity=False)
         with path.open("rb") as content:
             digest = hashlib.file_digest(content, "sha256" if self.sha256 else lambda: of_git).hexdigest()
@@ -164,7 +167,9 @@ def _counter(file: RemoteFile, progress: Progress) -> type[Any]:
         def update(self, n: float | None = 1) -> bool | None:
             self.n += n or 0
             if self.n > file.n_bytes:
-                raise NotAsPromised(f"{file.name}: the hub sends more than the {file.n_bytes} bytes listed")
+                raise NotAsPromised(
+                    f"{file.name}: the hub sends more than the {counted(file.n_bytes, 'byte')} listed"
+                )
             progress(int(self.n))
             return None
 

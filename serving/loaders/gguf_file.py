@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.source import SourceFile
 
@@ -103,7 +104,9 @@ class _Parser:
             raise self._bad(f"has GGUF version {version}{hint}; versions 2 and 3 are readable")
         n_tensors, n_pairs = self._scalar("<u8"), self._scalar("<u8")
         if max(n_tensors, n_pairs) > MAX_COUNT:
-            raise self._bad(f"claims {n_tensors} tensors and {n_pairs} metadata keys, more than {MAX_COUNT}")
+            raise self._bad(
+                f"claims {counted(n_tensors, 'tensor')} and {n_pairs} metadata keys, more than {MAX_COUNT}"
+            )
         metadata: dict[str, Any] = {}
         for _ in range(n_pairs):
             key = self._string(MAX_NAME_BYTES)
@@ -185,7 +188,7 @@ class _Parser:
         name = self._string(MAX_NAME_BYTES)
         n_dims = self._scalar("<u4")
         if not 1 <= n_dims <= MAX_DIMS:
-            raise self._bad(f"gives tensor {name!r:.80} {n_dims} dimensions")
+            raise self._bad(f"gives tensor {name!r:.80} {counted(n_dims, 'dimension')}")
         shape = tuple(self._scalar("<u8") for _ in range(n_dims))[::-1]
         type_id, offset = self._scalar("<u4"), self._scalar("<u8")
         if type_id not in TENSOR_TYPES:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import encoder_gguf
 from phasewise.serving.loaders.cutting import our_tensors
@@ -296,7 +297,9 @@ def _tensor(file: SourceFile, info: TensorInfo) -> SourceTensor:
     if len(info.shape) == 1 and kind.form.is_quantised:
         raise ModelError(f"{file.path} has the vector {info.name} in {info.type_name}, which no writer does")
     if len(info.shape) > 3:
-        raise ModelError(f"{file.path} has {info.name} in {len(info.shape)} dimensions: 1 to 3 expected")
+        raise ModelError(
+            f"{file.path} has {info.name} in {counted(len(info.shape), 'dimension')}: 1 to 3 expected"
+        )
 
     def rows(start: int, stop: int) -> Rows:
         raw = file.read(info.offset + start * row_bytes, (stop - start) * row_bytes)

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.download import (
     DownloadError,
@@ -224,7 +225,9 @@ def _has_tag(path: str, tag: str) -> bool:
 
 def _one_file(found: list[RemoteFile]) -> list[RemoteFile]:
     if re.search(r"-of-\d{5}\.gguf$", found[0].name):
-        raise DownloadError(f"{found[0].name} is one of {len(found)} parts: models in parts are not read")
+        raise DownloadError(
+            f"{found[0].name} is one of {counted(len(found), 'part')}: models in parts are not read"
+        )
     return found[:1]
 
 
@@ -233,7 +236,7 @@ def _size(n_bytes: int) -> str:
 
 
 def _described(files: list[RemoteFile]) -> str:
-    return files[0].name if len(files) == 1 else f"{len(files)} files"
+    return files[0].name if len(files) == 1 else counted(len(files), "file")
 
 
 def _check_room(folder: Path, n_bytes: int) -> None:
