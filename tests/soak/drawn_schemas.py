@@ -15,14 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,7 @@ from phasewise.serving.confined import Bounds, ConfinedError, ConfinedProcess, O
 from phasewise.serving.errors import ContextLengthExceeded, ModelError, RequestError
 from phasewise.serving.guides import BOUNDS, Grammar, TokenView
 from phasewise.serving.http.http_settings import ServedModel
+from tests.soak.health_probe import watching_health
 from tests.soak.hostile_rows.siege import process_tree
 from tests.support.fake_engine import END, VOCAB_SIZE, encode, piece
 from tests.support.fake_server import fake_server
@@ -266,7 +265,10 @@ def try_templates(n: int, seed: int, seconds: float, bound_s: float) -> Seen:
     def model(served: ServedModel) -> ServedModel:
         return replace(served, encode_chat=encode_chat)
 
-    with fake_server(model=model, context=_CONTEXT + 100) as server, _watching_health(server.url, seen):
+    with (
+        fake_server(model=model, context=_CONTEXT + 100) as server,
+        watching_health(server.url) as seen.health_s,
+    ):
         for _ in range(n):
             source = _template(rng)
             conversations = Conversations(source, {}, [], bounds)
@@ -285,18 +287,6 @@ def try_templates(n: int, seed: int, seconds: float, bound_s: float) -> Seen:
             if time.monotonic() > end_s:
                 break
     return seen
-
-
-@contextmanager
-def _watching_health(url: str, seen: Seen) -> Iterator[None]:
-    """Ask /health from another process until the block ends; the longest answers go to `seen`."""
-    command = [sys.executable, "-m", "tests.soak.health_probe", url]
-    probe = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        yield
-    finally:
-        said, _ = probe.communicate("end\n", timeout=60)
-        seen.health_s = sorted(json.loads(said))
 
 
 def _template(rng: random.Random) -> str:

@@ -5,25 +5,23 @@
     python -m tests.soak.fuzz_api --url .. --only generated --cases 1000 --seed 3    # a piece of that
 
 Exit code 0: every answer came in time, was one that the document states, and no 5xx but a stated 503.
-Beside it, `/health` is asked ten times a second; how long its slowest answer took is printed, and no test. In
-one process with the fake engine it waits for the generator of requests, too.
+Beside it, another process asks `/health`; how long its slowest answer took is printed, and no test. The fake
+engine is in one process with the generator of requests, for which it waits, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import httpx
 
+from tests.soak.health_probe import watching_health
 from tests.support.api_bombs import bombs
 from tests.support.api_fuzz import drop, generate
-
-_PERIOD_S = 0.1
 
 
 @contextlib.contextmanager
@@ -37,33 +35,6 @@ def fake() -> Iterator[str]:
     with fake_server(model=lambda served: replace(served, guides=guides)) as server:
         yield server.url
         server.wait_until_idle()
-
-
-class Pulse:
-    """Asks `/health` from a thread of its own; `slowest_s` of its answers."""
-
-    def __init__(self, url: str) -> None:
-        self.slowest_s = 0.0
-        self.n_asked = 0
-        self._url = f"{url}/health"
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._ask, daemon=True)
-
-    def __enter__(self) -> Pulse:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _ask(self) -> None:
-        with httpx.Client(timeout=60) as client:
-            while not self._over.wait(_PERIOD_S):
-                started = time.monotonic()
-                client.get(self._url).raise_for_status()
-                self.n_asked += 1
-                self.slowest_s = max(self.slowest_s, time.monotonic() - started)
 
 
 def main() -> None:
@@ -84,14 +55,13 @@ def main() -> None:
         ):
             if options.only not in (None, name):
                 continue
-            with Pulse(url) as pulse:
+            with watching_health(url) as health_s:
                 started = time.monotonic()
                 tally = work()
             took_s = time.monotonic() - started
             print(f"{name}: {sum(tally.statuses.values())} requests in {took_s:.0f} s; {tally}")
-            print(
-                f"  /health asked {pulse.n_asked} times, slowest {1000 * pulse.slowest_s:.0f} ms", flush=True
-            )
+            slowest_ms = 1000 * max(health_s, default=0.0)
+            print(f"  /health asked {len(health_s)} times, slowest {slowest_ms:.0f} ms", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from tests.soak import raw_http
-from tests.soak.fault_rows.setting import Setting, expect, held, text_alone, wait_until_free
+from tests.soak.fault_rows.setting import Setting, expect, held, n_running, text_alone, wait_until_free
 from tests.soak.row_runner import Missed
 from tests.soak.served_process import TINY, ServerProcess
 
@@ -68,7 +68,7 @@ def slow_readers(setting: Setting) -> str:
                 await reader.send("POST", "/v1/completions", many)
                 await reader.head()
             began, slowest_s, peak_mib = time.monotonic(), 0.0, 0.0
-            while await _running(server):
+            while await n_running(server) > 0:
                 peak_mib = max(peak_mib, server.rss_mib())
                 slowest_s = max(slowest_s, await _timed(server, body, wanted))
                 if time.monotonic() - began > 180:
@@ -127,11 +127,3 @@ async def _timed(server: ServerProcess, body: dict[str, object], wanted: str) ->
     expect(reply.status == 200, f"others get {reply.status}: {reply.body.decode()}")
     expect(reply.json()["choices"][0]["text"] == wanted, "others get another answer")
     return time.monotonic() - began
-
-
-async def _running(server: ServerProcess) -> bool:
-    reply = await raw_http.ask(server.port, "GET", "/metrics")
-    lines = reply.body.decode().splitlines()
-    return (
-        next(float(line.split()[1]) for line in lines if line.startswith("phasewise_requests_running ")) > 0
-    )

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.soak import raw_http
 from tests.soak.fault_rows.ranks import kill, small_budget
-from tests.soak.fault_rows.setting import Setting, expect, text_alone, wait_until_free
+from tests.soak.fault_rows.setting import Setting, expect, n_running, text_alone, wait_until_free
 from tests.soak.row_runner import Missed, Skipped
 from tests.soak.served_process import ServerProcess
 
@@ -164,10 +164,7 @@ async def _refused(server: ServerProcess, body: dict[str, Any]) -> raw_http.Repl
 
 async def _until_running(server: ServerProcess, n_requests: int) -> None:
     for _ in range(1000):
-        reply = await raw_http.ask(server.port, "GET", "/metrics")
-        lines = reply.body.decode().splitlines()
-        running = next(line.split()[1] for line in lines if line.startswith("phasewise_requests_running "))
-        if float(running) >= n_requests:
+        if await n_running(server) >= n_requests:
             return
         await asyncio.sleep(0.005)
     raise Missed(f"{n_requests} requests are not computed at a time")

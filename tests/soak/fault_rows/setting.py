@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.soak import raw_http
 from tests.soak.row_runner import Missed, Skipped
-from tests.soak.served_process import PHASEWISE, ServerProcess, model_reference, own_cache
+from tests.soak.served_process import PHASEWISE, ServerProcess, model_reference, own_cache, read_metrics
 
 SETTLES_S = 30.0
 """Seconds within which a server frees what is no longer used."""
@@ -87,6 +88,11 @@ def text_alone(server: ServerProcess, body: dict[str, Any]) -> str:
     expect(reply.status == 200, f"a request alone is answered with {reply.status}: {reply.body.decode()}")
     text: str = reply.json()["choices"][0]["text"]
     return text
+
+
+async def n_running(server: ServerProcess) -> float:
+    """Requests in progress."""
+    return read_metrics(await raw_http.ask(server.port, "GET", "/metrics"))["phasewise_requests_running"]
 
 
 def held(server: ServerProcess) -> Held:

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from tests.soak.hostile_rows.siege import Asked, Siege, all_memory_mib, attacking
+from tests.soak.hostile_rows.siege import Asked, Siege, all_at_once, all_memory_mib, attacking
 from tests.soak.row_runner import Missed
 
 N_CLIENTS = 24
@@ -64,11 +64,7 @@ def _attack(asked: Asked, n_clients: int) -> None:
             except OSError:
                 continue
 
-    threads = [threading.Thread(target=client, daemon=True) for _ in range(n_clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    all_at_once([client] * n_clients)
 
 
 def schemas_that_explode(siege: Siege) -> str:

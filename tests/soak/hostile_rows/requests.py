@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from tests.soak.hostile_rows.siege import HEALTH_S, Asked, Siege, all_memory_mib, attacking
+from tests.soak.hostile_rows.siege import HEALTH_S, Asked, Siege, all_at_once, all_memory_mib, attacking
 from tests.soak.row_runner import Missed
 from tests.soak.served_process import TINY
 
@@ -123,7 +121,7 @@ def _batches(asked: Asked) -> None:
                 asked.post("/v1/embeddings", {"model": asked.model, "input": ["a"] * 2048}, 600.0)
                 time.sleep(0.1)
 
-    _all_at_once([client] * 4)
+    all_at_once([client] * 4)
 
 
 def _long(asked: Asked) -> None:
@@ -141,7 +139,7 @@ def _long(asked: Asked) -> None:
             with contextlib.suppress(OSError):
                 asked.post(path, content)
 
-    _all_at_once([partial(client, path, body) for path, body in bodies.items()])
+    all_at_once([partial(client, path, body) for path, body in bodies.items()])
 
 
 def _choices(asked: Asked) -> None:
@@ -150,15 +148,7 @@ def _choices(asked: Asked) -> None:
             with contextlib.suppress(OSError):
                 asked.complete("a", 64, n=n, logprobs=20, ignore_eos=True)
 
-    _all_at_once([partial(client, n) for n in (128, 128, 8, 8)])
-
-
-def _all_at_once(work: Sequence[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=one, daemon=True) for one in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    all_at_once([partial(client, n) for n in (128, 128, 8, 8)])
 
 
 def full_contexts(siege: Siege) -> str:

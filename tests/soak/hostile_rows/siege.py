@@ -164,6 +164,15 @@ def attacking(
         process.join()
 
 
+def all_at_once(work: Sequence[Callable[[], None]]) -> None:
+    """Each on a thread of its own, until all have ended."""
+    threads = [threading.Thread(target=one, daemon=True) for one in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def _warm(client: Callable[[], tuple[int, Any]], server: ServerProcess) -> None:
     for _ in range(5):
         status, said = client()

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any
 
-from tests.soak.hostile_rows.siege import Asked, Siege, all_memory_mib
+from tests.soak.hostile_rows.siege import Asked, Siege, all_at_once, all_memory_mib
 from tests.soak.row_runner import Missed
 from tests.soak.served_process import TINY, own_cache
 from tests.support.tiny_models import TinyShape, write_tiny_gguf, write_tiny_hf
@@ -36,11 +36,7 @@ def _chats(asked: Asked) -> None:
             except OSError:
                 continue
 
-    threads = [threading.Thread(target=client, daemon=True) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    all_at_once([client] * 4)
 
 
 def templates_that_burn(siege: Siege) -> str:
