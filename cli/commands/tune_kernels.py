@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phasewise.cli.options import (
+    WEIGHT_FORMATS,
     DbOption,
     DefineOption,
     IncludeOption,
     JsonOption,
     PhaseChoice,
     ThreadsOption,
-    WeightFormat,
     parse_budget,
     phases_of,
 )
@@ -95,7 +95,7 @@ def tune_kernels(
     against: AgainstOption = None,
     include: IncludeOption = None,
     define: DefineOption = None,
-    phase: PhaseOption = PhaseChoice.both,
+    phase: PhaseOption = "both",
     weight_format: WeightFormatOption = "native",
     max_m: MaxMOption = 512,
     threads: ThreadsOption = None,
@@ -188,7 +188,7 @@ def parse_shapes(text: str, kernel_format: str) -> list[Shape]:
     from phasewise.tuner.weights import kind_of
     from phasewise.workflows.tune_kernels.rounds import Shape
 
-    if kernel_format == WeightFormat.native:
+    if kernel_format == "native":
         raise typer.BadParameter("--shapes needs a --format, such as bf16 or int8")
     kind_of(kernel_format)
     found = []
@@ -217,8 +217,8 @@ def _rounds(
     if model is None:
         found = parse_shapes(shapes or "", weight_format)
         return rounds_of_shapes(found, machine, phases, max_m, threads), None
-    if weight_format not in list(WeightFormat):
-        raise typer.BadParameter(f"a model's --format is one of {', '.join(WeightFormat)}")
+    if weight_format not in WEIGHT_FORMATS:
+        raise typer.BadParameter(f"a model's --format is one of {', '.join(WEIGHT_FORMATS)}")
     from phasewise.workflows.open_model import Weights, open_model
 
     opened = open_model(model, Weights(weight_format), threads, db, note)

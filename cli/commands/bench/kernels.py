@@ -73,7 +73,7 @@ def kernels(
     peers: PeersOption = "auto",
     rounds: RoundsOption = 7,
     cold_mib: ColdMibOption = None,
-    output: Annotated[Table, typer.Option("-o", "--output", help="form of the rows")] = Table.md,
+    output: Annotated[Table, typer.Option("-o", "--output", help="form of the rows")] = "md",
     wide: WideOption = False,
     plot: PlotOption = None,
     kept: KeptOption = None,
@@ -108,7 +108,7 @@ def kernels(
                 known = {**known, row.key: row}
     rows = [known[point] for point in grid.points()]
     if not owns_stdout(plot):
-        say(written(FORMATS, output.value, rows, wide=wide), end="")
+        say(written(FORMATS, output, rows, wide=wide), end="")
     if plot is not None:
         write_target(plot, draw_rows(rows))
 
