@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from enum import Enum
 from functools import wraps
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -78,9 +77,7 @@ def spread(**sets: OptionSet) -> Callable[[Callable[..., None]], Callable[..., N
         @wraps(command)
         def called(**given: Any) -> None:
             for name, chosen in sets.items():
-                kinds = get_type_hints(chosen.settings)
-                values = {field: _plain(given.pop(field), kinds[field]) for field in chosen.fields}
-                given[name] = chosen.settings(**values)
+                given[name] = chosen.settings(**{field: given.pop(field) for field in chosen.fields})
             command(**given)
 
         called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -98,12 +95,6 @@ def under(heading: str, shared: Any) -> Any:
     placed = copy(option)
     placed.rich_help_panel = heading
     return Annotated[kind, placed]
-
-
-def _plain(value: Any, kind: Any) -> Any:
-    """A choice as its text, unless the field, of type `kind`, is declared with that very enumeration."""
-    is_own = type(value) in (kind, *get_args(kind))
-    return value.value if isinstance(value, Enum) and not is_own else value
 
 
 def _parameters(chosen: OptionSet) -> list[inspect.Parameter]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
@@ -16,50 +15,25 @@ if TYPE_CHECKING:
     from phasewise.tuner.plans import Phase
 
 
-class WeightFormat(StrEnum):
-    """The form of weights in memory. `native` keeps what the file holds where a kernel reads it."""
-
-    native = "native"
-    f32 = "f32"
-    bf16 = "bf16"
-    int8 = "int8"
-    int4 = "int4"
+WeightFormat = Literal["native", "f32", "bf16", "int8", "int4"]
+"""The form of weights in memory. `native` keeps what the file holds where a kernel reads it."""
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 
 
-class Sparse(StrEnum):
-    """The weights that are stored sparse. `auto`: those that are faster so."""
-
-    auto = "auto"
-    always = "always"
-    never = "never"
+Sparse = Literal["auto", "always", "never"]
+"""The weights that are stored sparse. `auto`: those that are faster so."""
 
 
-class KQuantArithmetic(StrEnum):
-    """The place where K-quants apply their sub-scales. `tuned`: where `tune-kernels` found it faster."""
-
-    tuned = "tuned"
-    groups = "groups"
-    blocks = "blocks"
+KQuantArithmetic = Literal["tuned", "groups", "blocks"]
+"""The place where K-quants apply their sub-scales. `tuned`: where `tune-kernels` found it faster."""
 
 
-class KvFormat(StrEnum):
-    """The form of keys and values. `auto`: `forward.resolve_kv_format`; int4: 5 bits a number."""
-
-    auto = "auto"
-    f32 = "f32"
-    f16 = "f16"
-    bf16 = "bf16"
-    int16 = "int16"
-    int8 = "int8"
-    int4 = "int4"
+KvFormat = Literal["auto", "f32", "f16", "bf16", "int16", "int8", "int4"]
+"""The form of keys and values. `auto`: `forward.resolve_kv_format`; int4: 5 bits a number."""
 
 
-class PhaseChoice(StrEnum):
-    """The phase that the tuned products are for."""
-
-    prefill = "prefill"
-    decode = "decode"
-    both = "both"
+PhaseChoice = Literal["prefill", "decode", "both"]
+"""The phase that the tuned products are for."""
 
 
 UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
@@ -206,4 +180,4 @@ def phases_of(choice: PhaseChoice) -> tuple[Phase, ...]:
     """The phases that `--phase` names, prefill first."""
     from phasewise.tuner.plans import PHASES
 
-    return tuple(one for one in PHASES if choice in (PhaseChoice.both, one))
+    return tuple(one for one in PHASES if choice in ("both", one))

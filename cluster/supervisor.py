@@ -15,11 +15,11 @@ from phasewise._version import __version__
 from phasewise._words import number
 from phasewise.cluster.routing import Role
 from phasewise.serving.errors import RankLost, RanksError
-from phasewise.serving.handing_over.sender import LAYERWISE_ABOVE_TOKENS
 from phasewise.serving.instance import Orders
 from phasewise.serving.instance_messages import Beat, Ready
 from phasewise.serving.messages import EngineLoad
 from phasewise.serving.restarts import Restarts
+from phasewise.serving.scheduler_terms import LAYERWISE_ABOVE_TOKENS
 from phasewise.serving.sockets import Keys
 
 KvTransfer = Literal["auto", "shm", "tcp"]

@@ -29,7 +29,7 @@ from phasewise.serving.guides import Guide, GuideCompiler, TokenView
 from phasewise.serving.handing_over.frames import Codec
 from phasewise.serving.handing_over.links import Post, SharedLink, StreamLink
 from phasewise.serving.handing_over.receiver import ReceiveFailed, Receiver
-from phasewise.serving.handing_over.sender import LAYERWISE_ABOVE_TOKENS, BlockLink, LinkBroken, Sender
+from phasewise.serving.handing_over.sender import BlockLink, LinkBroken, Sender
 from phasewise.serving.instance_messages import (
     Aim,
     Asked,
@@ -55,6 +55,7 @@ from phasewise.serving.kv_share import KvPlace, KvShare, map_place
 from phasewise.serving.messages import Abort, Aimed, Answer, Compute, Delivery, Expect, Failure, Submit
 from phasewise.serving.open_engine import OpenEngine
 from phasewise.serving.restarts import Restarts
+from phasewise.serving.scheduler_terms import LAYERWISE_ABOVE_TOKENS
 from phasewise.serving.sockets import Keys, Sockets, has_input
 
 BEAT_S = 0.25

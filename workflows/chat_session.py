@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 from phasewise._words import counted
@@ -56,10 +55,8 @@ class ChatSession:
     def __enter__(self) -> ChatSession:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._opened.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._opened.__exit__(*error)
 
     def set_system(self, text: str) -> None:
         """Replace the system message; an empty text removes it."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -45,50 +44,20 @@ _in_sight = partial(opt, rich_help_panel=MOST_USED)
 _for_research = partial(opt, rich_help_panel=RESEARCH)
 
 
-class KvPolicy(StrEnum):
-    """The policy that gives KV slots to requests."""
+KvPolicy = Literal["odma", "static", "fixed", "paged"]
+"""The policy that gives KV slots to requests."""
 
-    odma = "odma"
-    static = "static"
-    fixed = "fixed"
-    paged = "paged"
+ToolFormatName = Literal["auto", "hermes", "llama3-json", "pythonic", "mistral", "gpt-oss"]
+"""The form in which a model writes tool calls."""
 
+LogLevel = Literal["debug", "info", "warning", "error", "off"]
+"""The requests that are logged."""
 
-class ToolFormatName(StrEnum):
-    """The form in which a model writes tool calls."""
+LogFormat = Literal["text", "json"]
+"""The form of their lines."""
 
-    auto = "auto"
-    hermes = "hermes"
-    llama3_json = "llama3-json"
-    pythonic = "pythonic"
-    mistral = "mistral"
-    gpt_oss = "gpt-oss"
-
-
-class LogLevel(StrEnum):
-    """The requests that are logged."""
-
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
-    off = "off"
-
-
-class LogFormat(StrEnum):
-    """The form of their lines."""
-
-    text = "text"
-    json = "json"
-
-
-class KvTransferOption(StrEnum):
-    """The way of keys and values from one instance to another."""
-
-    auto = "auto"
-    shm = "shm"
-    tcp = "tcp"
-
+KvTransferOption = Literal["auto", "shm", "tcp"]
+"""The way of keys and values from one instance to another."""
 
 _LISTENING = option_set(
     Listening,

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from phasewise.cli.main import app
-from phasewise.cli.options import WeightFormat
+from phasewise.cli.options import WEIGHT_FORMATS
 from phasewise.cli.render.models_text import DownloadBar
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.hub import folder_of
@@ -190,7 +190,7 @@ def test_inspect_json_counts_what_packing_will_take(tmp_path: Path, cache: Path)
 
 
 def test_the_command_line_offers_the_formats_that_loaders_know() -> None:
-    assert tuple(WeightFormat) == FORMATS
+    assert WEIGHT_FORMATS == FORMATS
 
 
 @pytest.mark.parametrize("arguments", [["inspect", "no-such-model"], ["pull", "no-such-model"]])
