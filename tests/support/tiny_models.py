@@ -246,6 +246,12 @@ def write_tiny_gguf(
     return path
 
 
+def write_calibration(path: Path) -> Path:
+    """400 characters of a text to calibrate and to evaluate with."""
+    path.write_text("".join(chr(32 + i * 7 % 90) for i in range(400)))
+    return path
+
+
 SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
