@@ -37,7 +37,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_with_context(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`tiny` with a context of 100,000 tokens."""
     path = tmp_path_factory.mktemp("model") / "tiny.gguf"
     path.write_bytes(tiny_gguf(shape=TinyShape(context_length=100_000)).to_bytes())

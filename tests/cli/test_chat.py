@@ -90,10 +90,10 @@ def test_a_conversation_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_answer_and_not_the_program(tiny_with_context: Path) -> None:
+def test_ctrl_c_ends_the_answer_and_not_the_program(roomy: Path) -> None:
     """On a real terminal: an endless answer is interrupted, then the conversation goes on and ends."""
     parent, child = pty.openpty()
-    words = [sys.executable, "-m", "phasewise", "chat", str(tiny_with_context), "--temperature", "0"]
+    words = [sys.executable, "-m", "phasewise", "chat", str(roomy), "--temperature", "0"]
     process = subprocess.Popen(words, stdin=child, stdout=child, stderr=child, start_new_session=True)
     os.close(child)
     seen = b""

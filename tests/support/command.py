@@ -12,9 +12,11 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import typer
 from typer.testing import CliRunner
 
 from phasewise.cli.main import app
@@ -54,16 +56,27 @@ class Done:
         return line
 
 
+@cache
+def tree() -> Any:
+    """All commands; a run in a process of its own builds them anew, and that takes longer than most runs."""
+    return typer.main.get_command(app)
+
+
 def run(*arguments: object, stdin: str | bytes | None = None, env: Mapping[str, str] | None = None) -> Done:
     """In this process. What is no expected failure is raised."""
-    result = CliRunner().invoke(app, [*map(str, arguments)], input=stdin, env=env)
-    error = result.exception
-    if error is None or isinstance(error, SystemExit):
-        return Done(result.exit_code, result.stdout_bytes, result.stderr)
-    exit_code = getattr(error, "exit_code", None)
-    if exit_code is None:
-        raise error
-    return Done(exit_code, result.stdout_bytes, f"{result.stderr}phasewise: {error}\n")
+    exit_code, failure = 0, ""
+    with CliRunner().isolation(input=stdin, env=env) as (stdout, stderr, _):
+        try:
+            tree().main([*map(str, arguments)], prog_name="phasewise")
+        except SystemExit as end:
+            exit_code = int(end.code or 0)
+        except Exception as error:
+            if not hasattr(error, "exit_code"):
+                raise
+            exit_code, failure = error.exit_code, f"phasewise: {error}\n"
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return Done(exit_code, stdout.getvalue(), stderr.getvalue().decode() + failure)
 
 
 def text_of(*arguments: object, exit_code: int = 0, **options: Any) -> str:
