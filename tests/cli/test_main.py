@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from phasewise import __version__
+from tests.support.scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,12 +27,7 @@ def phasewise(*arguments: str, **environment: str) -> subprocess.CompletedProces
 
 
 def _reference_pages() -> object:
-    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs" / "make_reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("docs/make_reference.py")
 
 
 @pytest.mark.parametrize("flag", ["--version", "-V"])

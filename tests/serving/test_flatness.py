@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.support.scripts import script
 
 
 @pytest.fixture(scope="module")
 def flatness() -> ModuleType:
     """A script's own module and no part of the package; its classes look it up."""
-    spec = importlib.util.spec_from_file_location("flatness", ROOT / "benchmarks" / "flatness.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return script("benchmarks/flatness.py")
 
 
 def walk(seed: int, share_kept: float, n: int = 800) -> np.ndarray:

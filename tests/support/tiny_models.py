@@ -360,3 +360,15 @@ def write_tiny_hf(
         (directory / shard).write_bytes(safetensors_bytes(part, dtype))
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return directory
+
+
+def write_sparse_hf(directory: Path, shape: TinyShape, zeros: float) -> Path:
+    """A directory of bfloat16 weights of which that share is zero in every projection of the layers."""
+    write_tiny_hf(directory, "llama", shape=shape)
+    rng = np.random.default_rng(0)
+    weights = tiny_weights("llama", shape)
+    for name, w in weights.items():
+        if "proj" in name:
+            w[rng.random(w.shape) < zeros] = 0
+    (directory / "model.safetensors").write_bytes(safetensors_bytes(weights, "bfloat16"))
+    return directory
