@@ -92,3 +92,24 @@ def test_options_that_are_not_the_fields_are_refused() -> None:
 def test_a_written_default_must_be_the_field_s() -> None:
     with pytest.raises(ValueError, match="8M"):
         spread(tank=_options("8M"))(lambda tank: None)
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [
+        ("1000", 1000),
+        ("4k", 4096),
+        ("512M", 1 << 29),
+        ("1.5GiB", 3 << 29),
+        ("2 GB", 2 << 30),
+        ("1T", 1 << 40),
+    ],
+)
+def test_sizes(text: str, n_bytes: int) -> None:
+    assert parse_bytes(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1X", "one", "1e9", "G"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        parse_bytes(text)
