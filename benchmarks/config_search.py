@@ -22,12 +22,12 @@ from dataclasses import asdict, dataclass
 
 from tabulate import tabulate
 
-from phasewise.tuner.config.ablation import WITHIN, Walked, brute_force, switches, top_k_losses, walked
 from phasewise.tuner.config.walk import Rules
 from phasewise.tuner.plans import PHASES, Phase
 
 # The paper's machines, and what is planted on them, are test data.
 from tests.support import planted
+from tests.support.ablation import WITHIN, Walked, brute_force, switches, top_k_losses, walked
 
 KS = (1, 2, 5, 10, 15, 20)
 MOST_FOLD = 3

@@ -19,13 +19,14 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.throughput import compute_kind
 from phasewise.topology import Machine, read_machine
 from phasewise.tuner.config.modelled import ModelledEvaluator
-from phasewise.tuner.config.rates import MachineRates, measured_rates
+from phasewise.tuner.config.rates import MachineRates
 from phasewise.tuner.config.steps import Step, StepEvaluator
 from phasewise.tuner.machine_limits import peak_flops, read_bandwidth
 from phasewise.tuner.plans import list_cores, rank_on
 from phasewise.tuner.topotree import Configuration, OperatorLimits, configurations, fundamental
 from phasewise.workflows.model_shape import shape_of_model
 from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator, Room
+from tests.support.measured_rates import measured_rates
 
 STEPS = (
     *(Step("prefill", tokens) for tokens in (16, 128, 512)),

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from phasewise.serving.embedding.depth import LatencyLine, line_through
-from phasewise.serving.embedding.simulated import ModelledDevice, largest_concurrency
+from tests.support.simulated_embedding import ModelledDevice, largest_concurrency
 
 # Depths under 1 s and 2 s, the accelerator's and the CPU's.
 TABLE1 = {"V100 + Xeon": ((44, 96), (8, 22)), "Atlas + Kunpeng": ((84, 172), (1, 8))}

@@ -90,14 +90,6 @@ NAMED_TYPES: dict[str, Type] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Value:
-    """The referent of a name: a variable, or a number (an enumerator)."""
-
-    type: Type
-    number: int | None = None
-
-
 @dataclass
 class _Names:
     """The top level of a source, by name; definitions are read when they are asked for."""
