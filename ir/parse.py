@@ -46,7 +46,7 @@ from phasewise.ir.operations import (
     COMPARISONS,
     LIBRARY,
     LOGICAL,
-    NAMES,
+    OPERATIONS,
     ORDERS,
     Mistyped,
     binary,
@@ -401,7 +401,7 @@ _UNSUPPORTED = {
 }
 
 
-_TAKEN_BY_TEXT = frozenset(keyword.kwlist) | NAMES | set(SCALARS) | set(ORDERS)
+_TAKEN_BY_TEXT = frozenset(keyword.kwlist) | set(OPERATIONS) | set(SCALARS) | set(ORDERS)
 """Names that mean something in the text of the high level."""
 _LIKE_A_PARAMETER = re.compile(r"[A-Z][A-Z0-9_]*")
 

@@ -42,8 +42,7 @@ from phasewise.ir.nodes import (
     integer,
 )
 from phasewise.ir.operations import (
-    EFFECTS,
-    NAMES,
+    OPERATIONS,
     ORDERS,
     REDUCTIONS,
     Mistyped,
@@ -54,7 +53,7 @@ from phasewise.ir.operations import (
     fitting,
     unary,
 )
-from phasewise.ir.text import FIRST_LINE, TYPED
+from phasewise.ir.text import FIRST_LINE
 from phasewise.ir.types import (
     F32,
     I32,
@@ -389,7 +388,7 @@ class _Reader:
                 return [self._assignment(target, self._expr(value), node)]
             case ast.Expr(value=ast.Call() as one):
                 found = self._expr(one)
-                if not isinstance(found, CallExpression) or found.name not in EFFECTS:
+                if not isinstance(found, CallExpression) or not OPERATIONS[found.name].is_effect:
                     raise self._refuse(node, "has no effect")
                 return [Do(found, line)]
             case ast.For(
@@ -432,7 +431,7 @@ class _Reader:
         if known is not None:
             raise self._refuse(node, f"`{name}` exists already, as {spelled(known)}")
         if (
-            name in NAMES
+            name in OPERATIONS
             or name in SCALARS
             or name in self._parameters
             or not re.fullmatch(r"[A-Za-z_]\w{0,99}", name, re.ASCII)
@@ -660,10 +659,10 @@ class _Reader:
     def _call(self, func: ast.expr, args: list[ast.expr], node: ast.expr) -> Expr:
         if isinstance(func, ast.Subscript) or (isinstance(func, ast.Name) and func.id in SCALARS):
             return self._cast(self._type(func), args, node)
-        if not isinstance(func, ast.Name) or func.id not in NAMES:
+        if not isinstance(func, ast.Name) or func.id not in OPERATIONS:
             raise self._refuse(node, f"there is no operation `{ast.unparse(func)[:40]}`")
         name, of = func.id, None
-        if name in TYPED:
+        if OPERATIONS[name].names_type:
             if not args or not isinstance(args[-1], ast.Name) or args[-1].id not in SCALARS:
                 raise self._refuse(node, f"{name} ends with a type, e.g. i32")
             of, args = SCALARS[args[-1].id], args[:-1]
@@ -677,7 +676,7 @@ class _Reader:
             number = ORDERS.index(args[1].id)
             return call(name, (self._expr(args[0]),), (integer(number),) if number else ())
         values = tuple(self._expr(one) for one in args)
-        n_values = _N_VALUES.get(name, len(values))
+        n_values = OPERATIONS[name].values if OPERATIONS[name].takes_numbers else len(values)
         return self._with_lanes(name, values[:n_values], values[n_values:], of, node)
 
     def _with_lanes(
@@ -725,8 +724,6 @@ _OPERATORS: dict[type[ast.operator], str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%",
     ast.LShift: "<<",    ast.RShift: ">>", ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^",
 }  # fmt: skip
-_N_VALUES = {"load": 1, "splat": 1, "shuffle": 2, "permute": 1, "lane": 1, "with_lane": 2}
-"""Values before the numbers that are known when compiling."""
 
 
 class _Folder(Rewriter):
