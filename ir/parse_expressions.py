@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from tree_sitter import Node
 
-from phasewise.ir import intrinsics
 from phasewise.ir.arithmetic import integer_result
+from phasewise.ir.intrinsics_neon import NEON_ELEMS
 from phasewise.ir.nodes import (
     AddressOf,
     Assign,
@@ -456,9 +456,7 @@ _OTHER_INTRINSICS = ("_cvtsh_ss",)
 
 
 def _looks_like_neon(name: str) -> bool:
-    return name[:1] == "v" and name.rpartition("_")[2] in {suffix for suffix, _ in intrinsics.NEON_ELEMS} | {
-        "f16"
-    }
+    return name[:1] == "v" and name.rpartition("_")[2] in {suffix for suffix, _ in NEON_ELEMS} | {"f16"}
 
 
 def _literal(source: Source, node: Node) -> Const:
