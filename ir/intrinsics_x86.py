@@ -86,74 +86,66 @@ def _compared(elem: Scalar) -> Build:
     return build
 
 
-def _x86_floats(table: Table, prefix: str, size: int) -> None:
-    def negative(e: Expr) -> Expr:
-        return unary("-", e)
+def _as(elem: Scalar, build: Build) -> Build:
+    """What `build` makes, its bits read as `elem`."""
+    return lambda a: as_elem(build(a), elem)
 
+
+def _fused(is_product_negative: bool, is_sum_negative: bool) -> Build:
+    def build(a: Sequence[Expr]) -> Expr:
+        product = unary("-", a[0]) if is_product_negative else a[0]
+        return call("fma", (product, a[1], unary("-", a[2]) if is_sum_negative else a[2]))
+
+    return build
+
+
+def _x86_floats(table: Table, prefix: str, size: int) -> None:
     for suffix, elem in (("ps", F32), ("pd", F64)):
-        reg, bits = Vec(elem, size // elem.size), SCALARS[f"u{8 * elem.size}"]
-        for name, op in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/")):
-            table[f"{prefix}{name}_{suffix}"] = Intrinsic(reg, alike(elem, op))
-        for name, op in (("and", "&"), ("or", "|"), ("xor", "^")):
-            table[f"{prefix}{name}_{suffix}"] = Intrinsic(
-                reg,
-                lambda a, op=op, bits=bits, elem=elem: as_elem(alike(bits, op)(a), elem),  # type: ignore[misc]
-            )
-        table[f"{prefix}andnot_{suffix}"] = Intrinsic(
-            reg,
-            lambda a, bits=bits, elem=elem: as_elem(called("andnot", bits)(a), elem),  # type: ignore[misc]
-        )
-        for name in ("min", "max"):
-            table[f"{prefix}{name}_{suffix}"] = Intrinsic(reg, called(name, elem))
-        table[f"{prefix}sqrt_{suffix}"] = Intrinsic(reg, called("sqrt", elem))
-        table[f"{prefix}fmadd_{suffix}"] = Intrinsic(reg, lambda a: call("fma", tuple(a)))
-        table[f"{prefix}fmsub_{suffix}"] = Intrinsic(reg, lambda a: call("fma", (a[0], a[1], negative(a[2]))))
-        table[f"{prefix}fnmadd_{suffix}"] = Intrinsic(
-            reg, lambda a: call("fma", (negative(a[0]), a[1], a[2]))
-        )
-        table[f"{prefix}fnmsub_{suffix}"] = Intrinsic(
-            reg, lambda a: call("fma", (negative(a[0]), a[1], negative(a[2])))
-        )
-        table[f"{prefix}fmaddsub_{suffix}"] = Intrinsic(
-            reg, lambda a: call("fma", (a[0], a[1], flipped(a[2], True)))
-        )
-        table[f"{prefix}addsub_{suffix}"] = Intrinsic(reg, lambda a: binary("+", a[0], flipped(a[1], True)))
-        table[f"{prefix}cmp_{suffix}"] = Intrinsic(
-            reg,
-            lambda a, elem=elem: as_elem(_compared(elem)(a), elem),  # type: ignore[misc]
-        )
-        for name, op in (("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="), ("eq", "=="), ("neq", "!=")):
-            table[f"{prefix}cmp{name}_{suffix}"] = Intrinsic(
-                reg,
-                lambda a, op=op, elem=elem: as_elem(alike(elem, op)(a), elem),  # type: ignore[misc]
-            )
-        table[f"{prefix}blendv_{suffix}"] = Intrinsic(
-            reg,
-            lambda a, elem=elem: call("select", (as_elem(a[2], SCALARS[f"i{8 * elem.size}"]), a[1], a[0])),  # type: ignore[misc]
-        )
-        table[f"{prefix}set1_{suffix}"] = Intrinsic(reg, splat(elem, reg.lanes))
-        table[f"{prefix}setzero_{suffix}"] = Intrinsic(reg, lambda a, reg=reg: zero(reg.elem, reg.lanes))  # type: ignore[misc]
-        table[f"{prefix}set_{suffix}"] = Intrinsic(reg, _set(elem, reg.lanes, is_reversed=True))
-        table[f"{prefix}setr_{suffix}"] = Intrinsic(reg, _set(elem, reg.lanes))
-        for name in ("loadu", "load"):
-            table[f"{prefix}{name}_{suffix}"] = Intrinsic(reg, load(elem, reg.lanes))
+        lanes = size // elem.size
+        for name, build in _x86_float_builders(elem, lanes).items():
+            table[f"{prefix}{name}_{suffix}"] = Intrinsic(Vec(elem, lanes), build)
         for name in ("storeu", "store", "stream"):
             table[f"{prefix}{name}_{suffix}"] = Intrinsic(VOID, store(elem))
-    ps = Vec(F32, size // 4)
-    for name, op_name in (("floor", "floor"), ("ceil", "ceil")):
-        table[f"{prefix}{name}_ps"] = Intrinsic(ps, called(op_name, F32))
-    for name in ("round_ps", "roundscale_ps"):
-        table[f"{prefix}{name}"] = Intrinsic(ps, _rounded)
-    table[f"{prefix}cvtps_epi32"] = Intrinsic(Vec(BITS, size), called("nearest_i32", F32))
-    table[f"{prefix}cvttps_epi32"] = Intrinsic(Vec(BITS, size), called("trunc_i32", F32))
-    table[f"{prefix}cvtepi32_ps"] = Intrinsic(ps, lambda a: call("convert", (as_elem(a[0], I32),), of=F32))
-    table[f"{prefix}cvtph_ps"] = Intrinsic(
-        ps,
-        lambda a, ps=ps: call("from_f16", (first_lanes(a[0], U16, ps.lanes),)),  # type: ignore[misc]
-    )
-    table[f"{prefix}cvtps_ph"] = Intrinsic(
-        Vec(BITS, max(16, size // 2)), lambda a: padded(call("to_f16", (a[0],)), 16)
-    )
+    ps, reg, lanes = Vec(F32, size // 4), Vec(BITS, size), size // 4
+    for name, of, build in (
+        ("floor_ps", ps, called("floor", F32)),
+        ("ceil_ps", ps, called("ceil", F32)),
+        ("round_ps", ps, _rounded),
+        ("roundscale_ps", ps, _rounded),
+        ("cvtps_epi32", reg, called("nearest_i32", F32)),
+        ("cvttps_epi32", reg, called("trunc_i32", F32)),
+        ("cvtepi32_ps", ps, lambda a: call("convert", (as_elem(a[0], I32),), of=F32)),
+        ("cvtph_ps", ps, lambda a: call("from_f16", (first_lanes(a[0], U16, lanes),))),
+        ("cvtps_ph", Vec(BITS, max(16, size // 2)), lambda a: padded(call("to_f16", (a[0],)), 16)),
+    ):
+        table[f"{prefix}{name}"] = Intrinsic(of, build)
+
+
+def _x86_float_builders(elem: Scalar, lanes: int) -> dict[str, Build]:
+    """Intrinsics on floats of one size whose result is a register of them, without prefix and suffix."""
+    bits, mask = SCALARS[f"u{8 * elem.size}"], SCALARS[f"i{8 * elem.size}"]
+    comparisons = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "neq": "!="}
+    return {
+        **{name: alike(elem, op) for name, op in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/"))},
+        **{name: _as(elem, alike(bits, op)) for name, op in (("and", "&"), ("or", "|"), ("xor", "^"))},
+        **{name: called(name, elem) for name in ("min", "max", "sqrt")},
+        **{f"cmp{name}": _as(elem, alike(elem, op)) for name, op in comparisons.items()},
+        "andnot": _as(elem, called("andnot", bits)),
+        "fmadd": lambda a: call("fma", tuple(a)),
+        "fmsub": _fused(False, True),
+        "fnmadd": _fused(True, False),
+        "fnmsub": _fused(True, True),
+        "fmaddsub": lambda a: call("fma", (a[0], a[1], flipped(a[2], True))),
+        "addsub": lambda a: binary("+", a[0], flipped(a[1], True)),
+        "cmp": _as(elem, _compared(elem)),
+        "blendv": lambda a: call("select", (as_elem(a[2], mask), a[1], a[0])),
+        "set1": splat(elem, lanes),
+        "setzero": lambda a: zero(elem, lanes),
+        "set": _set(elem, lanes, is_reversed=True),
+        "setr": _set(elem, lanes),
+        "loadu": load(elem, lanes),
+        "load": load(elem, lanes),
+    }
 
 
 def _rounded(a: Sequence[Expr]) -> Expr:

@@ -72,7 +72,7 @@ def _need(condition: bool, text: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class Operands:
     """Operands of an operation: types of values, known numbers, and the element type that the text names."""
 
     name: str
@@ -130,7 +130,7 @@ class Operation:
     """One operation: how many values it takes, and the type of its result."""
 
     values: int
-    result: Callable[[Given], Type]
+    result: Callable[[Operands], Type]
     takes_numbers: bool = False
     """Numbers that are known when compiling stand behind the values."""
     names_type: bool = False
@@ -146,91 +146,91 @@ class Operation:
 # ---- types of results ------------------------------------------------------------------------------------
 
 
-def _same(given: Given) -> Type:
+def _same(given: Operands) -> Type:
     return given.vector()
 
 
-def _alike(given: Given) -> Type:
+def _alike(given: Operands) -> Type:
     given.alike()
     return given.vector()
 
 
-def _element(given: Given) -> Type:
+def _element(given: Operands) -> Type:
     return given.vector().elem
 
 
-def _library(given: Given) -> Type:
+def _library(given: Operands) -> Type:
     _need(all(isinstance(one, Scalar) for one in given.types), f"{given.name} takes numbers")
     return F32
 
 
-def _store(given: Given) -> Type:
+def _store(given: Operands) -> Type:
     place, vector = given.types[0], given.vector(1)
     _need(given.pointed() == vector.elem, f"store of {spelled(vector)} to {spelled(place)}")
     _need(not (isinstance(place, Pointer) and place.is_const), "store to memory that is const")
     return VOID
 
 
-def _prefetch(given: Given) -> Type:
+def _prefetch(given: Operands) -> Type:
     _need(isinstance(given.types[0], Pointer | Array), "prefetch takes a pointer")
     return VOID
 
 
-def _fma(given: Given) -> Type:
+def _fma(given: Operands) -> Type:
     given.alike(word="three")
     return given.types[0]
 
 
-def _select(given: Given) -> Type:
+def _select(given: Operands) -> Type:
     mask, a = given.vector(), given.vector(1)
     given.alike(1)
     _need((mask.lanes, mask.elem.size) == (a.lanes, a.elem.size), "select takes a mask of as many lanes")
     return a
 
 
-def _convert(given: Given) -> Type:
+def _convert(given: Operands) -> Type:
     first = given.types[0]
     return Vec(given.element(), first.lanes) if isinstance(first, Vec) else given.element()
 
 
-def _to_i32(given: Given) -> Type:
+def _to_i32(given: Operands) -> Type:
     _need(given.vector().elem == F32, f"{given.name} takes f32")
     return Vec(I32, given.vector().lanes)
 
 
-def _resized(given: Given) -> Type:
+def _resized(given: Operands) -> Type:
     vector, of = given.vector(), given.element()
     is_right = (of.size > vector.elem.size) == (given.name == "widen")
     _need(is_right, f"{given.name} of {spelled(vector)} to {of.name}")
     return Vec(of, vector.lanes)
 
 
-def _pack(given: Given) -> Type:
+def _pack(given: Operands) -> Type:
     vector, of = given.vector(), given.element()
     is_right = given.types[0] == given.types[1] and 2 * of.size == vector.elem.size
     _need(is_right, "pack takes two of twice the width")
     return Vec(of, 2 * vector.lanes)
 
 
-def _bits(given: Given) -> Type:
+def _bits(given: Operands) -> Type:
     first, of = given.types[0], given.element()
     fits = first.size % of.size == 0 if isinstance(first, Vec) else given.scalar().size == of.size
     _need(fits, f"bits of {spelled(first)} as {of.name}")
     return Vec(of, first.size // of.size) if isinstance(first, Vec) else of
 
 
-def _half(given: Given) -> Type:
+def _half(given: Operands) -> Type:
     vector = given.vector()
     _need(vector.lanes > 1, f"{given.name} of one lane")
     return Vec(vector.elem, vector.lanes // 2)
 
 
-def _concat(given: Given) -> Type:
+def _concat(given: Operands) -> Type:
     given.alike(0)
     return Vec(given.vector().elem, 2 * given.vector().lanes)
 
 
-def _shuffle(given: Given) -> Type:
+def _shuffle(given: Operands) -> Type:
     vector = given.vector()
     group = 16 // vector.elem.size
     is_right = given.types[0] == given.types[1] and vector.size >= 16
@@ -240,34 +240,34 @@ def _shuffle(given: Given) -> Type:
     return vector
 
 
-def _permute(given: Given) -> Type:
+def _permute(given: Operands) -> Type:
     vector, count = given.vector(), len(given.numbers)
     _need(count > 0, "permute takes places")
     given.below(vector.lanes, count, "a place is outside")
     return Vec(vector.elem, count)
 
 
-def _lookup(given: Given) -> Type:
+def _lookup(given: Operands) -> Type:
     first, vector = given.types[0], given.vector(1)
     is_right = first.size == vector.size and vector.elem.size == 1 and vector.size >= 16
     _need(is_right, "lookup takes bytes")
     return first
 
 
-def _lane(given: Given) -> Type:
+def _lane(given: Operands) -> Type:
     vector = given.vector()
     given.below(vector.lanes, 1, f"{spelled(vector)} has no lane {given.number()}")
     return vector.elem if given.name == "lane" else vector
 
 
-def _half_float(given: Given) -> Type:
+def _half_float(given: Operands) -> Type:
     want, result = (U16, F32) if given.name == "from_f16" else (F32, U16)
     first = given.types[0]
     _need((first.elem if isinstance(first, Vec) else first) == want, f"{given.name} takes {want.name}")
     return Vec(result, first.lanes) if isinstance(first, Vec) else result
 
 
-def _dot(given: Given) -> Type:
+def _dot(given: Operands) -> Type:
     name = given.name
     first, second, result, products, is_added = DOTS[name]
     a, b = (given.vector(at) for at in (-2, -1))
@@ -328,10 +328,10 @@ def call(
     name: str, args: tuple[Expr, ...], numbers: tuple[Expr, ...] = (), of: Scalar | None = None
 ) -> CallExpression:
     """A call with its type. `of` is the element type that the text names, e.g. in `widen(v, i32)`."""
-    return CallExpression(_result(Given(name, [a.type for a in args], numbers, of)), name, args, numbers)
+    return CallExpression(_result(Operands(name, [a.type for a in args], numbers, of)), name, args, numbers)
 
 
-def _result(given: Given) -> Type:
+def _result(given: Operands) -> Type:
     operation = OPERATIONS.get(given.name)
     if operation is None:
         raise Mistyped(f"there is no operation `{given.name}`")

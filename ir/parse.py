@@ -41,7 +41,7 @@ from phasewise.ir.operations import (
     binary,
     decayed,
 )
-from phasewise.ir.parse_expressions import Expressions
+from phasewise.ir.parse_expressions import SourceExpressions
 from phasewise.ir.parse_source import Source, described_node, is_const_node, needed
 from phasewise.ir.preprocess import Expanded, guess_isa, preprocess, read_source
 from phasewise.ir.types import (
@@ -140,7 +140,7 @@ _UNSUPPORTED = {
 }
 
 
-class _Body(Expressions):
+class _Body(SourceExpressions):
     """One function's statements."""
 
     def read(self, node: Node) -> FunctionDefinition:

@@ -61,7 +61,7 @@ _TAKEN_BY_TEXT = frozenset(keyword.kwlist) | set(OPERATIONS) | set(SCALARS) | se
 _LIKE_A_PARAMETER = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
-class Expressions:
+class SourceExpressions:
     """Reads the expressions of one function, or of constants outside any."""
 
     def __init__(self, source: Source, name: str) -> None:
@@ -267,7 +267,7 @@ class Expressions:
                     return found
             if not isinstance(of, Array):
                 raise self.source.refuse(at, f"`{name}` is no array of numbers")
-            outer = Expressions(self.source, "")
+            outer = SourceExpressions(self.source, "")
             self.tables[name] = outer._array(declared, of, value, self.source.line(node), True, declarator)
             self.taken.add(name)
         return Var(self.tables[name].type, name)

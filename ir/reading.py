@@ -41,7 +41,7 @@ from phasewise.ir.operations import (
     decayed,
     fitting,
 )
-from phasewise.ir.reading_expressions import Expressions, Folder
+from phasewise.ir.reading_expressions import Folder, TextExpressions
 from phasewise.ir.text import FIRST_LINE
 from phasewise.ir.types import (
     I32,
@@ -81,7 +81,7 @@ def read(text: str, where: str = "kernel", choice: Mapping[str, int] | None = No
     return _Reader(text, where, choice).function()
 
 
-class _Reader(Expressions):
+class _Reader(TextExpressions):
     def __init__(self, text: str, where: str, choice: Mapping[str, int] | None) -> None:
         super().__init__(where, choice)
         self._tables: dict[str, Declare] = {}

@@ -50,7 +50,7 @@ from phasewise.ir.types import (
 MAX_ELEMENTS = 1 << 20
 
 
-class Expressions:
+class TextExpressions:
     """Reads expressions, with the names and types that are known so far."""
 
     def __init__(self, where: str, choice: Mapping[str, int] | None) -> None:

@@ -16,7 +16,7 @@ KEYED = (Problem, Schedule)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RecordField:
     """One field of a record."""
 
     name: str
@@ -29,19 +29,21 @@ class Part:
         return self.record is None or self.record in KEYED
 
 
-def parts(record: Any) -> tuple[Part, ...]:
+def parts(record: Any) -> tuple[RecordField, ...]:
     """The fields of a record's type, in order."""
     return _parts(record)
 
 
 @cache
-def _parts(record: Any) -> tuple[Part, ...]:
+def _parts(record: Any) -> tuple[RecordField, ...]:
     hints = get_type_hints(record)
-    return tuple(Part(field.name, _record_in(hints[field.name])) for field in fields(cast(Any, record)))
+    return tuple(
+        RecordField(field.name, _record_in(hints[field.name])) for field in fields(cast(Any, record))
+    )
 
 
 def _record_in(hint: Any) -> type | None:
-    """Of `Schedule | None`, Schedule."""
+    """The record of a hint, such as Schedule of `Schedule | None`."""
     return next((one for one in (hint, *get_args(hint)) if is_dataclass(one)), None)  # type: ignore[return-value]
 
 
