@@ -22,7 +22,7 @@ from phasewise.cli.options import parse_budget
 from phasewise.kerneldb.records import Problem, Sample, Schedule
 from phasewise.tuner import timing
 from phasewise.tuner.roofline import Roofline
-from phasewise.tuner.tuning_run import Duel
+from phasewise.tuner.timing import Duel
 from phasewise.workflows.tune_kernels import rounds
 from tests.support.tiny_models import write_tiny_gguf
 
