@@ -107,15 +107,13 @@ def _open_ranks(model: PackedModel, threads: int | None, kv_format: str, arithme
     """Without a database: `tuned` is the kernels' own arithmetic."""
     from phasewise.serving.ranks import KvMemory, LocalRanks, RankOptions
     from phasewise.topology import read_machine
-    from phasewise.tuner.lookup import PhaseSchedules, ScheduleTable
+    from phasewise.tuner.lookup import ScheduleTable
     from phasewise.tuner.plans import PHASES, default_plan
     from phasewise.workflows.tuned_schedules import KernelSchedules
 
     machine = read_machine()
     plans = {phase: default_plan(machine, phase, threads=threads) for phase in PHASES}
-    lookups = {
-        phase: KernelSchedules(PhaseSchedules(ScheduleTable([])), choice=arithmetic) for phase in PHASES
-    }
+    lookups = {phase: KernelSchedules(ScheduleTable([]), choice=arithmetic) for phase in PHASES}
     options = RankOptions(
         KvMemory(WINDOW_TOKENS, format=kv_format), WINDOW_TOKENS, max_sequences=1, schedules=lookups
     )

@@ -34,6 +34,9 @@ MAX_STEP_TOKENS = 2**24
 MAX_SEQUENCES = 2**16
 MAX_GAIN = 1e6
 
+SINGLE_CORE = "1 core"
+"""The placement of kernels that one thread runs."""
+
 WIDEST = 1.25
 """Ratio of the ends of a gain's interval beyond which a comparison that proves nothing was too noisy to."""
 

@@ -28,7 +28,6 @@ from phasewise.tuner.errors import TunerError
 from phasewise.tuner.rounds import Times, shuffled_rounds
 from phasewise.tuner.search.group import Group
 from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel, arithmetic_of
-from phasewise.tuner.tuning_run import Duel
 from phasewise.tuner.weights import (
     blank_weight,
     copies_of,
@@ -209,21 +208,21 @@ class NativeEvaluator:
         pairs = zip(contestants, taken, strict=True)
         return [one.sample(samples_ns, conditions) for one, samples_ns in pairs]
 
-    def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> Duel:
+    def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> timing.Duel:
         """Both, timed in pairs."""
         return self._fought(*(self._contestant(problem, schedule) for schedule in (incumbent, candidate)))
 
-    def _fought(self, old: _Contestant, new: _Contestant) -> Duel:
+    def _fought(self, old: _Contestant, new: _Contestant) -> timing.Duel:
         self._watch.begin()
         taken, pace = steadily(lambda: timing.duel(old.take, new.take), self._yardstick)
         conditions = replace(self._watch.lap(), pace=pace)
-        return Duel(
+        return timing.Duel(
             timing.compare(taken),
             old.sample(sum((samples for samples, _ in taken), ()), conditions),
             new.sample(sum((samples for _, samples in taken), ()), conditions),
         )
 
-    def duel_storages(self, problem: Problem, schedule: Schedule, dense_schedule: Schedule) -> Duel:
+    def duel_storages(self, problem: Problem, schedule: Schedule, dense_schedule: Schedule) -> timing.Duel:
         """A sparse weight (`problem` names its format), the candidate, against the same weight stored dense.
 
         KernelMismatchError if their results differ.

@@ -11,7 +11,6 @@ from typer import Argument
 
 from benchmarks.harness import Broken, Row, Yielded, note
 from phasewise.topology import Machine, read_lstopo
-from phasewise.tuner.config.ablation import WITHIN, Walked, brute_force, switches, top_k_losses, walked
 from phasewise.tuner.config.walk import Rules
 from phasewise.tuner.plans import PHASES, Phase
 from phasewise.tuner.topotree import (
@@ -25,6 +24,7 @@ from phasewise.tuner.topotree import (
 from phasewise.workflows.bench.kernel_rows import KernelRow, rows_from_json, summarise, summary_fields
 from phasewise.workflows.line_chart import Chart, Panel, draw_chart
 from tests.support import planted
+from tests.support.ablation import WITHIN, Walked, brute_force, switches, top_k_losses, walked
 from tests.support.paper_machines import epyc, kunpeng
 
 KS = (1, 2, 5, 10, 15, 20)

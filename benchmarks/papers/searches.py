@@ -24,16 +24,16 @@ from phasewise.topology import read_machine
 from phasewise.tuner import timing
 from phasewise.tuner.native import NativeEvaluator, core_caches, group_of
 from phasewise.tuner.rounds import Ratio, Times, against_best, halved, ratio
-from phasewise.tuner.search.mikpoly import mikpoly
 from phasewise.tuner.search.model import kernel_cycles_per_vector_row
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import Search, cost, drive, fastest, referenced, side_by_side
-from phasewise.tuner.search.random import random
-from phasewise.tuner.search.roller import roller
 from phasewise.tuner.search.sandwich import qualified, sandwich
 from phasewise.tuner.search.space import ScheduleSpace, kernel_of
 from phasewise.tuner.weights import cold_bytes
 from phasewise.workflows.bench.peers.processes import Peer, PeerCell, opened_peers
+from tests.support.searches.mikpoly import mikpoly
+from tests.support.searches.random import random
+from tests.support.searches.roller import roller
 
 TVM_WORKER = Path(__file__).resolve().parents[1] / "peers" / "tvm_tune.py"
 ROUNDS = 150

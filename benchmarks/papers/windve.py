@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.harness import Row, Yielded
 from phasewise.serving.embedding.depth import LatencyLine, line_through
-from phasewise.serving.embedding.simulated import ModelledDevice, largest_concurrency
+from tests.support.simulated_embedding import ModelledDevice, largest_concurrency
 
 # Depths under 1 s and 2 s, the accelerator's and the CPU's.
 TABLES = {

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from tests.support import command
+from tests.cli import command
 
 
 @cache

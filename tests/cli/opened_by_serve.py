@@ -20,7 +20,7 @@ from phasewise.serving.open_engine import ModelText, OpenEngine
 from phasewise.serving.pools.contract import Estimate
 from phasewise.serving.service import Predictor
 from phasewise.topology import Machine
-from tests.support import command
+from tests.cli import command
 from tests.support.paper_machines import xeon
 
 ESTIMATE = Estimate(7, 0.0)

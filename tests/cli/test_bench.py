@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from phasewise.cli.commands.bench.llama_bench import FOREIGN
-from tests.support import command
+from tests.cli import command
 from tests.support.tiny_models import write_tiny_gguf
 
 SHARED = Path(

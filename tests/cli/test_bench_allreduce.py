@@ -11,7 +11,7 @@ import pytest
 
 from phasewise.cli.render.all_reduce_formats import FORMATS
 from phasewise.workflows.bench.allreduce.compare import AllReduceRow
-from tests.support import command
+from tests.cli import command
 
 
 def row(system: str = "rank-shifted", median_ns: int = 1000) -> AllReduceRow:

@@ -10,7 +10,7 @@ import pytest
 
 from phasewise.loadtest.client import LoadTestError
 from phasewise.loadtest.embed import lengths_of, texts_of_lengths
-from tests.support import command
+from tests.cli import command
 from tests.support.encoder_models import write_encoder
 from tests.support.fake_embedding import EmbeddingServer, FakeWorker, embedding_server
 

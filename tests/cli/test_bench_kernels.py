@@ -20,7 +20,7 @@ from phasewise.topology import read_machine
 from phasewise.workflows.bench.kernel_rows import rows_from_json
 from phasewise.workflows.bench.peers import processes as kernel_peers
 from phasewise.workflows.bench.peers.processes import NAMES, PeerError, opened_peers
-from tests.support import command
+from tests.cli import command
 from tests.support.kernel_rows import kernel_row
 from tests.support.tuned_here import here, keep_in_use, timed
 

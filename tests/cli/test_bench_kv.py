@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import command
+from tests.cli import command
 from tests.support.tiers import first_is_smoke
 from tests.support.tiny_models import TinyShape, hf_config
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.support import command
+from tests.cli import command
 from tests.support.fake_server import fake_server
 from tests.support.scripted_server import (
     Script,

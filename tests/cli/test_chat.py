@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from phasewise.cli.render.chat_commands import ChatCommandError, applied_setting, save_conversation
-from tests.support import command
+from tests.cli import command
 
 pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
 

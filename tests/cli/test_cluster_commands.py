@@ -10,7 +10,7 @@ import pytest
 
 from phasewise.kerneldb.records import ServedStep
 from phasewise.kerneldb.store import open_store
-from tests.support.command import fields_of, run
+from tests.cli.command import fields_of, run
 from tests.support.kerneldb_examples import STEP_TIME
 
 LENGTHS = "lognormal:800,0.8/30,0.6"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from phasewise.serving.loaders.hub import folder_of
-from tests.support import command
+from tests.cli import command
 
 
 def phasewise(*arguments: str, config: Path | None = None) -> tuple[int, str]:

@@ -19,7 +19,7 @@ from phasewise.kerneldb.records import (
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import plans_for
-from tests.support import command
+from tests.cli import command
 from tests.support.kerneldb_examples import OTHER_MACHINE
 
 CORE = str(read_machine().allowed_pus[0])

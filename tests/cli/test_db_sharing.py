@@ -14,7 +14,7 @@ from phasewise.cython_kernels import _native
 from phasewise.kerneldb.records import Comparison, Problem, Sample, Schedule, ServedStep, StepTime
 from phasewise.kerneldb.store import open_store
 from phasewise.workflows import verify_schedules
-from tests.support import command
+from tests.cli import command
 from tests.support.kerneldb_examples import OTHER_MACHINE
 from tests.support.tuned_here import here, in_use, timed
 

@@ -9,7 +9,7 @@ import pytest
 
 from phasewise.cli.render.doctor_text import doctor_lines
 from phasewise.tuner.doctor import CHECKS, examine
-from tests.support import command
+from tests.cli import command
 from tests.support.fake_host import CGROUP, CPU, Plant, clean_host, write_files
 
 BAD = Plant(

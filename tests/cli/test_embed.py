@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support import command
+from tests.cli import command
 from tests.support.encoder_models import HIDDEN, MAX_TOKENS, poison_weights, write_encoder
 
 pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)

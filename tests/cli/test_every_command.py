@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
+from tests.cli import command
 from tests.cli.command_options import commands
-from tests.support import command
 
 COLUMNS = 80
 READ_TWICE = (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import command
+from tests.cli import command
 
 pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
 

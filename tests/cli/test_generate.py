@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import command
+from tests.cli import command
 from tests.support.tiny_models import TinyShape, write_tiny_gguf
 
 pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)

@@ -43,8 +43,8 @@ from phasewise.workflows.report import silent
 from phasewise.workflows.serve_front import http_limits, tls_of
 from phasewise.workflows.serve_settings import Accepting, Listening
 from phasewise.workflows.user_kernels.files import read_text
+from tests.cli import command
 from tests.ir.samples import NAMES, text_of
-from tests.support import command
 from tests.support.tiers import examples, first_is_smoke
 from tests.support.tiny_models import TinyShape, hf_config
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.cli import command
 from tests.ir.samples import HOME, path_of, why_not
-from tests.support import command
 
 
 def _words(*words: str) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from phasewise import __version__
-from tests.support import command
+from tests.cli import command
 from tests.support.scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]

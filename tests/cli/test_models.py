@@ -14,7 +14,7 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.hub import folder_of
 from phasewise.serving.loaders.registry import KNOWN, known_path
 from phasewise.serving.model import FORMATS
-from tests.support import command
+from tests.cli import command
 from tests.support.stand_in_hub import serving
 from tests.support.tiny_models import TinyShape, write_tiny_gguf, write_tiny_hf
 

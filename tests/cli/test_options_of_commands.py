@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from phasewise.workflows.unused_options import WAYS, GivenOption, Way, unused_options
+from tests.cli.command import run, text_of
 from tests.cli.command_options import commands, flag_of, options_of
 from tests.cli.opened_by_serve import plain
-from tests.support.command import run, text_of
 from tests.support.tiny_models import write_tiny_gguf
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from phasewise.workflows.predict_len.prompt_vectors import find_encoder_to_learn
-from tests.support import command
+from tests.cli import command
 from tests.support.length_examples import made_up, write_log
 from tests.support.stand_in_hub import serving
 from tests.support.tiny_models import tiny_gguf

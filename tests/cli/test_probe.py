@@ -20,7 +20,7 @@ from phasewise.tuner.probe import Interference, Probe, read_groups
 from phasewise.tuner.probe.groups import hints_of, latency_levels
 from phasewise.tuner.topotree import OperatorLimits, fundamental
 from phasewise.workflows.probe_svg import draw_probe
-from tests.support import command
+from tests.cli import command
 from tests.support.paper_machines import build, epyc, kunpeng, tag_clusters
 from tests.support.planted_pairs import measured, nested_latencies
 

@@ -21,7 +21,7 @@ from phasewise.tuner.roofline import Roofline
 from phasewise.workflows.database_report import report_of
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.report_page import page
-from tests.support import command
+from tests.cli import command
 from tests.support.kerneldb_examples import MEASUREMENT, ORIGIN, OTHER_MACHINE, PLAN, PROMOTION
 
 HERE = machine_key(read_machine())

@@ -12,7 +12,7 @@ import pytest
 
 from phasewise.cli.render.topo_text import topo_lines
 from phasewise.topology import read_lstopo
-from tests.support import command
+from tests.cli import command
 
 DATA = Path(__file__).parents[1] / "data" / "topology"
 V2 = DATA / "lstopo_v2.xml"

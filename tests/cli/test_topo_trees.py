@@ -22,7 +22,7 @@ from phasewise.tuner.topotree import OperatorLimits, configurations, fundamental
 from phasewise.workflows.machine_facts import picture_groups
 from phasewise.workflows.plan_json import model_name, plan_fields, read_plans
 from phasewise.workflows.trees_json import trees_fields
-from tests.support import command
+from tests.cli import command
 from tests.support.paper_machines import epyc, kunpeng
 
 DATA = Path(__file__).parents[1] / "data" / "topology"

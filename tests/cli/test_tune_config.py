@@ -20,7 +20,7 @@ from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_machine
 from phasewise.tuner.config.modelled import ModelledEvaluator
 from phasewise.tuner.plans import PHASES, Phase, default_plan, machine_key
-from tests.support import command
+from tests.cli import command
 from tests.support.kerneldb_server import new_database_url, postgres_socket
 from tests.support.tiny_models import TinyShape, hf_config
 

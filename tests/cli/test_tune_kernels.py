@@ -15,9 +15,9 @@ from phasewise.cli.options import parse_budget
 from phasewise.kerneldb.records import Problem, Sample, Schedule
 from phasewise.tuner import timing
 from phasewise.tuner.roofline import Roofline
-from phasewise.tuner.tuning_run import Duel
+from phasewise.tuner.timing import Duel
 from phasewise.workflows.tune_kernels import rounds
-from tests.support import command
+from tests.cli import command
 
 SMALL = ("--shapes", "160,96;64,32", "--format", "int8", "--max-m", "4")
 

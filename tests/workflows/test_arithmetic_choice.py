@@ -21,7 +21,7 @@ from phasewise.serving.model import PackedModel
 from phasewise.serving.ranks import KvMemory, LocalRanks, RankOptions
 from phasewise.topology import read_machine
 from phasewise.tuner import native
-from phasewise.tuner.lookup import PhaseSchedules, ScheduleTable
+from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.plans import default_plan
 from phasewise.tuner.search.space import Arithmetic
 from phasewise.tuner.weights import blank_weight
@@ -33,7 +33,7 @@ TOKENS = [5, 9, 200, 31, 77, 12]
 
 
 def lookup(choice: ArithmeticChoice, *tuned: Measurement) -> KernelSchedules:
-    return KernelSchedules(PhaseSchedules(ScheduleTable(tuned)), choice=choice)
+    return KernelSchedules(ScheduleTable(tuned), choice=choice)
 
 
 def tuned_to(path: str, kind: str) -> Measurement:

@@ -18,7 +18,7 @@ from phasewise.serving.model import PackedModel
 from phasewise.topology import Machine, read_machine
 from phasewise.tuner.measurement_lock import NoLock
 from phasewise.tuner.plans import Phase, ServicePlan, machine_key, rank_on
-from phasewise.tuner.tuning_run import Duel
+from phasewise.tuner.timing import Duel
 from phasewise.workflows import tuned_schedules
 from phasewise.workflows.storage_choice import storage_choice
 from phasewise.workflows.tune_kernels.rounds import Round, plan_rounds, shapes_of
