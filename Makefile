@@ -98,12 +98,13 @@ lint: setup        ## style, types, and C warnings as errors
 	CFLAGS="-Werror" $(BIN)/python setup.py -q build_ext --force \
 		--build-temp build/werror --build-lib build/werror
 
-# Fetched while the kernels are compiled: it needs none of them. Where it fails, the demo says why.
-$(VENV)/.default-model: $(VENV)/.installed
-	-@$(BIN)/phasewise pull smollm2-135m-instruct >$@.part && mv $@.part $@
+# Fetched while all else is installed and compiled: it needs none of that. Where it fails, the demo says why.
+.PHONY: default-model
+default-model:
+	-@$(PYTHON) benchmarks/fetch_early.py
 
 demo:              ## from nothing to an answer over HTTP, with the speed and its limit
-	@$(MAKE) -s -j3 $(VENV)/.installed $(VENV)/.built-$(ISA) $(VENV)/.default-model
+	@$(MAKE) -s -j3 $(VENV)/.installed $(VENV)/.built-$(ISA) default-model
 	$(BIN)/python benchmarks/demo.py
 
 bench: build       ## prefill and decode of the default model beside the machine's limit
