@@ -18,7 +18,7 @@ MEETS_OUTSIDE := tests/kerneldb/test_store.py tests/kerneldb/test_portable.py te
 	tests/tuner/config/test_search_study.py::test_a_study_finds_what_the_walk_finds
 KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -o -name "*.pyx" -o -name "*.pxi")
 
-.PHONY: help setup build test test-all test-lowest test-torch test-ray test-soak test-cores test-arm test-asan fuzz-asan lint demo bench compare docs release-notes wheel wheels dist check-reproducible clean
+.PHONY: help setup build test test-all test-lowest test-torch test-ray test-soak test-cores test-arm test-asan fuzz-asan lint demo bench compare docs release-notes wheel wheels dist check-reproducible site clean
 
 help:              ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -98,7 +98,13 @@ lint: setup        ## style, types, and C warnings as errors
 	CFLAGS="-Werror" $(BIN)/python setup.py -q build_ext --force \
 		--build-temp build/werror --build-lib build/werror
 
-demo: build        ## from nothing to an answer over HTTP, with the speed and its limit
+# Fetched while all else is installed and compiled: it needs none of that. Where it fails, the demo says why.
+.PHONY: default-model
+default-model:
+	-@$(PYTHON) benchmarks/fetch_early.py
+
+demo:              ## from nothing to an answer over HTTP, with the speed and its limit
+	@$(MAKE) -s -j3 $(VENV)/.installed $(VENV)/.built-$(ISA) default-model
 	$(BIN)/python benchmarks/demo.py
 
 bench: build       ## prefill and decode of the default model beside the machine's limit
@@ -123,6 +129,10 @@ fuzz-asan: test-asan  ## damaged model files under AddressSanitizer: make fuzz-a
 docs: setup        ## write docs/reference from the commands themselves
 	$(BIN)/python docs/make_reference.py
 	$(BIN)/python docs/make_http_reference.py
+
+site:              ## the docs as web pages with a search, in build/site
+	$(PYTHON) -m venv $(VENV)-docs && $(VENV)-docs/bin/pip install -q "mkdocs>=1.6"
+	$(VENV)-docs/bin/mkdocs build --quiet --strict
 
 release-notes:     ## CHANGELOG.md from changelog.d, for the version in phasewise/_version.py
 	$(PYTHON) -m venv $(VENV)-release && $(VENV)-release/bin/pip install -q "towncrier>=24.8"

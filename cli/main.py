@@ -20,6 +20,7 @@ from phasewise.cli.commands import (
     doctor,
     embed,
     generate,
+    help_topic,
     kernels,
     models,
     predict_len,
@@ -51,6 +52,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "bench": bench.app,
         "doctor": doctor.doctor,
         "topo": topo.topo,
+        "help": help_topic.help_topic,
     },
     "Models, texts and vectors": {
         "models": models.app,

@@ -43,7 +43,8 @@ def sources(*patterns: str) -> set[str]:
 
 
 def must_ship() -> set[str]:
-    return sources("*.py", "*.mako") | {"phasewise/py.typed"}
+    guide = {f"phasewise/cli/guide/{path.name}" for path in (ROOT / "docs" / "guide").glob("*.md")}
+    return sources("*.py", "*.mako") | guide | {"phasewise/py.typed"}
 
 
 def check_contents(wheel: Path) -> None:
