@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cli.present import note, on_one_line, print_json, printable
-from tests.support import ROOT, command
+from tests.cli import command
+from tests.support import ROOT
 from tests.support.tiny_models import write_tiny_gguf
 
 FAMILY = "\U0001f468\u200d\U0001f469"

@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from phasewise.kerneldb.schema import HEAD
-from tests.support import ROOT, command
+from tests.cli import command
+from tests.support import ROOT
 
 V2 = ROOT / "tests" / "data" / "topology" / "lstopo_v2.xml"
 SVG = ("topo", "--input", str(V2), "--svg")
