@@ -1,0 +1,49 @@
+"""`phasewise doctor`: what on this host keeps it from its limit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phasewise.cli.options import DbOption, JsonOption
+from phasewise.cli.present import print_json, say
+
+EXIT_FINDINGS = 1
+
+
+def doctor(
+    root: Annotated[
+        Path | None,
+        typer.Option(
+            "--root",
+            metavar="DIR",
+            help="examine a snapshot: a folder with its /proc and /sys [default: this host]",
+        ),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="exit with 1 if anything is found, for use in scripts")
+    ] = False,
+    as_json: JsonOption = False,
+    db: DbOption = None,
+) -> None:
+    """Find what keeps this host from its limit: quotas, clocks, pages, placement, unused instruction sets.
+
+    Each finding has its evidence (file and value), what it means, and a remedy; the severest come first.
+    Nothing is changed. The exit code is 0 whatever is found, unless --strict is given.
+    """
+    from phasewise.cli.commands.doctor.text import doctor_fields, doctor_lines
+    from phasewise.tuner.doctor import examine
+    from phasewise.workflows.doctor_host import snapshot_host, this_host
+
+    host = this_host(db) if root is None else snapshot_host(root)
+    findings = examine(host)
+    if as_json:
+        print_json(doctor_fields(host, findings))
+    else:
+        for line in doctor_lines(host, findings, sys.stdout.encoding):
+            say(line)
+    if strict and findings:
+        sys.exit(EXIT_FINDINGS)
