@@ -25,6 +25,7 @@ from phasewise.cli.commands import (
     predict_len,
     provision,
     prune,
+    replay,
     report,
     serve,
     simulate,
@@ -48,6 +49,7 @@ app.command("serve")(serve.serve)
 app.command("topo")(topo.topo)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
+app.command("replay")(replay.replay)
 app.command("tune-config")(tune_config.tune_config)
 app.command("tune-embed")(tune_embed.tune_embed)
 app.command("tune-kernels")(tune_kernels.tune_kernels)

@@ -27,6 +27,7 @@ from phasewise._version import __version__
 from phasewise.cluster.routing import Ask, Assignment, Limits, Role, Router, SplitwisePolicy
 from phasewise.serving.engine_host import Deliver, EngineState
 from phasewise.serving.errors import EngineLost, RankLost, RanksError, ServingError, StepFailed, Stopping
+from phasewise.serving.fingerprint import Fingerprint
 from phasewise.serving.instance import Orders, host_name
 from phasewise.serving.instance_messages import (
     Aim,
@@ -267,6 +268,10 @@ class Front:
             for one, pool in zip(self._members, self._router.roles, strict=True)
         ]
 
+    def fingerprint(self, model: str = "") -> Fingerprint | None:
+        """That of the instances, which all agree; None before the first of them is ready."""
+        return next((one.ready.identity.fingerprint for one in self._members if one.ready is not None), None)
+
     def start(self) -> None:
         self._thread.start()
 
@@ -488,6 +493,11 @@ class Front:
                 return f"its model or weight format differs from that of instance {other.name}"
             if ours.shape != theirs.shape:
                 return f"it keeps keys and values as {theirs.shape}, instance {other.name} as {ours.shape}"
+            if differing := ours.fingerprint.differences(theirs.fingerprint):
+                return (
+                    f"its answers would not be those of instance {other.name}: they differ in "
+                    f"{', '.join(differing)} ({ours.fingerprint.arithmetic}, {theirs.fingerprint.arithmetic})"
+                )
             return (
                 f"its context is {theirs.context_length} tokens, that of {other.name} {ours.context_length}"
             )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 from phasewise.serving.errors import EngineLost
+from phasewise.serving.fingerprint import Fingerprint
 from phasewise.serving.messages import Delivery, Message
 
 EngineState = Literal["starting", "running", "replacing", "lost"]
@@ -39,6 +40,10 @@ class EngineHost(Protocol):
 
     @property
     def n_requests_rerun(self) -> int: ...
+
+    def fingerprint(self, model: str = "") -> Fingerprint | None:
+        """Of the arithmetic that answers; None until it is known. model: its id, where there are several."""
+        ...
 
     def start(self) -> None: ...
 

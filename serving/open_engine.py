@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from phasewise.serving.drafts.opening import LEAST_STEP_TOKENS, DraftSource, open_drafter
 from phasewise.serving.engine import Engine, Vocabulary
 from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError
+from phasewise.serving.fingerprint import Fingerprint, fingerprint_of
 from phasewise.serving.forward import AUTO, kv_bytes_by_reach, kv_bytes_per_slot
 from phasewise.serving.maintenance import Maintenance
 from phasewise.serving.memory import available_bytes
@@ -47,7 +48,7 @@ class ModelText:
 
     def __init__(self, model: PackedModel, *, allow_special: bool = False) -> None:
         self._model = model
-        self._allow_special = allow_special
+        self.allow_special = allow_special
         self.tokenizer = Tokenizer.from_json(model.tokenizer_json, model.config)
 
     def encode(self, text: str, add_special: bool) -> list[int]:
@@ -70,7 +71,7 @@ class ModelText:
 
         config = self._model.config
         special = special_tokens_of(self.tokenizer, config.bos_token_id, config.eos_token_ids)
-        control_texts = [] if self._allow_special else self.tokenizer.control_texts(config.eos_token_ids)
+        control_texts = [] if self.allow_special else self.tokenizer.control_texts(config.eos_token_ids)
         found = Conversations(self._model.chat_template, special, control_texts)
         found.start()
         return found
@@ -204,6 +205,12 @@ class OpenEngine:
     """Keeps the pool's buckets up to date beside the engine."""
 
     @property
+    def fingerprint(self) -> Fingerprint:
+        """Of its arithmetic."""
+        assert self.engine.fingerprint is not None
+        return self.engine.fingerprint
+
+    @property
     def kv_bytes(self) -> int:
         size = self.size
         seen_by_all, windowed = kv_bytes_by_reach(self.model, size.kv_format)
@@ -264,6 +271,7 @@ def open_engine(
     if size.rings is not None:
         pool = RingedPool(pool, size.rings)
     engine = Engine(ranks, vocabulary, scheduler_of(size, pool), *_habits(size), drafter)
+    engine.fingerprint = fingerprint_of(model, size.kv_format, schedules, positions)
     maintenance = Maintenance(pool.refresh)
     maintenance.start()
     return OpenEngine(model, text, plans, size, engine, maintenance)

@@ -10,6 +10,7 @@ from functools import partial
 
 from phasewise.serving.engine_host import Deliver, EngineHost, EngineState
 from phasewise.serving.errors import EngineLost
+from phasewise.serving.fingerprint import Fingerprint
 from phasewise.serving.messages import Delivery, EngineLoad, Message, Submit
 
 _WORST_FIRST: tuple[EngineState, ...] = ("lost", "replacing", "starting", "running")
@@ -85,6 +86,10 @@ class SeveralEngines:
     @property
     def n_requests_rerun(self) -> int:
         return sum(host.n_requests_rerun for host in self._hosts.values())
+
+    def fingerprint(self, model: str = "") -> Fingerprint | None:
+        """Of the model of this id."""
+        return self._hosts[model].fingerprint()
 
     def start(self) -> None:
         for host in self._hosts.values():

@@ -370,6 +370,7 @@ def _service_settings(
         cors_origins=_cors_origins(settings),
         logging=_logging(settings),
         tool_format=answering.tool_format,
+        receipts=answering.receipts,
         page=None if answering.no_page else _machine_facts(first, settings),
     )
 

@@ -14,6 +14,7 @@ import zmq
 from phasewise._version import __version__
 from phasewise.cluster.front import Front, FrontSettings
 from phasewise.cluster.routing import Role
+from phasewise.serving.fingerprint import Fingerprint
 from phasewise.serving.instance import Orders
 from phasewise.serving.instance_messages import (
     FromInstance,
@@ -30,7 +31,8 @@ from phasewise.serving.pools.contract import Placement
 from phasewise.serving.restarts import Restarts
 
 PATIENCE_S = 10.0
-IDENTITY = Identity(__version__, "ab" * 32, KvShape(2, 1, 4, "f16"), 300, 2048)
+FINGERPRINT = Fingerprint("ab" * 32, "cd" * 32, "ef" * 32, "", "native", "f16", "1/portable/00", 1)
+IDENTITY = Identity(__version__, "ab" * 32, KvShape(2, 1, 4, "f16"), 300, 2048, FINGERPRINT)
 LOAD = EngineLoad(0, 0, 0, 1024)
 
 Message = TypeVar("Message", bound=ToInstance)
