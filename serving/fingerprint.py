@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from phasewise.cython_kernels._native import isa_active
+from phasewise.cython_kernels._native import compute_paths, isa_active
 from phasewise.serving.forward import resolve_kv_format
 from phasewise.serving.model import LongScaling, PackedModel, config_to_json
 
@@ -111,10 +111,11 @@ def digest_of(value: Any) -> str:
 
 def _paths(model: PackedModel, schedules: Mapping[Phase, ScheduleLookup] | None) -> str:
     """By which path every weight is multiplied. All phases of a model share one, but for tiles."""
-    lookup = None if schedules is None else schedules["prefill"]
+    lookup = schedules["prefill"] if schedules else None
     found, has_tiles = [], False
     for name, weight in model.products().items():
         path, n_parts = (None, 1) if lookup is None else lookup.arithmetic(weight)
+        path = path or compute_paths(weight.kind, weight.group)[0]
         has_tiles = has_tiles or (lookup is not None and lookup.own_path(weight) is not None)
         found.append((name, weight.kind, weight.group, path, n_parts))
     return digest_of(sorted(found))[:_DIGITS] + (f"/{_TILES}" if has_tiles else "")

@@ -110,20 +110,23 @@ def replay_files(
         return [replayer.verdict(source, receipt) for source, receipt in read]
 
 
-def replay_receipts(found: OpenModel, receipts: Iterable[Receipt]) -> list[ReceiptVerdict]:
-    """Check receipts against an opened model."""
-    with _Replayer(found) as replayer:
+def replay_receipts(
+    found: OpenModel, receipts: Iterable[Receipt], *, pinned: bool = True
+) -> list[ReceiptVerdict]:
+    """Check receipts against an opened model. pinned: as in `RankOptions`."""
+    with _Replayer(found, pinned=pinned) as replayer:
         return [replayer.verdict(one.request_id, one) for one in receipts]
 
 
 class _Replayer:
     """A model, and ranks that stay open from one receipt to the next where they fit both."""
 
-    def __init__(self, found: OpenModel) -> None:
+    def __init__(self, found: OpenModel, *, pinned: bool = True) -> None:
         from phasewise.serving.guides import GuideCompiler, TokenView
         from phasewise.serving.open_engine import ModelText
 
         self._found = found
+        self._pinned = pinned
         self._text: ModelText = ModelText(found.model)
         tokenizer, config = self._text.tokenizer, found.model.config
         self._ends = frozenset(config.eos_token_ids)
@@ -223,9 +226,14 @@ class _Replayer:
         if receipt.fingerprint.context is not None:
             config = replace(model.config, context_length=receipt.fingerprint.context)
             model = replace(model, config=config)
-        n_slots = aligned(max(n_tokens, 2 * self._ranks_for[2]))
+        n_slots = aligned(max(n_tokens, self._ranks_for[2]))
         options = RankOptions(
-            n_slots, STEP_TOKENS, 1, schedules=found.schedules, kv_format=receipt.fingerprint.kv_format
+            n_slots,
+            STEP_TOKENS,
+            1,
+            schedules=found.schedules or None,
+            pinned=self._pinned,
+            kv_format=receipt.fingerprint.kv_format,
         )
         self._ranks = open_ranks(model, found.plans, options)
         self._ranks_for = (*wanted, n_slots)
