@@ -289,11 +289,29 @@ def _other_model(one: _OpenedModel, settings: ServeSettings) -> OtherModel:
 def _explain(one: _OpenedModel, settings: ServeSettings, report: Report, explain: Explain) -> None:
     """The schedules of a model, or of each of its instances."""
     for instance in one.instances:
-        report(f"{instance.describe()}:")
-        explain(_uses(_as_instance(one, instance, settings), one.size))
+        found = _as_instance(one, instance, settings)
+        report(f"{instance.describe()}: {_fingerprint(one, found, settings)}")
+        explain(_uses(found, one.size))
     if not one.instances:
-        report(f"{one.found.model.name}:")
+        report(f"{one.found.model.name}: {_fingerprint(one, one.found, settings)}")
         explain(_uses(one.found, one.size))
+
+
+def _fingerprint(one: _OpenedModel, found: OpenModel, settings: ServeSettings) -> str:
+    """Of answers, for people."""
+    from phasewise.serving.fingerprint import defaults_told, fingerprint_of
+
+    context = one.opened.size.context_length
+    own = fingerprint_of(
+        found.model, one.size.kv_format, found.schedules, min(context, one.opened.size.kv_slots)
+    )
+    defaults = defaults_told(
+        _sampling(one.found, settings),
+        settings.answering.tool_format,
+        context,
+        allow_special=settings.accepting.allow_special,
+    )
+    return f"fingerprint {own.with_defaults(defaults).told()}, arithmetic {own.arithmetic}"
 
 
 def _as_instance(one: _OpenedModel, instance: PlannedInstance, settings: ServeSettings) -> OpenModel:
