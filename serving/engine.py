@@ -73,7 +73,7 @@ class _Live:
     n_accepted: int = 0
 
     def evidence(self, run: list[SampledToken], *, has_ended: bool) -> Evidence | None:
-        """Of the whole answer once it has ended, where it shall have a receipt. run: its newest tokens."""
+        """The evidence once it has ended, where it shall have a receipt. run: its newest tokens."""
         if self.chain is None:
             return None
         self.token_ids += [token.token_id for token in run]
@@ -152,7 +152,7 @@ class Engine:
         self.outbox: Outbox | None = None
         """The destination of prompts that others answer; None: there are none."""
         self.fingerprint: Fingerprint | None = None
-        """Of its model's arithmetic; None where there is no model."""
+        """The identity of its model's arithmetic; None where there is no model."""
         self.vocabulary = vocabulary
         self.scheduler = scheduler
         self.pacing = pacing

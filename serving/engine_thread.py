@@ -85,7 +85,7 @@ class EngineThread:
         return self._engine.has_work and not self._is_idle
 
     def fingerprint(self, model: str = "") -> Fingerprint | None:
-        """Of its engine, whatever the model is called."""
+        """Its engine's, whatever the model is called."""
         return self._engine.fingerprint
 
     def start(self) -> None:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from phasewise.tuner.plans import Phase
 
 ARITHMETIC_VERSION = 1
-"""Of the kernels' results: raised whenever any of them gives another bit on any instruction set."""
+"""Raised whenever any kernel gives another bit on any instruction set."""
 SAMPLER_VERSION = 1
-"""Of the way from logits to a token: raised whenever equal logits, settings and seed may choose another."""
+"""Raised whenever equal logits, settings and seed may choose another token."""
 _DIGITS = 24
 _TILES = "prompts by tiles"
 
@@ -38,7 +38,7 @@ class Fingerprint:
     config: str
     tokenizer: str
     template: str
-    """Of the chat template; empty without one."""
+    """The chat template; empty without one."""
     weight_format: str
     kv_format: str
     arithmetic: str
@@ -47,7 +47,7 @@ class Fingerprint:
     context: int | None = None
     """Most positions of a sequence, where the model's rotation depends on it (LongRoPE)."""
     defaults: str = ""
-    """Of what the server assumes where a request states nothing; a receipt states everything."""
+    """The assumptions where a request states nothing; a receipt states everything."""
 
     @property
     def has_one_arithmetic(self) -> bool:
@@ -95,7 +95,7 @@ def fingerprint_of(
 def defaults_told(
     sampling: SamplingDefaults, tool_format: str, context_length: int, *, allow_special: bool
 ) -> dict[str, Any]:
-    """What a server assumes of requests that do not say it, for `Fingerprint.with_defaults`."""
+    """The assumptions about what a request does not say, for `Fingerprint.with_defaults`."""
     return {
         "sampling": sampling.to_json(),
         "tool_format": tool_format,

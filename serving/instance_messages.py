@@ -122,7 +122,7 @@ class Identity:
     vocab_size: int
     context_length: int
     fingerprint: Fingerprint
-    """Of its arithmetic: an answer's bits must not depend on the instance that computes it."""
+    """An answer's bits must not depend on the instance that computes it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ class LogitChain:
     def add(self, logits: npt.NDArray[np.float32]) -> None:
         """The row of the next token, float32 [vocab]."""
         link = hashlib.sha256(self._links[-1] if self._links else b"")
-        link.update(np.ascontiguousarray(logits, dtype="<f4"))
+        link.update(np.ascontiguousarray(logits, dtype="<f4").data)
         self._links.append(link.digest())
 
     def digests(self, n_tokens: int) -> tuple[str, ...]:

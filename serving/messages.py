@@ -130,7 +130,7 @@ class Answer(NamedTuple):
     drafts: DraftCounts | None = None
     """Counts of the whole answer so far; None where drafts are off."""
     evidence: Evidence | None = None
-    """Of the last piece, where it was asked for."""
+    """With the last piece, where it was asked for."""
 
 
 class Failure(NamedTuple):

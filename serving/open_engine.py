@@ -206,7 +206,7 @@ class OpenEngine:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Of its arithmetic."""
+        """The identity of its arithmetic."""
         assert self.engine.fingerprint is not None
         return self.engine.fingerprint
 

@@ -51,7 +51,7 @@ class AskedSettings:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a server says that it did. `digest`: of all other fields."""
+    """A server's word on what it did. `digest`: of all other fields."""
 
     schema_version: Literal[1]
     request_id: str
@@ -63,7 +63,7 @@ class Receipt:
     settings: AskedSettings
     settings_digest: str
     token_ids: tuple[int, ...]
-    """Of the whole answer, with its end token and with what a stop string cut off."""
+    """The whole answer, with its end token and with what a stop string cut off."""
     finish_reason: FinishReason
     logit_digests: tuple[str, ...]
     digest: str = ""

@@ -88,7 +88,7 @@ class SeveralEngines:
         return sum(host.n_requests_rerun for host in self._hosts.values())
 
     def fingerprint(self, model: str = "") -> Fingerprint | None:
-        """Of the model of this id."""
+        """The identity of the model of this id."""
         return self._hosts[model].fingerprint()
 
     def start(self) -> None:

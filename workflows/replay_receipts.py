@@ -184,7 +184,7 @@ class _Replayer:
         return None
 
     def _fingerprint(self, theirs: Fingerprint) -> Fingerprint:
-        """Of the model here, with keys and values in the receipt's format. ValueError: there is no such."""
+        """The identity of the model here, with the receipt's KV format. ValueError: there is no such."""
         from phasewise.serving.fingerprint import fingerprint_of
 
         found = self._found

@@ -298,7 +298,7 @@ def _explain(one: _OpenedModel, settings: ServeSettings, report: Report, explain
 
 
 def _fingerprint(one: _OpenedModel, found: OpenModel, settings: ServeSettings) -> str:
-    """Of answers, for people."""
+    """The identity of its answers, for people."""
     from phasewise.serving.fingerprint import defaults_told, fingerprint_of
 
     context = one.opened.size.context_length

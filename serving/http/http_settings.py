@@ -63,7 +63,7 @@ class ServedModel:
     """The form in which calls and thoughts are written."""
 
     fingerprint: Callable[[], Fingerprint | None] = lambda: None
-    """Of the arithmetic behind it; None until instances elsewhere have told it."""
+    """The identity of the arithmetic behind it; None until instances elsewhere have told it."""
     gives_receipts: bool = False
     """True if requests may ask for a receipt."""
 
