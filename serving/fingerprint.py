@@ -10,8 +10,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from phasewise.cython_kernels._native import compute_paths, isa_active
 from phasewise.serving.forward import resolve_kv_format
@@ -43,7 +45,8 @@ class Fingerprint:
     kv_format: str
     arithmetic: str
     """Version, instruction set, and a digest of the compute path of every weight: `1/avx2/0123...`."""
-    sampler: int
+    sampler: str
+    """Version, and a digest of the numbers that numpy gives it here: its exponential depends on the CPU."""
     context: int | None = None
     """Most positions of a sequence, where the model's rotation depends on it (LongRoPE)."""
     defaults: str = ""
@@ -87,7 +90,7 @@ def fingerprint_of(
         weight_format=model.format,
         kv_format=resolve_kv_format(model, kv_format),
         arithmetic=f"{ARITHMETIC_VERSION}/{isa_active()}/{_paths(model, schedules)}",
-        sampler=SAMPLER_VERSION,
+        sampler=f"{SAMPLER_VERSION}/{_numpy_probe()}",
         context=positions if is_long else None,
     )
 
@@ -119,6 +122,16 @@ def _paths(model: PackedModel, schedules: Mapping[Phase, ScheduleLookup] | None)
         has_tiles = has_tiles or (lookup is not None and lookup.own_path(weight) is not None)
         found.append((name, weight.kind, weight.group, path, n_parts))
     return digest_of(sorted(found))[:_DIGITS] + (f"/{_TILES}" if has_tiles else "")
+
+
+@cache
+def _numpy_probe() -> str:
+    """A digest of exponentials, their sums and drawn numbers as the sampler gets them of numpy."""
+    exponents = -np.geomspace(1e-6, 80, 4096, dtype=np.float32)
+    weights = np.exp(exponents)
+    drawn = np.random.Generator(np.random.PCG64(41)).random(16)
+    sums = np.add.reduceat(weights, np.arange(0, weights.size, 256))
+    return hashlib.sha256(weights.tobytes() + sums.tobytes() + drawn.tobytes()).hexdigest()[:_DIGITS]
 
 
 @lru_cache(maxsize=64)

@@ -16,7 +16,7 @@ from phasewise.serving.http.receipt_store import MOST_KEPT, MOST_KEPT_CHARACTERS
 from phasewise.serving.receipts import read_receipt
 from tests.support.fake_server import FakeServer, fake_server
 
-FINGERPRINT = Fingerprint("a" * 64, "b" * 64, "c" * 64, "", "native", "f16", "1/portable/0", 1)
+FINGERPRINT = Fingerprint("a" * 64, "b" * 64, "c" * 64, "", "native", "f16", "1/portable/0", "1/0")
 PATHS = ("/v1/completions", "/v1/chat/completions")
 KEYS = ("one", "two")
 

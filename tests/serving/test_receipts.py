@@ -191,7 +191,7 @@ def _with_prompt(fields: dict[str, Any], rng: random.Random) -> int | None:
 
 def _with_component(fields: dict[str, Any], rng: random.Random) -> int | None:
     name = rng.choice([one for one in fields["fingerprint"] if one not in ("defaults", "context")])
-    fields["fingerprint"][name] = 2 if name == "sampler" else "int8" if name == "kv_format" else "other"
+    fields["fingerprint"][name] = "int8" if name == "kv_format" else "other"
     return None
 
 

@@ -31,7 +31,7 @@ from phasewise.serving.pools.contract import Placement
 from phasewise.serving.restarts import Restarts
 
 PATIENCE_S = 10.0
-FINGERPRINT = Fingerprint("ab" * 32, "cd" * 32, "ef" * 32, "", "native", "f16", "1/portable/00", 1)
+FINGERPRINT = Fingerprint("ab" * 32, "cd" * 32, "ef" * 32, "", "native", "f16", "1/portable/00", "1/00")
 IDENTITY = Identity(__version__, "ab" * 32, KvShape(2, 1, 4, "f16"), 300, 2048, FINGERPRINT)
 LOAD = EngineLoad(0, 0, 0, 1024)
 
