@@ -209,7 +209,10 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("without --plan", ("MODEL",), unless=("--plan",), instead="add --plan to draw its plans"),
         Way("without --plan MODEL", ("--format", "--db"), unless=("MODEL",)),
     ),
-    "doctor": (Way("with --root", ("--db",), when=("--root",)),),
+    "doctor": (
+        Way("with --bits", ("--root", "--strict", "--db"), when=("--bits",)),
+        Way("with --root", ("--db",), when=("--root",)),
+    ),
     "tune-config": (
         Way("with --dry-run", ("--emit", "--verbose"), when=("--dry-run",)),
         Way(
