@@ -21,7 +21,7 @@ from phasewise.serving.messages import Evidence, Submit
 from phasewise.serving.request import FinishReason
 from phasewise.serving.sampling import Sampler, SamplingParams
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 MOST_RECEIPT_BYTES = 64 << 20
 
 

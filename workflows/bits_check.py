@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from phasewise._words import counted
 from phasewise.workflows.bits_known import KNOWN
 from phasewise.workflows.report import Report, silent
 
@@ -62,7 +63,7 @@ def check_bits(report: Report = silent) -> list[BitsOutcome]:
         outcomes.append(_outcome(model, isa.active(), "f32", core))
         done += 1
     if done < len(cores):
-        report(f"{done} of {len(cores)} cores were checked in {BUDGET_S:.0f} s")
+        report(f"{done} of {counted(len(cores), 'core')} were checked in {BUDGET_S:.0f} s")
     return outcomes
 
 
@@ -166,16 +167,16 @@ def _weight(kind: str, n: int, rng: np.random.Generator) -> PackedWeight:
         )
         return packing.pack_quant(rows)
     form = BLOCKS[kind]
-    groups, blocks = (n, _WIDTH // form.group), (n, _WIDTH // form.inputs)
+    n_subs, n_blocks = _WIDTH // form.group, _WIDTH // form.inputs
     sub_top = {"super_halves": 16, "super_mins": 64}.get(form.scaling, 2 * form.sub_zero)
     return packing.pack_blocks(
         BlockRows(
             kind,
             below(1 << form.code_bits, n, _WIDTH),
-            scales(*blocks) / np.float16(64),
-            scales(*blocks) / np.float16(64) if form.has_mins else None,
-            below(sub_top, *groups) if form.has_subs else None,
-            below(sub_top, *groups) if form.has_subs and form.has_mins else None,
+            scales(n, n_blocks) / np.float16(64),
+            scales(n, n_blocks) / np.float16(64) if form.has_mins else None,
+            below(sub_top, n, n_subs) if form.has_subs else None,
+            below(sub_top, n, n_subs) if form.has_subs and form.has_mins else None,
         )
     )
 

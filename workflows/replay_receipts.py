@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phasewise._files import read_input
+from phasewise._words import counted
 from phasewise.serving.receipts import (
     MOST_RECEIPT_BYTES,
     Receipt,
@@ -178,7 +179,7 @@ class _Replayer:
         if min(ids) < 0 or max(ids) >= config.vocab_size:
             return f"its token ids must be 0 to {config.vocab_size - 1}"
         if len(ids) > config.context_length:
-            return f"it has {len(ids)} tokens, more than the context of {config.context_length}"
+            return f"it has {counted(len(ids), 'token')}, more than the context of {config.context_length}"
         if receipt.settings.sampling.seed is None and not receipt.settings.sampling.is_greedy:
             return "it has no seed, so its tokens cannot be chosen again"
         return None

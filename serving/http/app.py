@@ -118,7 +118,7 @@ def create_app(
     _add_responses(app, service)
     _add_receipts(app, service)
     _add_tokens(app, service)
-    cards = [(one.names, partial(_card, one)) for one in (model, *others)]
+    cards: list[NamedCard] = [(one.names, partial(_card, one)) for one in (model, *others)]
     if embeddings is not None:
         names = frozenset(name for one in (model, *others) for name in one.names)
         cards.append(_add_embeddings(app, embeddings, limits, life, metrics, names))

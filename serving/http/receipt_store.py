@@ -29,7 +29,7 @@ class ReceiptStore:
 
     def receipts(self, client: str, answer_id: str) -> str:
         """A JSON list of those of an answer. ApiError where there are none, or none any more."""
-        kept = self._kept.get(client, {}).get(answer_id)
+        kept = self._kept[client].get(answer_id) if client in self._kept else None
         if kept is None:
             raise ApiError(
                 404,

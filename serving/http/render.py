@@ -120,7 +120,7 @@ class Reply:
     """Makes and keeps the receipt of a choice that has ended; None where none is asked for."""
 
     def with_receipt(self, index: int, said: Json, ended: Answer | Choice) -> Json:
-        """What is said of a choice, and its receipt where it has ended and shall have one."""
+        """The choice as it is said, and its receipt where it has ended and shall have one."""
         if self.receipt is None or ended.evidence is None or ended.finish_reason is None:
             return said
         return {**said, "receipt": self.receipt(self.requests[index], ended.evidence, ended.finish_reason)}
