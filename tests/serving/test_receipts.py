@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
+from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.drafts.opening import DraftSource
 from phasewise.serving.fingerprint import digest_of, fingerprint_of
 from phasewise.serving.loaders import load_model
@@ -18,8 +19,10 @@ from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.serving.messages import Answer, Evidence, Submit
 from phasewise.serving.model import PackedModel
 from phasewise.serving.open_engine import OpenEngine, open_engine
+from phasewise.serving.ranks import LocalRanks, RankOptions
 from phasewise.serving.receipts import Receipt, ReceiptError, read_receipt, receipt_of
 from phasewise.serving.sampling import SamplingParams
+from phasewise.serving.sampling import _with_logprobs as logprobs
 from phasewise.workflows.open_model import OpenModel
 from phasewise.workflows.replay_receipts import ReceiptVerdict, replay_receipts
 from tests.support.fake_engine import run_all
@@ -155,6 +158,31 @@ def test_without_being_asked_there_is_no_evidence(path: Path, asked: list[Submit
     with open_alone(path) as opened:
         (pieces,) = run_all(opened.engine, replace(asked[0], receipt=False)).values()
         assert [piece.evidence for piece in pieces if isinstance(piece, Answer)] == [None] * len(pieces)
+
+
+def test_scoring_is_generation(path: Path, model: PackedModel, asked: list[Submit]) -> None:
+    """One prefill of prompt and answer gives the log-probabilities of generating, equal in every bit."""
+    scored = [replace(one, request_id=f"l-{one.request_id}", sampling=_scored(one.sampling)) for one in asked]
+    with open_alone(path) as opened:
+        outs = run_all(opened.engine, *scored)
+    ranks = LocalRanks(
+        model, {plan.phase: plan for plan in plans_of(1)}, RankOptions(2048, 512, 1, pinned=False)
+    )
+    try:
+        for request in scored:
+            pieces = [one for one in outs[request.request_id] if isinstance(one, Answer)]
+            generated = [token for piece in pieces for token in piece.tokens]
+            ids = [token.token_id for token in generated]
+            known = len(request.prompt_token_ids) - 1
+            whole = (*request.prompt_token_ids, *ids[:-1])
+            rows = ranks.all_logits(Batch("prefill", (SequenceSlice(whole, 0, 0, True),)))[known:]
+            assert [logprobs(row, one, 2) for row, one in zip(rows, ids, strict=True)] == generated
+    finally:
+        ranks.close()
+
+
+def _scored(sampling: SamplingParams) -> SamplingParams:
+    return replace(sampling, top_logprobs=2)
 
 
 # ---- changed receipts ------------------------------------------------------------------------------------
