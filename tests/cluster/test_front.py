@@ -22,6 +22,7 @@ from phasewise.serving.instance_messages import (
 )
 from phasewise.serving.messages import Abort, Answer, EngineLoad, Failure, Submit
 from tests.support.scripted_instances import (
+    FINGERPRINT,
     IDENTITY,
     ScriptedInstance,
     ScriptedServer,
@@ -266,6 +267,10 @@ def test_what_an_earlier_life_says_is_not_heard() -> None:
         (replace(IDENTITY, model_hash="cd" * 32), "its model or weight format differs"),
         (replace(IDENTITY, shape=replace(IDENTITY.shape, kv_format="f32")), "it keeps keys and values as"),
         (replace(IDENTITY, context_length=17), "its context is "),
+        (
+            replace(IDENTITY, fingerprint=replace(FINGERPRINT, arithmetic="1/avx2/00")),
+            "they differ in arithmetic",
+        ),
     ],
 )
 def test_an_instance_that_does_not_fit_ends_the_start_in_one_line(identity: object, says: str) -> None:

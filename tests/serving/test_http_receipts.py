@@ -55,6 +55,18 @@ def test_every_answer_and_every_event_has_the_fingerprint(server: FakeServer, pa
     assert {event["system_fingerprint"] for event in said} == {FINGERPRINT.told()}
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_one_fingerprint_and_one_seeded_request_give_the_same_bytes(server: FakeServer, path: str) -> None:
+    """Alone, and on another server beside other answers; but for ids and times."""
+    asked = {"temperature": 1.0, "seed": 7, "n": 3, "logprobs": 2 if path == PATHS[0] else True}
+    alone = ask(server, path, **asked).json()
+    with fake_server(HttpLimits(api_keys=KEYS), model=receipted, max_sequences=2) as other:
+        again = ask(other, path, **asked).json()
+
+    assert alone["system_fingerprint"] == again["system_fingerprint"]
+    assert alone["choices"] == again["choices"]
+
+
 def test_models_and_responses_have_the_fingerprint(server: FakeServer) -> None:
     (card,) = show(server, "/v1/models").json()["data"]
     assert card["system_fingerprint"] == FINGERPRINT.told()
