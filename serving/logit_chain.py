@@ -12,26 +12,30 @@ CHECKPOINT_TOKENS = 16
 
 
 class LogitChain:
-    """Digests of the logits that one answer was sampled from, each of a row and the digest before it.
+    """Digests of logits that one answer was sampled from, each of a row and the digest before it.
 
-    The rows are the model's own: before penalties, bias, temperature and grammar.
+    Of every CHECKPOINT_TOKENS rows the first counts: those after it follow from the same keys and values, and
+    to digest them all would cost a small model percents of its speed. The rows are the model's own: before
+    penalties, bias, temperature and grammar.
     """
 
     def __init__(self) -> None:
-        self._links: list[bytes] = []
+        self._links: list[str] = []
+        self._n_rows = 0
 
     def add(self, logits: npt.NDArray[np.float32]) -> None:
         """The row of the next token, float32 [vocab]."""
-        link = hashlib.sha256(self._links[-1] if self._links else b"")
-        link.update(np.ascontiguousarray(logits, dtype="<f4").data)
-        self._links.append(link.digest())
+        if self._n_rows % CHECKPOINT_TOKENS == 0:
+            link = hashlib.sha256(self._links[-1].encode() if self._links else b"")
+            link.update(np.ascontiguousarray(logits, dtype="<f4").data)
+            self._links.append(link.hexdigest())
+        self._n_rows += 1
 
     def digests(self, n_tokens: int) -> tuple[str, ...]:
-        """After every CHECKPOINT_TOKENS of the first `n_tokens` tokens, and after the last of them."""
-        return tuple(self._links[end - 1].hex() for end in checkpoints(n_tokens))
+        """Those of the first `n_tokens` tokens."""
+        return tuple(self._links[: n_digests(n_tokens)])
 
 
-def checkpoints(n_tokens: int) -> list[int]:
-    """The numbers of tokens after which an answer of `n_tokens` has a digest."""
-    whole = list(range(CHECKPOINT_TOKENS, n_tokens + 1, CHECKPOINT_TOKENS))
-    return whole if n_tokens % CHECKPOINT_TOKENS == 0 else [*whole, n_tokens]
+def n_digests(n_tokens: int) -> int:
+    """The number of digests that an answer of `n_tokens` has."""
+    return -(-n_tokens // CHECKPOINT_TOKENS)

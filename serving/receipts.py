@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from phasewise.serving.errors import RequestError, ServingError
 from phasewise.serving.fingerprint import Fingerprint, digest_of
 from phasewise.serving.guides import GuideRecipe
-from phasewise.serving.logit_chain import LogitChain, checkpoints
+from phasewise.serving.logit_chain import LogitChain, n_digests
 from phasewise.serving.messages import Evidence, Submit
 from phasewise.serving.request import FinishReason
 from phasewise.serving.sampling import Sampler, SamplingParams
@@ -86,7 +86,7 @@ class Receipt:
             wrong.append("the digest of the prompt is not that of its tokens")
         if self.settings_digest != digest_of(_settings.dump_python(self.settings, mode="json")):
             wrong.append("the digest of the settings is not that of the settings")
-        if len(self.logit_digests) != len(checkpoints(len(self.token_ids))):
+        if len(self.logit_digests) != n_digests(len(self.token_ids)):
             wrong.append(f"{len(self.token_ids)} tokens do not have {len(self.logit_digests)} digests")
         if self.digest != self.own_digest():
             wrong.append("the digest of the receipt is not that of its fields")
@@ -169,10 +169,12 @@ class Replaying:
             chosen = self._sampler.sample(row)
             if chosen.token_id != receipt.token_ids[place]:
                 self.first_token, self.chosen = place, chosen.token_id
-        if self.first_digest is None and self._n_rows in (ends := checkpoints(len(receipt.token_ids))):
-            number = ends.index(self._n_rows)
-            if self._chain.digests(self._n_rows)[-1] != "".join(receipt.logit_digests[number : number + 1]):
-                self.first_digest = number
+        number = n_digests(self._n_rows) - 1
+        if (
+            self.first_digest is None
+            and self._chain.digests(self._n_rows)[-1:] != (receipt.logit_digests[number : number + 1])
+        ):
+            self.first_digest = number
 
 
 def ends_wrongly(
