@@ -83,10 +83,10 @@ def computed(model: PackedModel, kv_format: str, core: int) -> tuple[str, bool]:
     from phasewise.serving.batch import Batch, SequenceSlice
     from phasewise.serving.rank_teams import keeping_affinity
     from phasewise.serving.ranks import LocalRanks, RankOptions
-    from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
+    from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 
     ids = tuple(7 * at % _VOCAB for at in range(1, _TOKENS + 1))
-    plans = {phase: ServicePlan(phase, (RankCores((core,)),)) for phase in PHASES}
+    plans: dict[Phase, ServicePlan] = {phase: ServicePlan(phase, (RankCores((core,)),)) for phase in PHASES}
     first = _TOKENS - _DECODED
     with keeping_affinity():
         ranks = LocalRanks(model, plans, RankOptions(2 * 64, 64, 1, kv_format=kv_format))
