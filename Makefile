@@ -18,7 +18,7 @@ MEETS_OUTSIDE := tests/kerneldb/test_store.py tests/kerneldb/test_portable.py te
 	tests/tuner/config/test_search_study.py::test_a_study_finds_what_the_walk_finds
 KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -o -name "*.pyx" -o -name "*.pxi")
 
-.PHONY: help setup build test test-all test-lowest test-torch test-ray test-soak test-cores test-arm test-asan fuzz-asan lint demo bench compare docs release-notes wheel wheels clean
+.PHONY: help setup build test test-all test-lowest test-torch test-ray test-soak test-cores test-arm test-asan fuzz-asan lint demo bench compare docs release-notes wheel wheels dist check-reproducible site clean
 
 help:              ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -58,7 +58,7 @@ test-all: build setup    ## all tests but the soak; with TIER=rest what `make te
 test-lowest: build setup ## what meets other libraries, with the lowest version of each that setup.cfg allows
 	$(PYTHON) -m venv $(VENV)-lowest
 	$(VENV)-lowest/bin/pip install -q "setuptools>=77" "cython>=3.0.11" \
-		$$($(PYTHON) tests/lowest_versions.py) pytest pytest-xdist hypothesis httpx openai
+		$$($(PYTHON) tests/lowest_versions.py) pytest pytest-xdist hypothesis httpx openai gguf platformdirs
 	PHASEWISE_ISA_BUILD=none $(VENV)-lowest/bin/pip install -q --no-deps --no-build-isolation -e .
 	$(VENV)-lowest/bin/python -m pytest --tier=quick $(WORKERS) $(MEETS_OUTSIDE) $(ARGS)
 
@@ -72,13 +72,13 @@ test-ray: build setup    ## instances on two nodes of a Ray cluster of this mach
 
 test-soak: build setup test-asan  ## hours: twenty times the examples, ASan, fuzzing, faults; a soak with TRACE=CSV
 	$(BIN)/python -m pytest --tier=soak $(ARGS)
-	$(BIN)/python benchmarks/fuzz_api.py --cases 10000
-	$(BIN)/python benchmarks/fuzz_http.py --inputs 100000
-	$(BIN)/python benchmarks/hostile.py
-	$(BIN)/python benchmarks/drawn_schemas.py --drawn 1000 --templates 1000
-	$(BIN)/python benchmarks/faults.py
+	$(BIN)/python -m tests.soak.fuzz_api --cases 10000
+	$(BIN)/python -m tests.soak.fuzz_http --inputs 100000
+	$(BIN)/python -m tests.soak.hostile
+	$(BIN)/python -m tests.soak.drawn_schemas --drawn 1000 --templates 1000
+	$(BIN)/python -m tests.soak.faults
 	$(BIN)/python benchmarks/row_laws.py --short --allow 0.25
-	$(if $(TRACE),$(BIN)/python benchmarks/soak.py --trace $(TRACE),@echo "no soak: make test-soak TRACE=CSV")
+	$(if $(TRACE),$(BIN)/python -m tests.soak.soak --trace $(TRACE),@echo "no soak: make test-soak TRACE=CSV")
 
 test-cores: build setup  ## the kernels by the defaults of every kind of core (PHASEWISE_CORE), one after the other
 	for core in $$($(BIN)/python -c "from phasewise.cython_kernels import core; print(*core.names())"); do \
@@ -98,7 +98,13 @@ lint: setup        ## style, types, and C warnings as errors
 	CFLAGS="-Werror" $(BIN)/python setup.py -q build_ext --force \
 		--build-temp build/werror --build-lib build/werror
 
-demo: build        ## from nothing to an answer over HTTP, with the speed and its limit
+# Fetched while all else is installed and compiled: it needs none of that. Where it fails, the demo says why.
+.PHONY: default-model
+default-model:
+	-@$(PYTHON) benchmarks/fetch_early.py
+
+demo:              ## from nothing to an answer over HTTP, with the speed and its limit
+	@$(MAKE) -s -j3 $(VENV)/.installed $(VENV)/.built-$(ISA) default-model
 	$(BIN)/python benchmarks/demo.py
 
 bench: build       ## prefill and decode of the default model beside the machine's limit
@@ -118,11 +124,15 @@ test-asan:         ## kernels, loaders and parsers under AddressSanitizer, in a 
 
 fuzz-asan: test-asan  ## damaged model files under AddressSanitizer: make fuzz-asan CASES=10000
 	cd build/asan && ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$(gcc -print-file-name=libasan.so) \
-		.venv/bin/python benchmarks/fuzz_models.py --cases $(or $(CASES),1000)
+		.venv/bin/python -m tests.soak.fuzz_models --cases $(or $(CASES),1000)
 
 docs: setup        ## write docs/reference from the commands themselves
 	$(BIN)/python docs/make_reference.py
 	$(BIN)/python docs/make_http_reference.py
+
+site:              ## the docs as web pages with a search, in build/site
+	$(PYTHON) -m venv $(VENV)-docs && $(VENV)-docs/bin/pip install -q "mkdocs>=1.6"
+	$(VENV)-docs/bin/mkdocs build --quiet --strict
 
 release-notes:     ## CHANGELOG.md from changelog.d, for the version in phasewise/_version.py
 	$(PYTHON) -m venv $(VENV)-release && $(VENV)-release/bin/pip install -q "towncrier>=24.8"
@@ -132,6 +142,14 @@ release-notes:     ## CHANGELOG.md from changelog.d, for the version in phasewis
 wheels:            ## manylinux wheels of x86-64 and aarch64 in dist/, each checked without a compiler
 	rm -rf build/wheels
 	PHASEWISE_ISA_BUILD=all $(PYTHON) tests/check_manylinux.py dist build/wheels
+
+dist:              ## all that a release publishes, in dist/: wheels, sdist, constraints, SBOM, digests
+	rm -rf dist build/dist
+	PHASEWISE_ISA_BUILD=all $(PYTHON) tests/make_dist.py dist build/dist
+
+check-reproducible: ## a wheel and an sdist built twice, compared byte by byte
+	rm -rf build/twice
+	$(PYTHON) tests/check_reproducible.py build/twice
 
 wheel: setup       ## a wheel in dist/
 	PHASEWISE_ISA_BUILD=all $(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .

@@ -3,6 +3,9 @@
 PHASEWISE_ISA_BUILD chooses the instruction sets: `all` (the default), `native` (portable C and the highest
 that this machine runs), names separated by commas, or `none` (an editable install, whose extension is
 compiled in place on its own). Everything else about the package is in setup.cfg.
+
+What is built for a wheel asks for CPython's stable ABI alone, so that one wheel runs on every Python from
+3.11 on; what is built in place is for the Python that builds it (decision 0075).
 """
 
 import json
@@ -12,7 +15,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from runpy import run_path
-from sysconfig import get_platform
+from sysconfig import get_config_var, get_platform
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
@@ -42,6 +45,10 @@ ISA_FLAGS: dict[str, list[str]] = {
     .items()
 }
 
+STABLE_ABI = "cp311"
+STABLE_ABI_MACROS = [("Py_LIMITED_API", "0x030b0000"), ("CYTHON_LIMITED_API", "1")]
+HAS_STABLE_ABI = not get_config_var("Py_GIL_DISABLED")
+
 LATE = {"avx512_fp16"}  # gcc 12, clang 14: without them dispatch.c finds no such table
 
 
@@ -58,6 +65,11 @@ int main(void) {
 class build_kernels(build_ext):
     """Compiles all sources side by side, each instruction set's with its own flags; links the extension."""
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        for ext in self.extensions:
+            ext.py_limited_api = HAS_STABLE_ABI and not self.inplace
+
     def build_extension(self, ext: Extension) -> None:
         isas = self.chosen_isas()
         built = Path(self.build_temp, "instruction_sets")
@@ -69,6 +81,9 @@ class build_kernels(build_ext):
             kernels = [pool.submit(self.compile_isa, ext, isa) for isa in reversed(isas)]  # the longest first
             others = [pool.submit(self.compile_source, ext, source) for source in ext.sources]
             objects = [done.result() for done in [*kernels, *others]]
+        if not self.inplace:  # an earlier build's, with another suffix
+            for earlier in Path(target).parent.glob("_native.*.so"):
+                earlier.unlink()
         libraries = self.get_libraries(ext)
         self.compiler.link_shared_object(
             objects, target, libraries=libraries, extra_postargs=ext.extra_link_args, target_lang="c"
@@ -114,20 +129,34 @@ class build_kernels(build_ext):
         return self.compile_with(ext, source, ISA_DEPENDS, flags, isa)
 
     def compile_source(self, ext: Extension, source: str) -> str:
+        if not source.endswith("_native.c"):
+            return self.compile_with(ext, source, ext.depends, ext.extra_compile_args, None)
         # The doors check and call: at -O3 gcc spends twice the time on them, and no call is faster.
-        level = ["-O1"] if source.endswith("_native.c") else []
-        return self.compile_with(ext, source, ext.depends, [*ext.extra_compile_args, *level], None)
+        flags = [*ext.extra_compile_args, "-O1"]
+        if not ext.py_limited_api:
+            return self.compile_with(ext, source, ext.depends, flags, None)
+        flags += [f"-D{name}={value}" for name, value in STABLE_ABI_MACROS]
+        return self.compile_with(ext, source, ext.depends, flags, None, folder="stable_abi")
 
     def compile_with(
-        self, ext: Extension, source: str, depends: list[str], flags: list[str], isa: str | None
+        self,
+        ext: Extension,
+        source: str,
+        depends: list[str],
+        flags: list[str],
+        isa: str | None,
+        folder: str = "",
     ) -> str:
-        """The object file of a source, compiled anew where something that it is made of has changed."""
-        (target,) = self.compiler.object_filenames([source], output_dir=self.build_temp)
+        """The object file of a source, in a folder of the build's, compiled anew where something that it is
+        made of has changed.
+        """
+        output = str(Path(self.build_temp, folder))
+        (target,) = self.compiler.object_filenames([source], output_dir=output)
         if self.force or newer_group([source, *depends], target):
             named = abi_macros(KERNELS, isa, self.compiler.compiler_so, flags) if isa else []
             self.compiler.compile(
                 [source],
-                output_dir=self.build_temp,
+                output_dir=output,
                 macros=[*ext.define_macros, *named],
                 include_dirs=ext.include_dirs,
                 extra_postargs=flags,
@@ -160,4 +189,5 @@ extensions = [] if ISA_BUILD == "none" else [native]
 setup(
     ext_modules=cythonize(extensions, language_level=3, compiler_directives={"binding": True}),
     cmdclass={"build_ext": build_kernels},
+    options={"bdist_wheel": {"py_limited_api": STABLE_ABI}} if HAS_STABLE_ABI else {},
 )

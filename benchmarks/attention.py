@@ -11,21 +11,37 @@ values, so that no cache holds them. Formats take turns in --rounds rounds; the 
 
 from __future__ import annotations
 
-import argparse
 import time
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from typer import Option
 
+from benchmarks.harness import Rounds, Threads, Yielded, commands, in_turns, listed
 from phasewise.cython_kernels import _native, isa
 from phasewise.cython_kernels.kv_formats import KV_FORMATS, kv_slot_bytes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Heads of a layer, tokens of a prompt and of a step, and how time is taken."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+    step: int
+    cold_mib: int
+    busy: bool
 
 
 class Layers:
     """Layers of attention and nothing else, with random projections."""
 
-    def __init__(self, team: _native.Team, kv_format: str, options: argparse.Namespace, layers: int) -> None:
+    def __init__(self, team: _native.Team, kv_format: str, options: Settings, layers: int) -> None:
         heads, kv_heads, dim = options.heads, options.kv_heads, options.head_dim
         row = -(-(heads + 2 * kv_heads) * dim // 16) * 16
         self._team, self._step, self._busy = team, options.step, options.busy
@@ -58,47 +74,47 @@ def _slice(start: int, rows: int) -> Any:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--isa", default=isa.active())
-    parser.add_argument("--formats", default=",".join(KV_FORMATS))
-    parser.add_argument("--heads", type=int, default=9)
-    parser.add_argument("--kv-heads", type=int, default=3)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--step", type=int, default=512)
-    parser.add_argument("--cold-mib", type=int, default=256)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--busy", action="store_true")
-    options = parser.parse_args()
-    tokens, formats = options.tokens, options.formats.split(",")
-    with isa.using(options.isa):
-        team = _native.Team(list(range(1 if options.busy else options.threads)))
-        best: dict[tuple[str, str], float] = {}
-        layers = {name: _layers(name, options) for name in formats}
-        systems = {name: Layers(team, name, options, layers[name]) for name in formats}
-        for name in formats * options.rounds:
-            prompt_ns = systems[name].prompt(tokens) / layers[name]
-            token_ns = min(systems[name].run(tokens - 1, 1) for _ in range(5)) / layers[name]
-            best[name, "prompt"] = min(prompt_ns, best.get((name, "prompt"), prompt_ns))
-            best[name, "token"] = min(token_ns, best.get((name, "token"), token_ns))
-    print("| KV format | prompt, ms a layer | GFLOP/s | token, us a layer | GB/s |\n|---|---|---|---|---|")
-    for name in formats:
-        flops = 2 * options.heads * options.head_dim * tokens * (tokens + 1)
-        read = tokens * options.kv_heads * kv_slot_bytes(name, options.head_dim)
-        prompt, token = best[name, "prompt"], best[name, "token"]
-        print(
-            f"| {name} | {prompt / 1e6:.1f} | {flops / prompt:.0f} | {token / 1e3:.0f} | {read / token:.1f} |"
-        )
+def attention(
+    isas: Annotated[str, Option("--isa")] = isa.active(),
+    formats: str = ",".join(KV_FORMATS),
+    heads: int = 9,
+    kv_heads: int = 3,
+    head_dim: int = 64,
+    tokens: int = 4096,
+    step: int = 512,
+    cold_mib: int = 256,
+    threads: Threads = 2,
+    rounds: Rounds = 3,
+    busy: Annotated[bool, Option("--busy")] = False,
+) -> Yielded:
+    options = Settings(heads, kv_heads, head_dim, tokens, step, cold_mib, busy)
+    with isa.using(isas):
+        team = _native.Team(list(range(1 if busy else threads)))
+        layers = {name: _layers(name, options) for name in listed(formats)}
+
+        systems = {name: Layers(team, name, options, count) for name, count in layers.items()}
+
+        def times_ns(name: str) -> tuple[float, float]:
+            """Of a prompt and of a token, a layer."""
+            prompt_ns = systems[name].prompt(tokens)
+            token_ns = min(systems[name].run(tokens - 1, 1) for _ in range(5))
+            return prompt_ns / layers[name], token_ns / layers[name]
+
+        taken = in_turns({name: partial(times_ns, name) for name in systems}, rounds, warm_ups=0)
+    for name, own in taken.items():
+        prompt_ns, token_ns = (min(times) for times in zip(*own, strict=True))
+        flops = 2 * heads * head_dim * tokens * (tokens + 1)
+        read = tokens * kv_heads * kv_slot_bytes(name, head_dim)
+        row = {"KV format": name, "prompt, ms a layer": prompt_ns / 1e6, "GFLOP/s": flops / prompt_ns}
+        yield row | {"token, us a layer": token_ns / 1e3, "GB/s": read / token_ns}
 
 
-def _layers(kv_format: str, options: argparse.Namespace) -> int:
+def _layers(kv_format: str, options: Settings) -> int:
     layer_bytes = options.tokens * options.kv_heads * kv_slot_bytes(kv_format, options.head_dim)
     return int(max(1, -(-(options.cold_mib << 20) // layer_bytes)))
 
 
+app = commands(__doc__, attention)
+
 if __name__ == "__main__":
-    main()
+    app()

@@ -7,11 +7,13 @@ Weights rotate over more than --rotate-mib, so that small m reads them from memo
 
 from __future__ import annotations
 
-import argparse
 import itertools
+from typing import Annotated
 
 import numpy as np
+from typer import Option
 
+from benchmarks.harness import Yielded, commands, listed, numbers, shapes
 from phasewise.cython_kernels import _native, isa
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.tuner.weights import copies_of, random_weight
@@ -46,37 +48,31 @@ def best_ns(
     return min(_native.time_gemm(prepared, weights, y, calls, schedule, path) / calls for _ in range(repeats))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--isa", default=isa.active(), help="comma-separated, or 'all'")
-    parser.add_argument("--format", default=",".join(FORMATS))
-    parser.add_argument("--shape", default=SMOLLM2_SHAPES, help="n,k;n,k;...")
-    parser.add_argument("--m", default="1,2,4,8,16,64,256")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--rotate-mib", type=int, default=64)
-    parser.add_argument("--schedule", default="", help="overrides, e.g. mr=4,panels=3,block_k=256")
-    parser.add_argument("--path", help="compute path, e.g. bf16_tile [default: the format's]")
-    options = parser.parse_args()
-    overrides = {
-        key: int(value) for key, value in (item.split("=") for item in options.schedule.split(",") if item)
-    }
-    shapes = [tuple(map(int, item.split(","))) for item in options.shape.split(";")]
-    names = isa.usable() if options.isa == "all" else options.isa.split(",")
-    print("isa format n k m us gflops gbps")
-    for fmt, (n, k) in itertools.product(options.format.split(","), shapes):
-        weight = random_weight(fmt, n, k)
-        weights = copies_of(weight, options.rotate_mib << 20)
-        for name, m in itertools.product(names, map(int, options.m.split(","))):
+def bench_gemm(
+    isas: Annotated[str, Option("--isa", help="comma-separated, or 'all'")] = isa.active(),
+    formats: Annotated[str, Option("--format")] = ",".join(FORMATS),
+    shape: Annotated[str, Option(help="n,k;n,k;...")] = SMOLLM2_SHAPES,
+    m: str = "1,2,4,8,16,64,256",
+    repeats: int = 15,
+    rotate_mib: int = 64,
+    schedule: Annotated[str, Option(help="overrides, e.g. mr=4,panels=3,block_k=256")] = "",
+    path: Annotated[str | None, Option(help="compute path, e.g. bf16_tile [default: the format's]")] = None,
+) -> Yielded:
+    pairs = (item.split("=") for item in listed(schedule))
+    overrides = {key: int(value) for key, value in pairs}
+    names = isa.usable() if isas == "all" else listed(isas)
+    for weight_format, (n, k) in itertools.product(listed(formats), shapes(shape)):
+        weight = random_weight(weight_format, n, k)
+        weights = copies_of(weight, rotate_mib << 20)
+        for name, rows in itertools.product(names, numbers(m)):
             with isa.using(name):
-                schedule = _native.default_schedule(weight, m, 1, options.path) | overrides
-                ns = best_ns(weights, m, options.repeats, schedule, options.path)
-            print(
-                f"{name} {fmt} {n} {k} {m} {ns / 1e3:.1f} {2 * m * n * k / ns:.1f} {weight.nbytes / ns:.1f}",
-                flush=True,
-            )
+                chosen = _native.default_schedule(weight, rows, 1, path) | overrides
+                ns = best_ns(weights, rows, repeats, chosen, path)
+            row = {"isa": name, "format": weight_format, "n": n, "k": k, "m": rows, "us": ns / 1e3}
+            yield row | {"GFLOP/s": 2 * rows * n * k / ns, "GB/s": weight.nbytes / ns}
 
+
+app = commands(__doc__, bench_gemm)
 
 if __name__ == "__main__":
-    main()
+    app()

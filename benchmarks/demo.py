@@ -5,20 +5,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 from tabulate import tabulate
+
+from benchmarks.peers.servers import phasewise, running
 
 MODEL = "smollm2-135m-instruct"
 QUESTION = "Anna is 34 years old and lives in Oslo. Who is she? Answer in JSON."
@@ -35,7 +32,6 @@ Next, with a model of your own (a GGUF file or a Hugging Face directory):
   phasewise doctor                      what on this host holds models back, with a remedy for each
   phasewise tune-kernels MODEL.gguf     faster schedules for this machine, kept and shared in a database\
 """
-START_LIMIT_S = 120
 PHASEWISE = [sys.executable, "-m", "phasewise"]
 
 
@@ -46,39 +42,6 @@ def say(text: str) -> None:
 def phasewise_json(*arguments: str) -> Any:
     """Run one command, show its progress, return what it printed."""
     return json.loads(subprocess.run([*PHASEWISE, *arguments], check=True, stdout=subprocess.PIPE).stdout)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-@contextlib.contextmanager
-def served(model: str) -> Iterator[str]:
-    """The base URL of a server that is ready; stopped at the end."""
-    port = free_port()
-    server = subprocess.Popen([*PHASEWISE, "serve", model, "--port", str(port)])
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_until_ready(server, url)
-        yield url
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(timeout=30)
-
-
-def wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:
-    give_up = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < give_up:
-        if server.poll() is not None:
-            raise SystemExit(f"the server ended with exit code {server.returncode}")
-        with contextlib.suppress(urllib.error.URLError, ConnectionError):
-            urllib.request.urlopen(f"{url}/health", timeout=5).close()
-            return
-        time.sleep(0.1)
-    raise SystemExit(f"no answer from {url} in {START_LIMIT_S} s")
 
 
 def ask(url: str, question: str) -> Iterator[str]:
@@ -130,7 +93,7 @@ def main() -> None:
     subprocess.run([*PHASEWISE, "models", "pull", MODEL], check=True)
     say(f"\n$ phasewise serve {MODEL} &\n$ curl .../v1/chat/completions   # {QUESTION}")
     say(f"#    held to a schema: {', '.join(FIELDS)}")
-    with served(MODEL) as url:
+    with running(phasewise(MODEL, "native", "--log-level", "info"), 1, 0, 1) as url:
         for piece in ask(url, QUESTION):
             print(piece, end="", flush=True)
         say("")

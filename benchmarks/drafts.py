@@ -21,31 +21,37 @@ times that were observed in the same run.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
+from typer import Argument, Option
 
-from phasewise.serving.batch import Batch
+from benchmarks.harness import MODEL, Model, Rounds, Row, Yielded, commands, seconds_of
+from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.drafts.contract import MOST_DRAFTED, Drafter
 from phasewise.serving.drafts.draft_ranks import GuestRank
 from phasewise.serving.drafts.lookup import LookupDrafter
 from phasewise.serving.drafts.model_drafter import ModelDrafter
 from phasewise.serving.drafts.opening import DraftSource
 from phasewise.serving.drafts.step_costs import StepCosts
+from phasewise.serving.engine_size import EngineSize
 from phasewise.serving.messages import Submit
 from phasewise.serving.one_answer import OneAnswer
-from phasewise.serving.open_engine import EngineSize, OpenEngine, open_engine
-from phasewise.serving.ranks import LocalRanks, RankOptions
+from phasewise.serving.open_engine import OpenEngine, open_engine
+from phasewise.serving.ranks import KvMemory, LocalRanks, RankOptions
 from phasewise.serving.sampling import GREEDY, SamplingParams
 from phasewise.workflows.open_model import open_model
 
 MOST_ROWS = 64
+Tokens = Annotated[int, Option("-n", help="tokens of each answer")]
 TEXT = (Path(__file__).parent / "data" / "alice.txt").read_text(encoding="utf-8")
 STORY = SamplingParams(temperature=1.0, top_p=0.95, seed=1)
 
@@ -138,54 +144,58 @@ class Pairs:
         return statistics.median(ratios), statistics.median(nulls), answers["drafted"]
 
 
-def written(model: str, n_tokens: int, rounds: int) -> None:
+@contextlib.contextmanager
+def opened_with_drafts(model: str) -> Iterator[OpenEngine]:
     found = open_model(model)
     size = EngineSize.for_many(found.model, 1, 1024, None)
     with open_engine(
         found.model, found.plans, size, schedules=found.schedules, drafts=DraftSource()
     ) as opened:
-        pairs, said = Pairs(opened, LookupDrafter(StepCosts(), MOST_ROWS), n_tokens), Written(opened)
-        by_kind: dict[bool, list[float]] = {True: [], False: []}
-        print(HEADER)
+        yield opened
+
+
+class Kinds:
+    """Ratios of texts that repeat their input, and of those that do not."""
+
+    def __init__(self) -> None:
+        self._ratios: dict[bool, list[float]] = {True: [], False: []}
+
+    def row(self, name: str, repeats: bool, ratio: float, null: float, last: OneAnswer) -> Row:
+        self._ratios[repeats].append(ratio)
+        accepted, rejected = last.drafts or (0, 0)
+        row = {"prompt": name, "tokens": last.n_generated, "accepted": accepted, "rejected": rejected}
+        return {**row, "ratio": f"{ratio:.2f}", "null": f"{null:.2f}"}
+
+    def summaries(self) -> Iterator[str]:
+        for repeats, ratios in self._ratios.items():
+            kind = "repeats" if repeats else "does not"
+            yield f"{kind}: median {statistics.median(ratios):.2f}, least {min(ratios):.2f}"
+
+
+def written(model: Model = MODEL, n: Tokens = 192, rounds: Rounds = 3) -> Yielded:
+    """The same as `lookup`, the answers being written beforehand."""
+    kinds = Kinds()
+    with opened_with_drafts(model) as opened:
+        pairs, said = Pairs(opened, LookupDrafter(StepCosts(), MOST_ROWS), n), Written(opened)
         for name, repeats, prompt, answer in written_answers():
             prompt_ids = opened.text.chat_prompt(prompt)
-            said.answer = prompt_ids + opened.text.encode(answer, False)[:n_tokens]
+            said.answer = prompt_ids + opened.text.encode(answer, False)[:n]
             pairs.n_tokens = len(said.answer) - len(prompt_ids)
-            by_kind[repeats].append(_print_ratio(name, *pairs.ratio(prompt_ids, GREEDY, rounds)))
-        for repeats, ratios in by_kind.items():
-            print(f"{'repeats' if repeats else 'does not'}: {_summary(ratios)}")
+            yield kinds.row(name, repeats, *pairs.ratio(prompt_ids, GREEDY, rounds))
+    yield from kinds.summaries()
 
 
-HEADER = f"{'prompt':10} {'tokens':>6} {'accepted':>8} {'rejected':>8} {'ratio':>6} {'null':>6}"
-
-
-def _print_ratio(name: str, ratio: float, null: float, last: OneAnswer) -> float:
-    accepted, rejected = last.drafts or (0, 0)
-    print(f"{name:10} {last.n_generated:6} {accepted:8} {rejected:8} {ratio:6.2f} {null:6.2f}")
-    return ratio
-
-
-def _summary(ratios: list[float]) -> str:
-    return f"median {statistics.median(ratios):.2f}, least {min(ratios):.2f}"
-
-
-def lookup(model: str, n_tokens: int, rounds: int) -> None:
-    found = open_model(model)
-    size = EngineSize.for_many(found.model, 1, 1024, None)
-    with open_engine(
-        found.model, found.plans, size, schedules=found.schedules, drafts=DraftSource()
-    ) as opened:
-        pairs = Pairs(opened, LookupDrafter(StepCosts(), MOST_ROWS), n_tokens)
-        print(HEADER)
-        for kind, prompts, sampling in (("repeats", REPEATING, GREEDY), ("does not", STORIES, STORY)):
-            ratios = []
-            for name, prompt in prompts.items():
-                for number in range(2):
-                    text = prompt.format(excerpt(number))
-                    own = replace(sampling, seed=number) if sampling.seed is not None else sampling
-                    prompt_ids = opened.text.chat_prompt(text)
-                    ratios.append(_print_ratio(name, *pairs.ratio(prompt_ids, own, rounds)))
-            print(f"{kind}: {_summary(ratios)}")
+def lookup(model: Model = MODEL, n: Tokens = 192, rounds: Rounds = 3) -> Yielded:
+    """Text that repeats its input, and text that does not."""
+    kinds = Kinds()
+    with opened_with_drafts(model) as opened:
+        pairs = Pairs(opened, LookupDrafter(StepCosts(), MOST_ROWS), n)
+        for repeats, prompts, sampling in ((True, REPEATING, GREEDY), (False, STORIES, STORY)):
+            for (name, prompt), number in itertools.product(prompts.items(), range(2)):
+                own = replace(sampling, seed=number) if sampling.seed is not None else sampling
+                prompt_ids = opened.text.chat_prompt(prompt.format(excerpt(number)))
+                yield kinds.row(name, repeats, *pairs.ratio(prompt_ids, own, rounds))
+    yield from kinds.summaries()
 
 
 class SaidRight:
@@ -225,86 +235,53 @@ def best_ratio(costs: Callable[[int], float], draft_ns: float, agrees: float, mo
     return max(found)
 
 
-def model_drafts(target: str, draft: str, agrees: float, n_tokens: int, rounds: int) -> None:
-    found, small = open_model(target), open_model(draft)
-    size = EngineSize.for_many(found.model, 1, 1024, None)
-    vocab_size = found.model.config.vocab_size
-    with open_engine(
-        found.model, found.plans, size, schedules=found.schedules, drafts=DraftSource()
-    ) as opened:
-        ranks = opened.engine.ranks
+def model_drafts(
+    target: Model,
+    draft: Annotated[str, Argument(help="the draft model")],
+    agrees: Annotated[float, Option(help="share of drafts that are right")] = 0.7,
+    n: Tokens = 192,
+    rounds: Rounds = 3,
+) -> Yielded:
+    """A draft model made to agree some of the time."""
+    small = open_model(draft)
+    with opened_with_drafts(target) as opened:
+        ranks, vocab_size = opened.engine.ranks, opened.model.config.vocab_size
         assert isinstance(ranks, LocalRanks)
-        guest = GuestRank(small.model, lambda: ranks.first_rank, RankOptions(size.kv_slots, 512, 1))
+        size = EngineSize.for_many(opened.model, 1, 1024, None)
+        guest = GuestRank(small.model, lambda: ranks.first_rank, RankOptions(KvMemory(size.kv.slots), 512, 1))
         said, costs = SaidRight(guest, vocab_size, agrees), StepCosts()
         drafter = ModelDrafter(said, costs, MOST_ROWS, vocab_size)
-        pairs = Pairs(opened, drafter, n_tokens)
+        pairs = Pairs(opened, drafter, n)
         prompt_ids = [one % (vocab_size - 10) + 5 for one in range(64)]
         said.answer = prompt_ids + pairs.answer(prompt_ids, GREEDY, None).token_ids
         pairs.answer(prompt_ids, GREEDY, drafter)  # the first steps learn what rows cost
-        times = _step_times(opened, n_tokens)
-        draft_ns = _draft_time(guest)
+        times = {rows: _step_ns(ranks, rows, n) for rows in range(1, MOST_DRAFTED + 2)}
+        one = Batch("decode", (SequenceSlice([7], 64, 0, True),))
+        draft_ns = 1e9 * statistics.median(seconds_of(lambda: guest.forward(one)) for _ in range(21))
         ratio, _, last = pairs.ratio(prompt_ids, GREEDY, rounds)
     accepted, rejected = last.drafts or (0, 0)
     best, length = best_ratio(lambda n_rows: times[n_rows], draft_ns, agrees, MOST_DRAFTED)
-    shown = ", ".join(f"{n_rows}: {times[n_rows] / 1e6:.1f}" for n_rows in (1, 2, 3, 4, 6, 8, 16))
-    print(f"decode steps by rows, ms: {shown}; a step of the draft model: {draft_ns / 1e6:.2f} ms")
-    print(
-        f"accepted {accepted}, rejected {rejected}; allowed {best:.2f} (length {length}), "
-        f"measured {ratio:.2f}"
-    )
-    print(f"measured over allowed: {ratio / best:.2f}")
+    for n_rows in (1, 2, 3, 4, 6, 8, 16):
+        yield {"rows": n_rows, "decode step, ms": times[n_rows] / 1e6}
+    yield {
+        "draft step, ms": draft_ns / 1e6,
+        "accepted": accepted,
+        "rejected": rejected,
+        "allowed": f"{best:.2f} (length {length})",
+        "measured": f"{ratio:.2f}",
+        "measured over allowed": f"{ratio / best:.2f}",
+    }
 
 
-def _step_times(opened: OpenEngine, n_context: int) -> dict[int, float]:
-    """Medians of steps of one sequence, nanoseconds by rows."""
-    from time import perf_counter_ns
-
-    from phasewise.serving.batch import SequenceSlice
-
-    ranks, times = opened.engine.ranks, {}
-    for n_rows in range(1, MOST_DRAFTED + 2):
-        piece = SequenceSlice([7] * n_rows, n_context, 0, True, None, n_rows - 1)
-        taken = []
-        for _ in range(9):
-            began = perf_counter_ns()
-            ranks.forward(Batch("decode", (piece,)))
-            taken.append(perf_counter_ns() - began)
-        times[n_rows] = statistics.median(taken)
-    return times
+def _step_ns(ranks: LocalRanks, n_rows: int, n_context: int) -> float:
+    """Median of steps of one sequence."""
+    piece = SequenceSlice([7] * n_rows, n_context, 0, True, None, n_rows - 1)
+    step = Batch("decode", (piece,))
+    return 1e9 * statistics.median(seconds_of(lambda: ranks.forward(step)) for _ in range(9))
 
 
-def _draft_time(guest: GuestRank) -> float:
-    from time import perf_counter_ns
-
-    from phasewise.serving.batch import SequenceSlice
-
-    taken = []
-    for at in range(21):
-        began = perf_counter_ns()
-        guest.forward(Batch("decode", (SequenceSlice([7], 64 + at, 0, True),)))
-        taken.append(perf_counter_ns() - began)
-    return statistics.median(taken)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("kind", choices=["lookup", "written", "model"])
-    parser.add_argument("models", nargs="*", default=["smollm2-135m-instruct"])
-    parser.add_argument("-n", type=int, default=192, help="tokens of each answer")
-    parser.add_argument("-r", "--rounds", type=int, default=3, help="pairs of each prompt")
-    parser.add_argument("--agrees", type=float, default=0.7, help="share of drafts that are right")
-    arguments = parser.parse_args()
-    if arguments.kind == "written":
-        written(arguments.models[0], arguments.n, arguments.rounds)
-    elif arguments.kind == "lookup":
-        lookup(arguments.models[0], arguments.n, arguments.rounds)
-    elif len(arguments.models) == 2:
-        model_drafts(*arguments.models, arguments.agrees, arguments.n, arguments.rounds)
-    else:
-        parser.error("model drafts need a target and a draft model")
-
+model_drafts.__name__ = "model"
+app = commands(__doc__, lookup, written, model_drafts)
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -1,6 +1,6 @@
 """How many inputs at once a host embeds within an SLO: by WindVE's line, and by trying.
 
-    python benchmarks/embedding_depths.py MODEL WAY [WAY ..] [--format int8] [--tokens 75] [--slo 1 2]
+    python benchmarks/embedding_depths.py MODEL WAY [WAY ..] [--format int8] [--tokens 75] [--slo 1,2]
 
 WAY: cores of each instance, `0,1` for one instance of two cores, `0+1` for two of one core each. For every
 way a line is fitted through the times of five loads, and loads around its depth are tried (the best of three
@@ -10,14 +10,13 @@ the queues' own decision costs an input.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import sys
 import time
-from pathlib import Path
+from typing import Annotated
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from typer import Argument, Option
 
+from benchmarks.harness import Model, Yielded, commands, listed
 from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.embedding.depth import predict_and_try
 from phasewise.serving.embedding.open_embedding import open_embedding
@@ -25,7 +24,6 @@ from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
 from phasewise.serving.embedding.queues import Depth, DeviceQueue, QueueManager
 from phasewise.serving.encoder.text import Tokens
 from phasewise.serving.loaders import load_model
-from phasewise.serving.model import PackedModel
 
 ROUNDS = 3
 
@@ -66,32 +64,24 @@ def dispatch_us(devices: int = 2, n: int = 20_000) -> float:
     return 1e6 * (time.perf_counter() - began) / n
 
 
-def measure(model: PackedModel, ref: str, way: str, tokens: int, slos_s: list[float]) -> None:
-    with open_embedding(model, ref, model.format, plan_of(way)) as opened:
-        found = asyncio.run(depths(opened.client, tokens, slos_s))
-    for slo_s, (predicted, tried) in zip(slos_s, found, strict=True):
-        print(
-            f"{model.name} {model.format} on {way:6} {slo_s:g} s, {tokens} tokens: {predicted} by the line,"
-            f" {tried} tried",
-            flush=True,
-        )
+def embedding_depths(
+    model: Model,
+    ways: Annotated[list[str], Argument(metavar="WAY..", help="cores of each instance: 0,1 or 0+1")],
+    weights: Annotated[str, Option("--format")] = "int8",
+    tokens: int = 75,
+    slo: Annotated[str, Option(help="seconds")] = "1,2",
+) -> Yielded:
+    loaded, slos_s = load_model(model, weights), [float(one) for one in listed(slo)]
+    for way in ways:
+        with open_embedding(loaded, model, loaded.format, plan_of(way)) as opened:
+            taken = asyncio.run(depths(opened.client, tokens, slos_s))
+        for slo_s, (predicted, tried) in zip(slos_s, taken, strict=True):
+            row = {"model": loaded.name, "format": loaded.format, "cores": way, "SLO, s": slo_s}
+            yield row | {"tokens": tokens, "by the line": predicted, "tried": tried}
+    yield f"a decision of the queues: {dispatch_us():.1f} us an input"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model")
-    parser.add_argument("ways", nargs="+", metavar="WAY")
-    parser.add_argument("--format", default="int8")
-    parser.add_argument("--tokens", type=int, default=75)
-    parser.add_argument("--slo", type=float, nargs="+", default=[1.0, 2.0])
-    options = parser.parse_args()
-    model = load_model(options.model, options.format)
-    for way in options.ways:
-        measure(model, options.model, way, options.tokens, options.slo)
-    print(f"a decision of the queues: {dispatch_us():.1f} us an input")
-
+app = commands(__doc__, embedding_depths)
 
 if __name__ == "__main__":
-    main()
+    app()

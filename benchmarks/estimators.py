@@ -9,14 +9,17 @@ and 90th percentile over all races) is error: a tuner that prefers one of them i
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
+from typer import Option
+
+from benchmarks.harness import Yielded, commands, cores_of
 from phasewise.cython_kernels import _native
 from phasewise.topology import read_machine
 from phasewise.tuner import timing
@@ -67,30 +70,32 @@ def spreads(turns: Sequence[timing.Samples], estimate: Callable[[Sequence[int]],
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--neighbours", type=int, default=0)
-    options = parser.parse_args()
-    cores = sorted(os.sched_getaffinity(0))
-    neighbours = [multiprocessing.Process(target=spin, daemon=True) for _ in range(options.neighbours)]
-    for neighbour in neighbours:
+def estimators(
+    seconds: float = 10.0, neighbours: Annotated[int, Option(help="busy processes on the same cores")] = 0
+) -> Yielded:
+    cores = cores_of(os.cpu_count() or 1)
+    busy = [multiprocessing.Process(target=spin, daemon=True) for _ in range(neighbours)]
+    for neighbour in busy:
         neighbour.start()
-    print("format n k m estimate median_spread p90_spread races")
     for weight_format, n, k, m in PRODUCTS:
         weights = copies_of(random_weight(weight_format, n, k), cold_bytes(read_machine()))
-        product = _native.TeamProduct(_native.Team(cores), weights, m)
-        turns = turns_of(product, options.seconds / len(PRODUCTS))
+        turns = turns_of(_native.TeamProduct(_native.Team(cores), weights, m), seconds / len(PRODUCTS))
         for name, estimate in ESTIMATES.items():
             found = sorted(spreads(turns, estimate))
-            p90 = found[math.floor(0.9 * len(found))]
-            median = statistics.median(found)
-            print(f"{weight_format} {n} {k} {m} {name!r} {median:.3f} {p90:.3f} {len(found)}", flush=True)
-    for neighbour in neighbours:
+            yield {
+                "format": weight_format,
+                "n x k": f"{n} x {k}",
+                "m": m,
+                "estimate": name,
+                "median spread": f"{statistics.median(found):.3f}",
+                "P90 spread": f"{found[math.floor(0.9 * len(found))]:.3f}",
+                "races": len(found),
+            }
+    for neighbour in busy:
         neighbour.terminate()
 
 
+app = commands(__doc__, estimators)
+
 if __name__ == "__main__":
-    main()
+    app()

@@ -10,15 +10,25 @@ confined process (decision 0035), so the difference of the last two bounds what 
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Annotated
 
-from hostile_rows.siege import Asked
-from served_process import DEFAULT_MODEL, TINY, ServerProcess, leave_no_server, model_reference, own_cache
+from typer import Option
+
+from benchmarks.harness import Rounds, Yielded, commands, in_turns
+from tests.soak.hostile_rows.siege import Asked
+from tests.soak.served_process import (
+    DEFAULT_MODEL,
+    TINY,
+    ServerProcess,
+    leave_no_server,
+    model_reference,
+    own_cache,
+)
 
 
 def schema(number: int) -> dict[str, object]:
@@ -45,31 +55,34 @@ def took_ms(asked: Asked, fields: dict[str, object]) -> float:
     return (time.monotonic() - began) * 1e3
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", default=DEFAULT_MODEL, help=f"`{TINY}`: a small random one, in float32")
-    parser.add_argument("--rounds", type=int, default=60)
-    chosen = parser.parse_args()
+def first_structured_token(
+    model: Annotated[str, Option(help=f"`{TINY}`: a small random one, in float32")] = DEFAULT_MODEL,
+    rounds: Rounds = 60,
+) -> Yielded:
     leave_no_server()
+    number = itertools.count(100)
     with tempfile.TemporaryDirectory() as folder:
-        reference = model_reference(chosen.model, Path(folder))
-        with ServerProcess(reference, environment=own_cache(chosen.model, Path(folder))) as server:
-            _, listed = Asked(server.port, "").get("/v1/models")
-            asked = Asked(server.port, listed["data"][0]["id"])
-            for number in range(3):
-                took_ms(asked, wanting(number))
-            kinds: dict[str, list[float]] = {"plain": [], "known schema": [], "new schema": []}
-            for number in range(chosen.rounds):
-                kinds["plain"].append(took_ms(asked, {}))
-                kinds["known schema"].append(took_ms(asked, wanting(2)))
-                kinds["new schema"].append(took_ms(asked, wanting(100 + number)))
-    for kind, times in kinds.items():
-        quartiles = statistics.quantiles(times, n=4)
-        print(f"{kind:<13} median {quartiles[1]:6.2f} ms, quartiles {quartiles[0]:.2f} to {quartiles[2]:.2f}")
-    pairs = zip(kinds["new schema"], kinds["known schema"], strict=True)
-    later = statistics.median(new - known for new, known in pairs)
-    print(f"a new schema's first token comes {later:.2f} ms later than a known one's (median of pairs)")
+        reference = model_reference(model, Path(folder))
+        with ServerProcess(reference, environment=own_cache(model, Path(folder))) as server:
+            _, served = Asked(server.port, "").get("/v1/models")
+            asked = Asked(server.port, served["data"][0]["id"])
+            taken = in_turns(
+                {
+                    "plain": lambda: took_ms(asked, {}),
+                    "known schema": lambda: took_ms(asked, wanting(2)),
+                    "new schema": lambda: took_ms(asked, wanting(next(number))),
+                },
+                rounds,
+                warm_ups=3,
+            )
+    for kind, times in taken.items():
+        low, middle, high = statistics.quantiles(times, n=4)
+        yield {"request": kind, "median, ms": middle, "quartiles": f"{low:.2f} to {high:.2f}"}
+    later = [new - known for new, known in zip(taken["new schema"], taken["known schema"], strict=True)]
+    yield f"a new schema's first token comes {statistics.median(later):.2f} ms later (median of pairs)"
 
+
+app = commands(__doc__, first_structured_token)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    app()

@@ -1,9 +1,9 @@
 """Perplexity of a model with keys and values pruned by magnitude, as SparAMX does, and what they take.
 
     phasewise prune MODEL --skip embed,lm_head,q,k,v,o,gate,up,down -o DIRECTORY    # bf16, nothing pruned
-    PEER_PYTHON benchmarks/kv_pruning.py DIRECTORY --shares 0:0,0.3:0.5,0.5:0.5
+    PYTHONPATH=PEERS python benchmarks/kv_pruning.py DIRECTORY --shares 0:0,0.3:0.5,0.5:0.5
 
-Runs under an interpreter that has torch and transformers. In each layer, the smallest magnitudes of the
+PEERS is a folder that holds torch and transformers. In each layer, the smallest magnitudes of the
 keys and of the values of a window become zero before any query meets them. The text and its windows are
 those of perplexity.py, so that its `--kv-formats` can be set beside these figures. Bits a number: 16 for
 each that is kept and one for the mask, averaged over keys and values, for the heads that the model has
@@ -12,13 +12,15 @@ and as if they were repeated for each query.
 
 from __future__ import annotations
 
-import argparse
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from perplexity import N_TOKENS, english_text, windows
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from typer import Argument, Option
+
+from benchmarks.harness import Yielded, commands, listed
+from benchmarks.perplexity import N_TOKENS, english_text, windows
 
 
 def pruned(x: torch.Tensor, share: float) -> torch.Tensor:
@@ -54,35 +56,32 @@ def perplexity(model: Any, ids: list[int], n_tokens: int, shares: tuple[float, f
     return math.exp(total / count)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("directory", help="a Hugging Face directory")
-    parser.add_argument("--shares", default="0:0,0.3:0.5", help="zeros of keys and of values, K:V,...")
-    parser.add_argument("--tokens", type=int, default=N_TOKENS, help=f"of the text, {N_TOKENS} by default")
-    options = parser.parse_args()
+def kv_pruning(
+    directory: Annotated[str, Argument(help="a Hugging Face directory")],
+    shares: Annotated[str, Option(help="zeros of keys and of values, K:V,...")] = "0:0,0.3:0.5",
+    tokens: Annotated[int, Option(help="of the text")] = N_TOKENS,
+) -> Yielded:
     torch.set_num_threads(2)
-    model = AutoModelForCausalLM.from_pretrained(options.directory, dtype=torch.float32)
-    ids = AutoTokenizer.from_pretrained(options.directory)(english_text(), add_special_tokens=False)[
-        "input_ids"
-    ]
-    config = model.config
-    repeats = config.num_attention_heads // config.num_key_value_heads
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    ids = tokenizer(english_text(), add_special_tokens=False)["input_ids"]
+    repeats = model.config.num_attention_heads // model.config.num_key_value_heads
     first = None
-    print(
-        f"{'K:V zeros':>10} {'perplexity':>11} {'against the first':>18} {'bits':>6} {'bits, repeated':>15}"
-    )
-    for text in options.shares.split(","):
+    for text in listed(shares):
         keys, values = (float(share) for share in text.split(":"))
-        found = perplexity(model, ids, options.tokens, (keys, values))
+        found = perplexity(model, ids, tokens, (keys, values))
         first = first or found
         bits = sum(16.0 if share == 0 else 16 * (1 - share) + 1 for share in (keys, values)) / 2
-        row = (
-            f"{text:>10} {found:11.5f} {100 * (found / first - 1):+17.3f}% {bits:6.2f} {bits * repeats:15.2f}"
-        )
-        print(row, flush=True)
+        yield {
+            "K:V zeros": text,
+            "perplexity": f"{found:.5f}",
+            "against the first": f"{100 * (found / first - 1):+.3f}%",
+            "bits": bits,
+            "bits, repeated": bits * repeats,
+        }
 
+
+app = commands(__doc__, kv_pruning)
 
 if __name__ == "__main__":
-    main()
+    app()

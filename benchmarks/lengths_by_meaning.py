@@ -11,15 +11,15 @@ S3's buckets with as much memory.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Annotated
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from typer import Argument, Option
 
+from benchmarks.harness import MODEL, Yielded, commands
 from phasewise.tuner.predictor.facts import Example, PromptFacts
 from phasewise.tuner.predictor.log import lines_of
 from phasewise.workflows.predict_len.inputs import ModelTokens
@@ -27,48 +27,41 @@ from phasewise.workflows.predict_len.judge import judge_by_folds
 from phasewise.workflows.predict_len.prompt_vectors import find_encoder
 from phasewise.workflows.predict_len.settings import EvalWish
 
-LANGUAGE_MODEL = "smollm2-135m-instruct"
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("answers", nargs="+", type=Path)
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--folds", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--encoder", default="all-minilm-l6-v2")
-    options = parser.parse_args()
-    prompts = [json.loads(line) for _, line in lines_of(options.prompts)]
-    tokens = ModelTokens(LANGUAGE_MODEL)
-    encoder = find_encoder(options.encoder)
-    assert encoder is not None
-    facts = {
-        row["prompt_id"]: encoder.read(
-            PromptFacts(tokens.prompt(row["instruction"]), text=row["instruction"])
-        )
-        for row in prompts
+def lengths_by_meaning(
+    answers: Annotated[list[Path], Argument()],
+    prompts: Annotated[Path, Option()],
+    folds: int = 5,
+    seed: int = 0,
+    encoder: str = "all-minilm-l6-v2",
+) -> Yielded:
+    tokens, reader = ModelTokens(MODEL), find_encoder(encoder)
+    assert reader is not None
+    texts = {
+        row["prompt_id"]: row["instruction"] for row in (json.loads(line) for _, line in lines_of(prompts))
     }
-    wish = EvalWish(folds=options.folds, seed=options.seed)
-    print(f"{'model':30}", "answers", " error", "constant", " share", "coverage", "above S3")
+    facts = {name: reader.read(PromptFacts(tokens.prompt(text), text=text)) for name, text in texts.items()}
+    wish = EvalWish(folds=folds, seed=seed)
     shares, deviations, gains = [], [], []
-    for name, examples in _examples(options.answers, facts, tokens).items():
-        (report,) = judge_by_folds({name: examples}, name, wish, encoder.ref)
+    for name, examples in _examples(answers, facts, tokens).items():
+        (report,) = judge_by_folds({name: examples}, name, wish, reader.ref)
         found = report.calibration
         assert found is not None
         shares.append(found.mean_error_tokens / found.constant_error_tokens)
-        deviations.append(max(abs(one - at / 10) for at, one in enumerate(found.coverage, 1)))
+        deviations.append(100 * max(abs(one - at / 10) for at, one in enumerate(found.coverage, 1)))
         gains.append(report.points_gained("memory of S3"))
-        print(
-            f"{name:30} {report.n_answers:7} {found.mean_error_tokens:6.1f}"
-            f" {found.constant_error_tokens:8.1f} {shares[-1]:6.3f} {100 * deviations[-1]:7.1f}p"
-            f" {gains[-1]:+7.2f}p",
-            flush=True,
-        )
-    print(
+        yield {
+            "model": name,
+            "answers": report.n_answers,
+            "error": found.mean_error_tokens,
+            "constant": found.constant_error_tokens,
+            "share": f"{shares[-1]:.3f}",
+            "coverage off, points": f"{deviations[-1]:.1f}",
+            "above S3": f"{gains[-1]:+.2f}",
+        }
+    yield (
         f"share: mean {statistics.fmean(shares):.3f}, largest {max(shares):.3f}; coverage off by at most"
-        f" {100 * max(deviations):.1f} points; above S3 at its memory: least {min(gains):+.2f} points"
+        f" {max(deviations):.1f} points; above S3 at its memory: least {min(gains):+.2f} points"
     )
 
 
@@ -85,5 +78,7 @@ def _examples(
     return found
 
 
+app = commands(__doc__, lengths_by_meaning)
+
 if __name__ == "__main__":
-    main()
+    app()

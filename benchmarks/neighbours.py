@@ -9,17 +9,17 @@ loses only if the whole confidence interval lies below 1.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import os
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from typing import Annotated
 
+from typer import Option
+
+from benchmarks.harness import Threads, Yielded, commands, cores_of
 from phasewise.cython_kernels import _native
-from phasewise.kerneldb.records import Comparison, Problem, Schedule
+from phasewise.kerneldb.records import Problem, Schedule
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_machine
 from phasewise.tuner.lookup import ScheduleChoice, ScheduleTable
@@ -28,23 +28,9 @@ from phasewise.tuner.plans import machine_key
 from phasewise.tuner.weights import cold_bytes
 
 
-@dataclass(frozen=True)
-class Between:
-    """An m that was not tuned, and the duel that its neighbour's schedule fought there."""
-
-    format: str
-    n: int
-    k: int
-    m: int
-    why: str
-    comparison: Comparison
-
-    @property
-    def loses(self) -> bool:
-        return self.comparison.gain_high < 1.0
-
-
-def neighbours(problems: Sequence[Problem], table: ScheduleTable) -> Iterator[tuple[Problem, Schedule, str]]:
+def between_tuned(
+    problems: Sequence[Problem], table: ScheduleTable
+) -> Iterator[tuple[Problem, Schedule, str]]:
     """Products between two tuned m of a weight, as far from one of them as a neighbour may be."""
     for first, second in itertools.pairwise(problems):
         key = (second.family, second.format, second.n, second.k)
@@ -64,58 +50,42 @@ def _farthest(near: Sequence[tuple[int, ScheduleChoice]], tuned: int) -> Sequenc
     return sorted(own, key=lambda one: abs(one[0] - tuned))[-1:]
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--db", default=None)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--most", type=int, default=40, help="most values of m, spread evenly over all")
-    parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
-
-
-def main() -> None:
-    options = parse()
-    machine, cores = read_machine(), sorted(os.sched_getaffinity(0))[: options.threads]
-    with open_store(options.db) as store:
-        abi = _native.kernel_abi("gemm")
-        in_use = [
-            row for row in store.promoted_measurements(machine_key(machine, cores)) if row.kernel_abi == abi
-        ]
+def neighbours(
+    db: Annotated[str | None, Option()] = None,
+    threads: Threads = 2,
+    most: Annotated[int, Option(help="most values of m, spread evenly over all")] = 40,
+) -> Yielded:
+    machine, cores = read_machine(), cores_of(threads)
+    abi = _native.kernel_abi("gemm")
+    with open_store(db) as store:
+        promoted = store.promoted_measurements(machine_key(machine, cores))
+        in_use = [row for row in promoted if row.kernel_abi == abi]
     table = ScheduleTable(in_use, is_default_for(len(cores)))
-    between = list(neighbours([row.problem for row in in_use], table))
+    between = list(between_tuned([row.problem for row in in_use], table))
     if not between:
-        sys.exit("no two near m of one weight are tuned for these cores; run phasewise tune-kernels first")
-    evaluator = NativeEvaluator(cores, cold_bytes(machine))
-    rows = []
-    for problem, schedule, why in between[:: -(-len(between) // options.most)]:
-        found = evaluator.compare(problem, schedule, None)
-        rows.append(Between(problem.format, problem.n, problem.k, problem.m, why, found))
-        print(
-            f"{problem.format} {problem.n} x {problem.k}, m = {problem.m}: {found.gain:.3f}", file=sys.stderr
+        raise SystemExit(
+            "no two near m of one weight are tuned for these cores; run phasewise tune-kernels first"
         )
-    evaluator.close()
-    show(rows, options.json)
+    gains, losses = [], 0
+    with closing(NativeEvaluator(cores, cold_bytes(machine))) as evaluator:
+        for problem, schedule, why in between[:: -(-len(between) // most)]:
+            found = evaluator.compare(problem, schedule, None)
+            gains.append(found.gain)
+            losses += found.gain_high < 1.0
+            yield {
+                "format": problem.format,
+                "n x k": f"{problem.n} x {problem.k}",
+                "m": problem.m,
+                "runs with": why,
+                "gain over the default": f"{found.gain:.3f}",
+                "interval": f"{found.gain_low:.3f} to {found.gain_high:.3f}",
+                "loses": found.gain_high < 1.0,
+            }
+    mean = statistics.geometric_mean(gains)
+    yield f"{len(gains)} m between tuned ones: gain {mean:.3f} in the geometric mean, {losses} lose."
 
 
-def show(rows: Sequence[Between], as_json: bool) -> None:
-    gains = [row.comparison.gain for row in rows]
-    mean, losses = statistics.geometric_mean(gains), sum(row.loses for row in rows)
-    if as_json:
-        found = {"geometric_mean_gain": mean, "losses": losses, "rows": [asdict(row) for row in rows]}
-        print(json.dumps({"schema_version": 1, **found}))
-        return
-    print("| format | n x k | m | runs with | gain over the default | interval |")
-    print("|---|---|---|---|---|---|")
-    for row in rows:
-        low, high = row.comparison.gain_low, row.comparison.gain_high
-        print(
-            f"| {row.format} | {row.n} x {row.k} | {row.m} | {row.why} | {row.comparison.gain:.3f} "
-            f"| {low:.3f} to {high:.3f}{' (loses)' if row.loses else ''} |"
-        )
-    print(f"\n{len(rows)} m between tuned ones: gain {mean:.3f} in the geometric mean, {losses} lose.")
-
+app = commands(__doc__, neighbours)
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -14,13 +14,16 @@ it takes alone, at twice the promised time per token or less.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Annotated
 
+from typer import Option
+
+from benchmarks.harness import Row, Yielded, commands
 from phasewise.cluster.machines import ProductionMachine
 from phasewise.cluster.steps import Curve, StepTimes
 from phasewise.serving.pacing import Pacing
@@ -54,22 +57,17 @@ def with_share(share: float) -> Callable[[ProductionMachine], None]:
     return prepare
 
 
-def closed_loops() -> None:
-    print("| share | " + " | ".join(f"{n} clients: tokens/s, wait / work" for n in CLIENTS) + " |")
-    print("|---" * (len(CLIENTS) + 1) + "|")
+def closed_loops() -> Iterator[Row]:
     for share in SHARES:
-        cells = []
+        row: dict[str, object] = {"share": share}
         for n in CLIENTS:
-            loop = ClosedLoop(
-                STEPS, n, max(40, 8 * n), itertools.repeat((128, 48)), prepare=with_share(share)
-            )
-            cells.append(f"{loop.tokens_per_s:.0f}, {loop.most_by_work:.2f}")
-        print(f"| {share:g} | " + " | ".join(cells) + " |", flush=True)
+            lengths = itertools.repeat((128, 48))
+            loop = ClosedLoop(STEPS, n, max(40, 8 * n), lengths, prepare=with_share(share))
+            row[f"{n} clients: tokens/s, wait / work"] = f"{loop.tokens_per_s:.0f}, {loop.most_by_work:.2f}"
+        yield row
 
 
-def traces(names: list[str], n_requests: int) -> None:
-    print("| trace | load | share | TTFT P50, P90 (s) | TPOT P50, P90 (ms) | goodput |")
-    print("|---" * 6 + "|")
+def traces(names: list[str], n_requests: int) -> Iterator[Row]:
     for name, load, share in itertools.product(names, LOADS, SHARES):
         lengths = [
             (min(one.prompt_tokens, MOST_PROMPT), min(one.output_tokens, MOST_ANSWER))
@@ -78,44 +76,34 @@ def traces(names: list[str], n_requests: int) -> None:
         work_s = sum(alone_s(n_prompt) + n_answer * DECODE_S[-1][1] / 32 for n_prompt, n_answer in lengths)
         draw = random.Random(name)
         at_s = sorted(draw.uniform(0, work_s / load) for _ in lengths)
-        loop = ClosedLoop(STEPS, 0, len(lengths), endless(lengths), at_s=at_s, prepare=with_share(share))
-        print(f"| {Path(name).stem} | {load:g} | {share:g} | {figures(loop)} |", flush=True)
-
-
-def endless(lengths: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    yield from lengths
+        loop = ClosedLoop(STEPS, 0, len(lengths), iter(lengths), at_s=at_s, prepare=with_share(share))
+        yield {"trace": Path(name).stem, "load": load, "share": share} | figures(loop)
 
 
 def alone_s(n_prompt: int) -> float:
     return n_prompt * PREFILL_S[-1][1] / PREFILL_S[-1][0]
 
 
-def figures(loop: ClosedLoop) -> str:
+def figures(loop: ClosedLoop) -> Row:
     ttfts, tpots = sorted(loop.ttfts_s), sorted(loop.tpots_s)
     good = 0
     for one in loop.sent.values():
         most_s = 5 * max(alone_s(len(one.request.prompt_token_ids)), 0.1)
         tpot_s = (one.end_s - one.first_s) / max(1, one.request.max_tokens - 1)
         good += one.first_s - one.at_s <= most_s and tpot_s <= 2 * PROMISE_MS / 1000
-    return (
-        f"{statistics.median(ttfts):.1f}, {ttfts[len(ttfts) * 9 // 10]:.1f} | "
-        f"{1000 * statistics.median(tpots):.0f}, {1000 * tpots[len(tpots) * 9 // 10]:.0f} | "
-        f"{good / len(ttfts):.0%}"
-    )
+    ms = [1000 * tpot for tpot in tpots]
+    return {
+        "TTFT P50, P90 (s)": f"{statistics.median(ttfts):.1f}, {ttfts[len(ttfts) * 9 // 10]:.1f}",
+        "TPOT P50, P90 (ms)": f"{statistics.median(ms):.0f}, {ms[len(ms) * 9 // 10]:.0f}",
+        "goodput": f"{good / len(ttfts):.0%}",
+    }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--trace", action="append", default=[])
-    parser.add_argument("--requests", type=int, default=300)
-    options = parser.parse_args()
-    if options.trace:
-        traces(options.trace, options.requests)
-    else:
-        closed_loops()
+def pacing_shares(trace: Annotated[list[str] | None, Option()] = None, requests: int = 300) -> Yielded:
+    yield from traces(trace, requests) if trace else closed_loops()
 
+
+app = commands(__doc__, pacing_shares)
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -12,18 +12,19 @@ first one: its perplexity, and after how many tokens the likeliest next one is t
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import math
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from typer import Option
+
+from benchmarks.harness import Model, Yielded, commands, listed, note
 
 if TYPE_CHECKING:
     from phasewise.serving.model import PackedModel
@@ -104,51 +105,48 @@ def model_perplexity(model: PackedModel, threads: int | None, n_tokens: int = N_
 
 def _open_ranks(model: PackedModel, threads: int | None, kv_format: str, arithmetic: ArithmeticChoice) -> Any:
     """Without a database: `tuned` is the kernels' own arithmetic."""
-    from phasewise.serving.ranks import LocalRanks, RankOptions
+    from phasewise.serving.ranks import KvMemory, LocalRanks, RankOptions
     from phasewise.topology import read_machine
-    from phasewise.tuner.lookup import PhaseSchedules, ScheduleTable
+    from phasewise.tuner.lookup import ScheduleTable
     from phasewise.tuner.plans import PHASES, default_plan
     from phasewise.workflows.tuned_schedules import KernelSchedules
 
     machine = read_machine()
     plans = {phase: default_plan(machine, phase, threads=threads) for phase in PHASES}
-    lookups = {
-        phase: KernelSchedules(PhaseSchedules(ScheduleTable([])), choice=arithmetic) for phase in PHASES
-    }
+    lookups = {phase: KernelSchedules(ScheduleTable([]), choice=arithmetic) for phase in PHASES}
     options = RankOptions(
-        WINDOW_TOKENS, WINDOW_TOKENS, max_sequences=1, schedules=lookups, kv_format=kv_format
+        KvMemory(WINDOW_TOKENS, format=kv_format), WINDOW_TOKENS, max_sequences=1, schedules=lookups
     )
     return LocalRanks(model, plans, options)
 
 
-def main() -> None:
+def formats(
+    model: Model,
+    weights: Annotated[str, Option("--formats", help="the first is the yardstick")] = "f32,bf16,int8,native",
+    kv_formats: Annotated[str, Option(help="auto, f32, f16, bf16, int16, int8, int4")] = "auto",
+    arithmetics: Annotated[str, Option(help="of K-quants: groups, blocks")] = "groups",
+    threads: Annotated[int | None, Option()] = None,
+    tokens: Annotated[int, Option(help="of the text")] = N_TOKENS,
+) -> Yielded:
     from phasewise.serving.loaders import load_model
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model")
-    parser.add_argument("--formats", default="f32,bf16,int8,native", help="the first is the yardstick")
-    parser.add_argument("--kv-formats", default="auto", help="auto, f32, f16, bf16, int16, int8, int4")
-    parser.add_argument("--arithmetics", default="groups", help="of K-quants: groups, blocks")
-    parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--tokens", type=int, default=N_TOKENS, help=f"of the text, {N_TOKENS} by default")
-    options = parser.parse_args()
     first: Reading | None = None
-    print(
-        f"{'format':8} {'KV':5} {'K-quants':8} {'perplexity':>11} {'against first':>18} "
-        f"{'same next token':>16}"
-    )
-    for name in options.formats.split(","):
-        model = load_model(options.model, name, report=lambda line: print(line, file=sys.stderr))
-        ways = itertools.product(options.kv_formats.split(","), options.arithmetics.split(","))
-        for kv_format, arithmetic in ways:
-            found = read_text(model, options.threads, options.tokens, kv_format, arithmetic)
+    for name in listed(weights):
+        loaded = load_model(model, name, report=note)
+        for kv_format, arithmetic in itertools.product(listed(kv_formats), listed(arithmetics)):
+            found = read_text(loaded, threads, tokens, kv_format, arithmetic)
             first = first or found
-            loss, same = found.perplexity / first.perplexity - 1, (found.likeliest == first.likeliest).mean()
-            row = f"{name:8} {kv_format:5} {arithmetic:8} {found.perplexity:11.5f} {100 * loss:+17.3f}% "
-            print(row + f"{100 * same:15.2f}%", flush=True)
+            yield {
+                "format": name,
+                "KV": kv_format,
+                "K-quants": arithmetic,
+                "perplexity": f"{found.perplexity:.5f}",
+                "against first": f"{100 * (found.perplexity / first.perplexity - 1):+.3f}%",
+                "same next token": f"{100 * (found.likeliest == first.likeliest).mean():.2f}%",
+            }
 
+
+app = commands(__doc__, formats)
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -9,15 +9,19 @@ prune` command: wall clock, and the most memory that the process held.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Annotated
 
-from perplexity import english_text, model_perplexity
+from typer import Option
+
+from benchmarks.harness import Model, Yielded, commands, listed
+from benchmarks.perplexity import english_text, model_perplexity
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 
@@ -42,33 +46,29 @@ def perplexity(model: str, n_tokens: int) -> float:
     return model_perplexity(load_model(model, "bf16", storage=StorageChoice("never")), None, n_tokens)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model")
-    parser.add_argument("--sparsities", default="0.3,0.5,0.7,2:4")
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--tokens", type=int, default=4096, help="measured; 0: time and memory alone")
-    parser.add_argument("--calibration-tokens", type=int, default=8192)
-    options = parser.parse_args()
+def pruning_table(
+    model: Model,
+    sparsities: str = "0.3,0.5,0.7,2:4",
+    methods: str = ",".join(METHODS),
+    tokens: Annotated[int, Option(help="measured; 0: time and memory alone")] = 4096,
+    calibration_tokens: int = 8192,
+) -> Yielded:
     text = english_text()
-    if options.tokens:
-        print(f"not pruned: {perplexity(options.model, options.tokens):.2f}", flush=True)
-    print(f"{'zeros':>6} {'method':10} {'perplexity':>11} {'seconds':>8} {'GB':>6}", flush=True)
+    if tokens:
+        yield f"not pruned: {perplexity(model, tokens):.2f}"
     with tempfile.TemporaryDirectory() as folder:
         calibrating = Path(folder, "calibrating.txt")
         calibrating.write_text(text[len(text) // 2 :], encoding="utf-8")
-        for sparsity in options.sparsities.split(","):
-            for method in options.methods.split(","):
-                out = Path(folder, f"{sparsity.replace(':', '-')}-{method}")
-                arguments = [options.model, "-o", str(out), "--sparsity", sparsity, "--method", method]
-                arguments += ["--calibration", str(calibrating)]
-                arguments += ["--calibration-tokens", str(options.calibration_tokens)]
-                seconds, gb = prune(arguments)
-                found = f"{perplexity(str(out), options.tokens):.2f}" if options.tokens else "-"
-                print(f"{sparsity:>6} {method:10} {found:>11} {seconds:8.1f} {gb:6.2f}", flush=True)
+        for sparsity, method in itertools.product(listed(sparsities), listed(methods)):
+            out = Path(folder, f"{sparsity.replace(':', '-')}-{method}")
+            arguments = [model, "-o", str(out), "--sparsity", sparsity, "--method", method]
+            arguments += ["--calibration", str(calibrating), "--calibration-tokens", str(calibration_tokens)]
+            seconds, gb = prune(arguments)
+            found = f"{perplexity(str(out), tokens):.2f}" if tokens else None
+            yield {"zeros": sparsity, "method": method, "perplexity": found, "seconds": seconds, "GB": gb}
 
+
+app = commands(__doc__, pruning_table)
 
 if __name__ == "__main__":
-    main()
+    app()

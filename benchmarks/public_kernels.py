@@ -10,11 +10,14 @@ machine is no Arm. Prints a Markdown table.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from typer import Option
+
+from benchmarks.harness import Yielded, commands
 from phasewise.ir.build import built, chosen
 from phasewise.ir.checking import Program, check, in_folder
 from phasewise.ir.errors import UserKernelError
@@ -81,9 +84,11 @@ class Public:
     define: tuple[str, ...] = ()
 
 
-def kernels(options: argparse.Namespace, empty: Path) -> Iterator[Public]:
-    if options.llama_cpp:
-        ggml = options.llama_cpp / "ggml"
+def kernels(
+    llama_cpp: Path | None, llama2_c: Path | None, xnnpack: Path | None, empty: Path
+) -> Iterator[Public]:
+    if llama_cpp:
+        ggml = llama_cpp / "ggml"
         include = (ggml / "src", ggml / "src/ggml-cpu", ggml / "include")
         for isa, folder, define in (
             ("avx2", "x86", ("GGML_CPU_FP16_TO_FP32(x)=_cvtsh_ss(x)",)),
@@ -92,15 +97,15 @@ def kernels(options: argparse.Namespace, empty: Path) -> Iterator[Public]:
             file = ggml / "src/ggml-cpu/arch" / folder / "quants.c"
             for name in DOTS.split():
                 yield Public("ggml", isa, file, f"ggml_vec_dot_{name}", DOT_ARGUMENTS, include, define)
-    if options.llama2_c:
+    if llama2_c:
         for name, described in LLAMA2.items():
-            yield Public("llama2.c", "portable", options.llama2_c / "run.c", name, described)
-    if options.xnnpack:
+            yield Public("llama2.c", "portable", llama2_c / "run.c", name, described)
+    if xnnpack:
         (empty / "pthreadpool.h").touch()  # of another project; nothing of it is used here
         for (folder, operation, variant), isa in XNNPACK.items():
-            file = options.xnnpack / "src" / folder / "gen" / f"{operation}-{variant}.c"
+            file = xnnpack / "src" / folder / "gen" / f"{operation}-{variant}.c"
             name = f"xnn_{operation}_ukernel__{variant}".replace("-", "_")
-            yield Public("XNNPACK", isa, file, name, XNNPACK_VECTORS, (options.xnnpack, empty))
+            yield Public("XNNPACK", isa, file, name, XNNPACK_VECTORS, (xnnpack, empty))
 
 
 def raised(one: Public) -> str:
@@ -127,29 +132,29 @@ def compared(one: Public, text: str, cases: int) -> str:
     return "bits equal on avx2 and portable"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("--llama-cpp", "--llama2-c", "--xnnpack"):
-        parser.add_argument(name, type=Path)
-    parser.add_argument("--cases", type=int, default=0, help="calls to compare; 0: raise only")
-    options = parser.parse_args()
-    print("| project | from | function | raised | lowered |\n|---|---|---|---|---|")
+def public_kernels(
+    llama_cpp: Annotated[Path | None, Option()] = None,
+    llama2_c: Annotated[Path | None, Option()] = None,
+    xnnpack: Annotated[Path | None, Option()] = None,
+    cases: Annotated[int, Option(help="calls to compare; 0: raise only")] = 0,
+) -> Yielded:
     n_all = n_raised = 0
     with in_folder() as empty:
-        for one in kernels(options, Path(empty)):
+        for one in kernels(llama_cpp, llama2_c, xnnpack, Path(empty)):
             n_all += 1
             state = verdict = ""
             try:
                 text = raised(one)
                 n_raised += 1
                 state = f"{len(read(text).body)} statements"
-                if options.cases and one.described:
-                    verdict = compared(one, text, options.cases)
+                if cases and one.described:
+                    verdict = compared(one, text, cases)
             except UserKernelError as error:
                 line = " ".join(str(error).replace(str(one.file.parent) + "/", "").split())
                 state, verdict = (state, line) if _is_after(error) else (line, "")
-            print(f"| {one.project} | {one.isa} | {one.function} | {state} | {verdict} |", flush=True)
-    print(f"\n{n_raised} of {n_all} raised")
+            row = {"project": one.project, "from": one.isa, "function": one.function}
+            yield row | {"raised": state, "lowered": verdict}
+    yield f"{n_raised} of {n_all} raised"
 
 
 def _is_after(error: UserKernelError) -> bool:
@@ -157,5 +162,7 @@ def _is_after(error: UserKernelError) -> bool:
     return type(error).__name__ in ("CheckError", "ToolError")
 
 
+app = commands(__doc__, public_kernels)
+
 if __name__ == "__main__":
-    main()
+    app()

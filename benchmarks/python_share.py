@@ -12,7 +12,6 @@ the event loop's thread computes for a step is printed beside it, since it takes
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import signal
@@ -21,21 +20,24 @@ import sys
 import threading
 import time
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Annotated, NamedTuple, cast
 
 import numpy as np
-import raw_http
+from typer import Option
 
+from benchmarks.harness import MODEL, Model, Yielded, commands
 from phasewise.serving import sampling
 from phasewise.serving.batch import Batch
+from phasewise.serving.engine_size import EngineSize
 from phasewise.serving.engine_thread import EngineThread
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.listening import TcpAddress
 from phasewise.serving.messages import Submit
-from phasewise.serving.open_engine import EngineSize, OpenEngine, open_engine
+from phasewise.serving.open_engine import OpenEngine, open_engine
 from phasewise.serving.ranks import LocalRanks
 from phasewise.serving.service import ServiceSettings, run_service
 from phasewise.workflows.open_model import Weights, open_model
+from tests.soak import raw_http
 
 PROMPT = "The history of the steam engine begins"
 
@@ -103,17 +105,8 @@ def serve(opened: OpenEngine, n_gen: int, n_sequences: int) -> None:
     """With HTTP: this script once more, as the clients. They end the server when they are done."""
     address = TcpAddress("127.0.0.1", 0)
     port = address.url.rpartition(":")[2]
-    command = [
-        sys.executable,
-        __file__,
-        "model",
-        "-n",
-        str(n_gen),
-        "-b",
-        str(n_sequences),
-        "--clients-of",
-        port,
-    ]
+    command = [sys.executable, __file__, "model", "-n", str(n_gen), "-b", str(n_sequences)]
+    command += ["--clients-of", port]
     with address:
         clients = subprocess.Popen(command)
         settings = ServiceSettings(("model",), HttpLimits())
@@ -136,40 +129,41 @@ async def is_there(port: int) -> bool:
         return False
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Python's share of a decode step")
-    parser.add_argument("model", nargs="?", default="smollm2-135m-instruct")
-    parser.add_argument("-n", type=int, default=128)
-    parser.add_argument("-b", type=int, default=1)
-    parser.add_argument("--format", default="native")
-    parser.add_argument("--http", action="store_true")
-    parser.add_argument("--clients-of", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.clients_of is not None:
+def python_share(
+    model: Model = MODEL,
+    n: Annotated[int, Option("-n", help="tokens of each sequence")] = 128,
+    b: Annotated[int, Option("-b", help="sequences")] = 1,
+    weights: Annotated[str, Option("--format")] = "native",
+    http: Annotated[bool, Option("--http")] = False,
+    clients_of: Annotated[int | None, Option(hidden=True)] = None,
+) -> Yielded:
+    if clients_of is not None:
         try:
-            asyncio.run(be_clients(arguments.clients_of, arguments.n, arguments.b))
+            asyncio.run(be_clients(clients_of, n, b))
         finally:
             os.kill(os.getppid(), signal.SIGTERM)
         return
-    found = open_model(arguments.model, Weights(arguments.format))
-    size = EngineSize.for_many(found.model, arguments.b, arguments.n + 64, None)
+    found = open_model(model, Weights(weights))
+    size = EngineSize.for_many(found.model, b, n + 64, None)
     with open_engine(found.model, found.plans, size, schedules=found.schedules) as opened:
         ranks = cast(LocalRanks, opened.engine.ranks)
-        with Steps(ranks, arguments.b) as steps:
-            run(opened, arguments.n, arguments.b)
+        with Steps(ranks, b) as steps:
+            run(opened, n, b)
         alone_us, python_us, _ = steps.medians_us()
-        print(f"decode step {alone_us:.0f} us, Python {python_us:.0f} us: {python_us / alone_us:.1%}")
-        if arguments.http:
+        yield f"decode step {alone_us:.0f} us, Python {python_us:.0f} us: {python_us / alone_us:.1%}"
+        if http:
             native_us = alone_us - python_us
-            with Steps(ranks, arguments.b) as steps:
-                serve(opened, arguments.n, arguments.b)
+            with Steps(ranks, b) as steps:
+                serve(opened, n, b)
             step_us, python_us, loop_us = steps.medians_us()
-            print(
+            yield (
                 f"with HTTP {step_us:.0f} us, Python {python_us:.0f} us: {python_us / step_us:.1%}; the "
                 f"event loop's thread {loop_us:.0f} us a step; beside the {native_us:.0f} us that were "
                 f"native without HTTP, all else is {1 - native_us / step_us:.1%}"
             )
 
 
+app = commands(__doc__, python_share)
+
 if __name__ == "__main__":
-    main()
+    app()

@@ -8,31 +8,24 @@ few words: give token ids.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from typing import Annotated
 
 import numpy as np
 from safetensors.numpy import save_file
+from typer import Argument
 
+from benchmarks.harness import Yielded, commands
 from tests.support.encoder_models import tokenizer_of
 
 CONTEXT, VOCABULARY = 512, 30522
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--heads", type=int, default=16)
-    options = parser.parse_args()
-    hidden, ffn = options.hidden, 4 * options.hidden
+def random_bert(
+    folder: Annotated[Path, Argument()], layers: int = 24, hidden: int = 1024, heads: int = 16
+) -> Yielded:
+    ffn = 4 * hidden
     rng = np.random.default_rng(0)
 
     def drawn(*shape: int) -> np.ndarray:
@@ -50,13 +43,12 @@ def main() -> None:
         "embeddings.position_embeddings.weight": drawn(CONTEXT, hidden),
         **norm("embeddings.LayerNorm"),
     }
-    for layer in range(options.layers):
+    for layer in range(layers):
         stem = f"encoder.layer.{layer}"
         for part, values in one.items():
             weights[f"{stem}.{part}.weight"] = values
             weights[f"{stem}.{part}.bias"] = np.zeros(len(values), np.float32)
         weights |= norm(f"{stem}.attention.output.LayerNorm") | norm(f"{stem}.output.LayerNorm")
-    folder: Path = options.folder
     (folder / "1_Pooling").mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
@@ -65,8 +57,8 @@ def main() -> None:
         "hidden_act": "gelu",
         "hidden_size": hidden,
         "intermediate_size": ffn,
-        "num_hidden_layers": options.layers,
-        "num_attention_heads": options.heads,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
         "max_position_embeddings": CONTEXT,
         "layer_norm_eps": 1e-12,
         "type_vocab_size": 2,
@@ -89,6 +81,10 @@ def main() -> None:
         (folder / name).write_text(json.dumps(fields), encoding="utf-8")
     (folder / "tokenizer.json").write_text(tokenizer_of("bert-cls").to_str(), encoding="utf-8")
 
+    yield f"{folder}: {layers} layers of {hidden}"
+
+
+app = commands(__doc__, random_bert)
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -8,12 +8,14 @@ noise with that model's tokens: what masks add to a row, and what the first gram
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
+from typing import Annotated
 
 import numpy as np
+from typer import Option
 
+from benchmarks.harness import Yielded, commands, note
 from phasewise.serving.guides import Grammar, Guide, GuideCompiler, TokenView
 from phasewise.serving.sampling import Sampler, SamplingParams, sample_rows
 
@@ -55,34 +57,31 @@ def compiler_of(name: str) -> tuple[GuideCompiler, int]:
     from phasewise.serving.loaders import load_model
     from phasewise.serving.open_engine import ModelText
 
-    model = load_model(name, "native", report=print)
+    model = load_model(name, "native", report=note)
     tokenizer, config = ModelText(model).tokenizer, model.config
     ends = frozenset(config.eos_token_ids)
     view = TokenView(config.vocab_size, ends, tokenizer.special_ids, tokenizer.piece, tokenizer.encode)
     return GuideCompiler(view), config.vocab_size
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=49152)
-    parser.add_argument("--model")
-    options = parser.parse_args()
+def sampling(
+    rows: int = 8, vocabulary: int = 49152, model: Annotated[str | None, Option()] = None
+) -> Yielded:
     rng = np.random.default_rng(0)
-    compiler, size = compiler_of(options.model) if options.model else (None, options.vocabulary)
-    logits = (rng.standard_normal((options.rows, size)) * 3).astype(np.float32)
+    compiler, size = compiler_of(model) if model else (None, vocabulary)
+    logits = (rng.standard_normal((rows, size)) * 3).astype(np.float32)
     for name, params in SETTINGS.items():
-        print(f"{name:20} {cost_us(logits, params):8.0f} us")
+        yield {"setting": name, "us": cost_us(logits, params)}
     if compiler is None:
         return
     started = time.perf_counter()
     guide = compiler.compile(Grammar.of_schema(SCHEMA))
-    print(f"the first grammar waits {time.perf_counter() - started:.2f} s")
+    yield f"the first grammar waits {time.perf_counter() - started:.2f} s"
     for name in ("greedy", "temperature"):
-        print(f"by schema, {name:9} {cost_us(logits, SETTINGS[name], guide):8.0f} us")
+        yield {"setting": f"by schema, {name}", "us": cost_us(logits, SETTINGS[name], guide)}
 
+
+app = commands(__doc__, sampling)
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -13,27 +13,30 @@ slow end is left out.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-from tabulate import tabulate
+from typer import Argument, Option
 
+from benchmarks.harness import MODEL, Rounds, Row, Spread, Yielded, commands, listed, note, ratios
 from phasewise.serving.batch import Batch
 from phasewise.serving.engine import Engine
+from phasewise.serving.engine_size import EngineSize
 from phasewise.serving.messages import Answer, Submit
-from phasewise.serving.open_engine import EngineSize, open_engine
+from phasewise.serving.open_engine import open_engine
 from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.rank_teams import keeping_affinity
+from phasewise.serving.ranks_contract import KvMemory
 from phasewise.serving.sampling import SamplingParams
+from phasewise.serving.scheduler_terms import SchedulerLimits
 from phasewise.tuner.errors import TraceError
 from phasewise.workflows.bench.kv.replay import Replay, ReplayInputs, replay_of
 from phasewise.workflows.bench.kv.settings import TraceSelection
@@ -143,13 +146,10 @@ def prompts_of(replay: Replay, seed: int) -> list[tuple[int, ...]]:
 
 def run_policy(found: OpenModel, replay: Replay, policy: str, number: int, n_warm: int) -> PoolRun:
     """All requests of `replay` through an engine of its own."""
-    size = EngineSize(
-        replay.settings.longest_request,
-        replay.n_slots,
-        replay.max_sequences,
-        kv_policy=policy,
-        prefix_reuse=False,
+    limits = SchedulerLimits(
+        replay.settings.longest_request, max_sequences=replay.max_sequences, prefix_reuse=False
     )
+    size = EngineSize(limits, KvMemory(replay.n_slots), policy)
     pool = open_pool(policy, replay.n_slots, replay.settings)
     with (
         keeping_affinity(),
@@ -196,88 +196,63 @@ def _run_of(
     )
 
 
-def table(runs: Sequence[PoolRun], policies: Sequence[str]) -> str:
+def rows_of(runs: Sequence[PoolRun]) -> Iterator[Row]:
     """A row a policy; the ratio is the first policy's tokens/s over its own, round by round."""
-    by_policy = {name: [run for run in runs if run.policy == name] for name in policies}
-    first = by_policy[policies[0]]
-    rows = []
+    by_policy: dict[str, list[PoolRun]] = defaultdict(list)
+    for run in sorted(runs, key=lambda one: one.round):
+        by_policy[run.policy].append(run)
+    first = runs[0].policy
+    speeds = {name: [run.tokens_per_s for run in own] for name, own in by_policy.items()}
     for name, own in by_policy.items():
-        ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(first, own, strict=True) if b.tokens_per_s]
-        rows.append(
-            [
-                name,
-                _middle(own, lambda run: run.tokens_per_s),
-                _middle(own, lambda run: run.whole_tokens_per_s),
-                f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else "",
-                f"{statistics.median(run.running for run in own):.1f}",
-                str(own[0].preemptions),
-                str(own[0].migrations),
-                str(sum(run.failed for run in own)),
-            ]
-        )
-    headers = ["policy", "tokens/s (range)", "whole run", f"{policies[0]} over it", "at once"]
-    headers += ["preemptions", "migrations", "failed"]
-    return tabulate(rows, headers, "github", disable_numparse=True) + "\n"
+        yield {
+            "policy": name,
+            "tokens/s": Spread.of(speeds[name]),
+            "whole run": Spread.of([run.whole_tokens_per_s for run in own]),
+            f"{first} over it": ratios(speeds[first], speeds[name]) if all(speeds[name]) else None,
+            "at once": statistics.median(run.running for run in own),
+            "preemptions": own[0].preemptions,
+            "migrations": own[0].migrations,
+            "failed": sum(run.failed for run in own),
+        }
 
 
-def _middle(runs: Sequence[PoolRun], figure: Callable[[PoolRun], float]) -> str:
-    values = [figure(run) for run in runs]
-    return f"{statistics.median(values):.0f} ({min(values):.0f}-{max(values):.0f})"
-
-
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("trace", help="a file of lengths, or a distribution, as `bench kv` reads them")
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--format", default="native", help="of the weights")
-    parser.add_argument("--column", help="of a CSV file without prompts")
-    parser.add_argument("--prompt-tokens", type=int, default=48, help="of each request of such a file")
-    parser.add_argument("--max-tokens", default="final:0.55", help="a number, final:SHARE or live:SHARE")
-    parser.add_argument("--estimate", default="error:0.3", help="as `bench kv` has it")
-    parser.add_argument("--prompts-of", metavar="MODEL", help="whose tokens a log's texts become")
-    parser.add_argument("--seed", type=int, default=0, help="of the requests chosen and of errors")
-    parser.add_argument("--slots", type=int, default=4096)
-    parser.add_argument("--requests", type=int, default=240)
-    parser.add_argument("--warm", type=int, default=80, help="requests that end before time counts")
-    parser.add_argument("--max-sequences", type=int, default=64)
-    parser.add_argument("--reserve", type=float, help="odma: share of the slots that no request is promised")
-    parser.add_argument(
-        "--policies", default=",".join(POLICIES), help="the first is compared with the others"
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
-
-
-def main() -> None:
-    arguments = parsed()
-    asked = TraceSelection(
-        arguments.column,
-        arguments.prompt_tokens,
-        arguments.requests,
-        seed=arguments.seed,
-        model=arguments.prompts_of,
-    )
-    wanted = ReplayInputs([arguments.trace], asked, arguments.max_tokens, [arguments.estimate], None)
+def serve_pools(
+    trace: Annotated[str, Argument(help="a file of lengths, or a distribution, as `bench kv` reads them")],
+    model: Annotated[str, Option()] = MODEL,
+    weights: Annotated[str, Option("--format", help="of the weights")] = "native",
+    column: Annotated[str | None, Option(help="of a CSV file without prompts")] = None,
+    prompt_tokens: Annotated[int, Option(help="of each request of such a file")] = 48,
+    max_tokens: Annotated[str, Option(help="a number, final:SHARE or live:SHARE")] = "final:0.55",
+    estimate: Annotated[str, Option(help="as `bench kv` has it")] = "error:0.3",
+    prompts_of: Annotated[str | None, Option(metavar="MODEL", help="whose tokens texts become")] = None,
+    seed: Annotated[int, Option(help="of the requests chosen and of errors")] = 0,
+    slots: int = 4096,
+    requests: int = 240,
+    warm: Annotated[int, Option(help="requests that end before time counts")] = 80,
+    max_sequences: int = 64,
+    reserve: Annotated[float | None, Option(help="odma: share of slots that no request is promised")] = None,
+    policies: Annotated[str, Option(help="the first is compared with the others")] = ",".join(POLICIES),
+    rounds: Rounds = 3,
+    threads: Annotated[int | None, Option()] = None,
+) -> Yielded:
+    asked = TraceSelection(column, prompt_tokens, requests, seed=seed, model=prompts_of)
+    settings = {} if reserve is None else {"reserve_share": reserve}
     try:
-        settings = {} if arguments.reserve is None else {"reserve_share": arguments.reserve}
-        replay, story = replay_of(wanted, arguments.slots, arguments.max_sequences, settings)
+        wanted = ReplayInputs([trace], asked, max_tokens, [estimate], None)
+        replay, story = replay_of(wanted, slots, max_sequences, settings)
     except TraceError as error:
         raise SystemExit(str(error)) from None
-    print(story, file=sys.stderr)
-    found = open_model(arguments.model, Weights(arguments.format), arguments.threads)
-    policies = arguments.policies.split(",")
-    runs = []
-    for number in range(arguments.rounds):
-        for policy in policies if number % 2 == 0 else policies[::-1]:
-            runs.append(run_policy(found, replay, policy, number, arguments.warm))
-            print(json.dumps(asdict(runs[-1])), file=sys.stderr, flush=True)
-    rows: list[Mapping[str, Any]] = [asdict(run) for run in runs]
-    print(json.dumps({"load": story, "runs": rows}) if arguments.json else table(runs, policies))
+    note(story)
+    opened = open_model(model, Weights(weights), threads)
+    names, runs = listed(policies), []
+    for number in range(rounds):
+        for policy in names if number % 2 == 0 else names[::-1]:
+            runs.append(run_policy(opened, replay, policy, number, warm))
+            note(json.dumps(asdict(runs[-1])))
+    yield from rows_of(runs)
 
+
+app = commands(__doc__, serve_pools)
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -11,29 +11,31 @@ one front in this process; times are those at which instances made tokens.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import queue
 import random
 import secrets
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
-from tabulate import tabulate
+from typer import Option
 
-from phasewise.cluster.front import Front, FrontSettings, Launcher
+from benchmarks.harness import MODEL, Rounds, Row, Spread, Yielded, commands, in_turns, ratios
+from phasewise.cluster.front import Front
 from phasewise.cluster.local_instances import LocalInstances
 from phasewise.cluster.routing import Role
+from phasewise.cluster.supervisor import FrontSettings, Launcher
+from phasewise.serving.engine_size import EngineSize
 from phasewise.serving.loaders import load_model
 from phasewise.serving.messages import Abort, Delivery, Failure, Submit
-from phasewise.serving.open_engine import EngineSize
 from phasewise.serving.sockets import Keys
 from phasewise.tuner.config.trace import read_trace
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
@@ -113,15 +115,14 @@ def plans_on(cores: tuple[int, ...]) -> tuple[ServicePlan, ...]:
 SPLIT: list[tuple[Role, tuple[int, ...]]] = [("prompt", (0,)), ("token", (1,))]
 
 
-class Bench:
-    """What all parts share."""
+class Load:
+    """Instances of one model, and requests with random prompts."""
 
-    def __init__(self, asked: argparse.Namespace) -> None:
-        self.asked = asked
-        model = load_model(asked.model, "native")
-        size = EngineSize.for_many(model, 16, 4096, None, kv_shared=True)
-        self.spec = InstanceSpec(asked.model, Weights(), replace(size, prefix_reuse=False), None)
-        self.rng = random.Random(asked.seed)
+    def __init__(self, model: str, seed: int = 0) -> None:
+        size = EngineSize.for_many(load_model(model, "native"), 16, 4096, None, kv_shared=True)
+        size = replace(size, limits=replace(size.limits, prefix_reuse=False))
+        self.spec = InstanceSpec(model, Weights(), size, None)
+        self.rng = random.Random(seed)
         self.n_sent = 0
 
     def request(self, n_prompt: int, n_answer: int) -> Submit:
@@ -129,175 +130,171 @@ class Bench:
         prompt = tuple(self.rng.choices(range(1000, 30_000), k=n_prompt))
         return Submit(f"r{self.n_sent}", prompt, n_answer, ignore_eos=True)
 
-    # ---- the second token --------------------------------------------------------------------------------
 
-    def second_token(self) -> str:
-        """From sending to the second token: later than from one engine by what share of a TBT?
+def second_token(model: str = MODEL, prompt_tokens: int = 512, rounds: Rounds = 5) -> Yielded:
+    """From sending to the second token: later than from one engine by what share of a TBT?
 
-        Prefill takes a hundred times as long as what is asked for, and scatters by more. So the time of its
-        steps, as the instance that computes them measures it, is taken off, and shown apart.
-        """
-        beside: dict[str, list[float]] = {}
-        prefill: dict[str, list[float]] = {}
-        tbt: list[float] = []
-        with contextlib.ExitStack() as stack:
-            fronts = {
-                "one engine": stack.enter_context(pools(self.spec, [("mixed", (0,))])),
-                "layer by layer": stack.enter_context(pools(self.spec, SPLIT, layerwise_above_tokens=0)),
-                "serial": stack.enter_context(pools(self.spec, SPLIT, layerwise_above_tokens=SERIAL)),
-            }
-            for round_ in range(self.asked.rounds + 1):
-                names = list(fronts) if round_ % 2 else list(fronts)[::-1]
-                for name in names:
-                    before_s = fronts[name].prefill_s
-                    sent_s, tokens_s = fronts[name].run(self.request(self.asked.prompt_tokens, 8))
-                    if round_ == 0:
-                        continue  # warms up
-                    prefill.setdefault(name, []).append(fronts[name].prefill_s - before_s)
-                    beside.setdefault(name, []).append(tokens_s[1] - sent_s - prefill[name][-1])
-                    if name == "layer by layer":
-                        tbt += list(np.diff(tokens_s)[1:])
-        between = statistics.median(tbt)
-        rows = []
-        alone_s = statistics.median(beside["one engine"])
-        for name in fronts:
-            steps = 1e3 * np.percentile(prefill[name], [25, 50, 75])
-            low, middle, high = (np.percentile(beside[name], [25, 50, 75]) - alone_s) / between
-            rows.append(
-                [
-                    name,
-                    f"{steps[1]:.0f} ({steps[0]:.0f} to {steps[2]:.0f})",
-                    f"{1e3 * statistics.median(beside[name]):.2f}",
-                    f"{middle:+.1%} ({low:+.1%} to {high:+.1%})",
-                ]
-            )
-        headers = ["", "prefill, ms (quartiles)", "to the second token beside it, ms", "later, of a TBT"]
-        text = tabulate(rows, headers=headers, tablefmt="github")
-        return f"TBT {1e3 * between:.2f} ms, {self.asked.rounds} rounds\n\n{text}"
-
-    # ---- running answers ---------------------------------------------------------------------------------
-
-    def between_tokens(self) -> str:
-        """Gaps of running answers while long prompts arrive, divided and not, in turns."""
-        gaps: dict[str, list[float]] = {"split": [], "mixed, both cores": []}
-        with contextlib.ExitStack() as stack:
-            fronts = {
-                "split": stack.enter_context(pools(self.spec, SPLIT)),
-                "mixed, both cores": stack.enter_context(pools(self.spec, [("mixed", (0, 1))])),
-            }
-            for round_ in range(self.asked.rounds):
-                for name in list(fronts) if round_ % 2 else list(fronts)[::-1]:
-                    gaps[name] += self.gaps_of(fronts[name])
-        rows = [
-            [name, len(found), *(f"{1e3 * np.percentile(found, p):.2f}" for p in (50, 90, 99))]
-            for name, found in gaps.items()
-        ]
-        ratio = np.percentile(gaps["split"], 99) / np.percentile(gaps["mixed, both cores"], 99)
-        headers = ["", "gaps", "P50, ms", "P90, ms", "P99, ms"]
-        return f"{tabulate(rows, headers=headers, tablefmt='github')}\n\nP99 split / mixed: {ratio:.3f}"
-
-    def gaps_of(self, found: Pools) -> list[float]:
-        """Seconds between tokens of four answers while long prompts arrive, from the first of these on."""
-        running = [self.request(100, 3000) for _ in range(4)]
-        for one in running:
-            found.front.send(one)
-        while any(len(found.tokens_s.get(one.request_id, ())) < 5 for one in running):
-            time.sleep(0.01)
-        begin_s = time.perf_counter()
-        for _ in range(self.asked.prompts):
-            found.run(self.request(2000, 1))
-        end_s = time.perf_counter()
-        for one in running:
-            found.front.send(Abort(one.request_id))
-        gaps: list[float] = []
-        for one in running:
-            times = [at for at in found.tokens_s[one.request_id] if begin_s <= at <= end_s]
-            gaps += list(np.diff(times))
-        while any(one["kv_slots_used"] for one in found.front.members()):
-            time.sleep(0.05)
-        return gaps
-
-    # ---- throughput --------------------------------------------------------------------------------------
-
-    def saturated(self) -> str:
-        """Tokens/s of prompts and answers while requests wait: pools against two replicas behind JSQ."""
-        trace = [one for one in read_trace(self.asked.trace) if one.prompt_tokens + one.output_tokens <= 4000]
-        rates: dict[str, list[float]] = {"split": [], "two replicas": []}
-        with contextlib.ExitStack() as stack:
-            fronts = {
-                "split": stack.enter_context(pools(self.spec, SPLIT)),
-                "two replicas": stack.enter_context(pools(self.spec, [("mixed", (0,)), ("mixed", (1,))])),
-            }
-            for round_ in range(self.asked.rounds):
-                chosen = self.rng.sample(trace, self.asked.requests)
-                for name in list(fronts) if round_ % 2 else list(fronts)[::-1]:
-                    requests = [self.request(one.prompt_tokens, one.output_tokens) for one in chosen]
-                    rates[name].append(self.rate(fronts[name], requests))
-            divided = fronts["split"].front.counts.divided
-        rows = [
-            [name, " ".join(f"{one:.0f}" for one in found), f"{statistics.median(found):.0f}"]
-            for name, found in rates.items()
-        ]
-        ratio = statistics.median(a / b for a, b in zip(*rates.values(), strict=True))
-        text = tabulate(rows, headers=["", "tokens/s", "median"], tablefmt="github")
-        return f"{text}\n\nsplit / two replicas: {ratio:.3f}; {divided} requests were divided"
-
-    def rate(self, found: Pools, requests: Sequence[Submit]) -> float:
-        """Over the requests that end between the first fifth and the last one."""
-        by_name = {one.request_id: one for one in requests}
-        for one in requests:
-            found.front.send(one)
-        ends = []
-        for _ in requests:
-            name = found.ended.get(timeout=PATIENCE_S)
-            one = by_name[name]
-            ends.append((found.tokens_s[name][-1], len(one.prompt_token_ids) + (one.max_tokens or 0)))
-        fifth = len(ends) // 5
-        counted = ends[fifth : len(ends) - fifth]
-        return float(sum(tokens for _, tokens in counted[1:]) / (counted[-1][0] - counted[0][0]))
-
-    # ---- Ray ---------------------------------------------------------------------------------------------
-
-    def ray(self) -> str:
-        """Tokens/s over two nodes of a local Ray cluster against the same instances without it, over TCP."""
-        os.environ |= {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": secrets.token_hex(16),
+    Prefill takes a hundred times as long as what is asked for, and scatters by more. So the time of its
+    steps, as the instance that computes them measures it, is taken off, and shown apart.
+    """
+    load = Load(model)
+    with contextlib.ExitStack() as stack:
+        fronts = {
+            "one engine": stack.enter_context(pools(load.spec, [("mixed", (0,))])),
+            "layer by layer": stack.enter_context(pools(load.spec, SPLIT, layerwise_above_tokens=0)),
+            "serial": stack.enter_context(pools(load.spec, SPLIT, layerwise_above_tokens=SERIAL)),
         }
-        from ray.cluster_utils import Cluster
 
-        from phasewise.cluster.ray_cluster import RayInstances, WantedInstance, ray_connection
+        def once(front: Pools) -> tuple[float, float, list[float]]:
+            """Seconds of prefill, those to the second token beside it, and between later ones."""
+            before_s = front.prefill_s
+            sent_s, tokens_s = front.run(load.request(prompt_tokens, 8))
+            prefill_s = front.prefill_s - before_s
+            return prefill_s, tokens_s[1] - sent_s - prefill_s, list(np.diff(tokens_s)[1:])
 
-        node = {"num_cpus": 1, "object_store_memory": 80 << 20}
-        rates: dict[str, list[float]] = {"Ray": [], "without": []}
-        before = set(os.listdir("/proc"))
-        cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-        try:
-            cluster.add_node(**node)
-            with ray_connection(cluster.address) as address, contextlib.ExitStack() as stack:
-                time.sleep(5)
-                idle = idle_cost(before, self.asked.idle)
-                launcher = RayInstances(
-                    MODULE, [WantedInstance("prompt", 1), WantedInstance("token", 1)], spread=True
-                )
-                launcher.tell_with([replace(self.spec, plans=plans_on(cores)).tell for _, cores in SPLIT])
-                fronts = {
-                    "Ray": stack.enter_context(pools(self.spec, SPLIT, launcher, address, kv_transfer="tcp")),
-                    "without": stack.enter_context(pools(self.spec, SPLIT, None, address, kv_transfer="tcp")),
-                }
-                for round_ in range(self.asked.rounds):
-                    for name in list(fronts) if round_ % 2 else list(fronts)[::-1]:
-                        requests = [self.request(200, 60) for _ in range(self.asked.requests)]
-                        rates[name].append(self.rate(fronts[name], requests))
-        finally:
-            cluster.shutdown()
-        ratio = statistics.median(a / b for a, b in zip(*rates.values(), strict=True))
-        rows = [
-            [name, " ".join(f"{one:.0f}" for one in found), f"{statistics.median(found):.0f}"]
-            for name, found in rates.items()
-        ]
-        text = tabulate(rows, headers=["", "tokens/s", "median"], tablefmt="github")
-        return f"{text}\n\nRay / without: {ratio:.3f}\n{idle}"
+        taken = in_turns({name: partial(once, front) for name, front in fronts.items()}, rounds)
+    between_s = float(np.median([gap for _, _, gaps in taken["layer by layer"] for gap in gaps]))
+    alone_s = float(np.median([beside_s for _, beside_s, _ in taken["one engine"]]))
+    yield f"TBT {1e3 * between_s:.2f} ms, {rounds} rounds; quartiles"
+    for name, own in taken.items():
+        prefill_ms, beside_ms = 1e3 * np.array([one[:2] for one in own]).T
+        yield {
+            "": name,
+            "prefill, ms": quartiles(prefill_ms),
+            "to the second token beside it, ms": float(np.median(beside_ms)),
+            "later, % of a TBT": quartiles(100 * (beside_ms / 1e3 - alone_s) / between_s),
+        }
+
+
+def quartiles(values: np.ndarray) -> Spread:
+    low, middle, high = np.percentile(values, [25, 50, 75])
+    return Spread(float(middle), float(low), float(high))
+
+
+def between_tokens(model: str = MODEL, prompts: int = 5, rounds: Rounds = 5) -> Yielded:
+    """Gaps of running answers while 2,000-token prompts arrive (--prompts a round), divided and not."""
+    load = Load(model)
+    with contextlib.ExitStack() as stack:
+        fronts = {
+            "split": stack.enter_context(pools(load.spec, SPLIT)),
+            "mixed, both cores": stack.enter_context(pools(load.spec, [("mixed", (0, 1))])),
+        }
+        taken = in_turns(
+            {name: partial(gaps_of, load, front, prompts) for name, front in fronts.items()},
+            rounds,
+            warm_ups=0,
+        )
+    gaps = {name: [gap for own in every for gap in own] for name, every in taken.items()}
+    for name, own in gaps.items():
+        yield {"": name, "gaps": len(own)} | {
+            f"P{p}, ms": 1e3 * float(np.percentile(own, p)) for p in (50, 90, 99)
+        }
+    split, mixed = (np.percentile(own, 99) for own in gaps.values())
+    yield f"P99 split / mixed: {split / mixed:.3f}"
+
+
+def gaps_of(load: Load, front: Pools, prompts: int) -> list[float]:
+    """Seconds between tokens of four answers while long prompts arrive, from the first of these on."""
+    running = [load.request(100, 3000) for _ in range(4)]
+    for one in running:
+        front.front.send(one)
+    while any(len(front.tokens_s.get(one.request_id, ())) < 5 for one in running):
+        time.sleep(0.01)
+    begin_s = time.perf_counter()
+    for _ in range(prompts):
+        front.run(load.request(2000, 1))
+    end_s = time.perf_counter()
+    for one in running:
+        front.front.send(Abort(one.request_id))
+    gaps: list[float] = []
+    for one in running:
+        gaps += list(np.diff([at for at in front.tokens_s[one.request_id] if begin_s <= at <= end_s]))
+    while any(one["kv_slots_used"] for one in front.front.members()):
+        time.sleep(0.05)
+    return gaps
+
+
+def saturated(
+    trace: Annotated[str, Option(help="lengths of prompts and answers")],
+    model: str = MODEL,
+    requests: Annotated[int, Option(help="in each round")] = 30,
+    rounds: Rounds = 5,
+) -> Yielded:
+    """Tokens/s of prompts and answers while requests wait: pools against two replicas behind JSQ."""
+    load = Load(model)
+    lengths = [one for one in read_trace(trace) if one.prompt_tokens + one.output_tokens <= 4000]
+    chosen = [load.rng.sample(lengths, requests) for _ in range(rounds)]
+    with contextlib.ExitStack() as stack:
+        fronts = {
+            "split": stack.enter_context(pools(load.spec, SPLIT)),
+            "two replicas": stack.enter_context(pools(load.spec, [("mixed", (0,)), ("mixed", (1,))])),
+        }
+        sizes = [[(one.prompt_tokens, one.output_tokens) for one in own] for own in chosen]
+        yield from compared(load, fronts, sizes)
+        yield f"{fronts['split'].front.counts.divided} requests were divided"
+
+
+def compared(
+    load: Load, fronts: Mapping[str, Pools], sizes: Sequence[Sequence[tuple[int, int]]]
+) -> Iterator[Row]:
+    """Tokens/s of each in turns, and the ratios of the rounds. sizes: prompt and answer, of each round."""
+    rounds = {name: iter(sizes) for name in fronts}
+
+    def turn(name: str) -> float:
+        return rate(fronts[name], [load.request(*one) for one in next(rounds[name])])
+
+    rates = in_turns({name: partial(turn, name) for name in fronts}, len(sizes), warm_ups=0)
+    first = next(iter(rates))
+    for name, own in rates.items():
+        yield {"": name, "tokens/s": Spread.of(own), f"{first} over it": ratios(rates[first], own)}
+
+
+def rate(pools_: Pools, requests: Sequence[Submit]) -> float:
+    """Over the requests that end between the first fifth and the last one."""
+    by_name = {one.request_id: one for one in requests}
+    for one in requests:
+        pools_.front.send(one)
+    ends = []
+    for _ in requests:
+        name = pools_.ended.get(timeout=PATIENCE_S)
+        one = by_name[name]
+        ends.append((pools_.tokens_s[name][-1], len(one.prompt_token_ids) + (one.max_tokens or 0)))
+    fifth = len(ends) // 5
+    counted = ends[fifth : len(ends) - fifth]
+    return float(sum(tokens for _, tokens in counted[1:]) / (counted[-1][0] - counted[0][0]))
+
+
+def ray(
+    model: str = MODEL,
+    requests: Annotated[int, Option(help="in each round")] = 30,
+    idle: Annotated[float, Option(help="seconds")] = 15.0,
+    rounds: Rounds = 5,
+) -> Yielded:
+    """Tokens/s over two nodes of a local Ray cluster against the same instances without it; its idle cost."""
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+    from ray.cluster_utils import Cluster
+
+    from phasewise.cluster.ray_cluster import RayInstances, WantedInstance, ray_connection
+
+    load = Load(model)
+    node = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    before = set(os.listdir("/proc"))
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    try:
+        cluster.add_node(**node)
+        with ray_connection(cluster.address) as address, contextlib.ExitStack() as stack:
+            time.sleep(5)
+            yield idle_cost(before, idle)
+            wanted = [WantedInstance("prompt", 1), WantedInstance("token", 1)]
+            launcher = RayInstances(MODULE, wanted, spread=True)
+            launcher.tell_with([replace(load.spec, plans=plans_on(cores)).tell for _, cores in SPLIT])
+            fronts = {
+                name: stack.enter_context(pools(load.spec, SPLIT, own, address, kv_transfer="tcp"))
+                for name, own in (("Ray", launcher), ("without", None))
+            }
+            yield from compared(load, fronts, [[(200, 60)] * requests] * rounds)
+    finally:
+        cluster.shutdown()
 
 
 def idle_cost(before: set[str], for_s: float) -> str:
@@ -334,32 +331,7 @@ def private_bytes(name: str) -> int:
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("part", choices=["second-token", "between-tokens", "saturated", "ray"])
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompt-tokens", type=int, default=512, help="second-token: of each prompt")
-    parser.add_argument("--prompts", type=int, default=5, help="between-tokens: long prompts a round")
-    parser.add_argument("--requests", type=int, default=30, help="saturated, ray: in each round")
-    parser.add_argument("--trace", help="saturated: lengths of prompts and answers")
-    parser.add_argument("--idle", type=float, default=15.0, help="ray: seconds")
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    if asked.part == "saturated" and asked.trace is None:
-        parser.error("saturated needs --trace")
-    bench = Bench(asked)
-    parts = {
-        "second-token": bench.second_token,
-        "between-tokens": bench.between_tokens,
-        "saturated": bench.saturated,
-        "ray": bench.ray,
-    }
-    print(f"{asked.part}, {asked.model}")
-    print(parts[asked.part]())
-
+app = commands(__doc__, second_token, between_tokens, saturated, ray)
 
 if __name__ == "__main__":
-    main()
+    app()

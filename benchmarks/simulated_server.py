@@ -10,29 +10,31 @@
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 import random
-import re
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
-from tabulate import tabulate
+from typer import Option
 
+from benchmarks.harness import MODEL, Threads, Yielded, commands
+from benchmarks.peers.servers import phasewise, running
 from phasewise.cluster.arrivals import poisson
 from phasewise.cluster.links import Link
 from phasewise.cluster.metrics import summarise
 from phasewise.cluster.requests import Arrival
 from phasewise.cluster.simulate import ClusterSpec, MachineType, Pool, simulate
 from phasewise.cluster.timed_steps import TimedStep, steps_of
+from phasewise.serving.engine_size import EngineSize
 from phasewise.serving.messages import Submit
-from phasewise.serving.open_engine import EngineSize, OpenEngine, open_engine
+from phasewise.serving.open_engine import OpenEngine, open_engine
 from phasewise.workflows.open_model import open_model
 
 MAX_SEQUENCES = 16
@@ -49,46 +51,50 @@ LENGTHS = [(64, 24), (160, 48), (300, 16), (480, 64), (700, 32), (1100, 40), (96
 FIGURES = ("ttft", "tpot", "e2el")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rate", type=float, default=1.5)
-    parser.add_argument("--duration", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--scale", type=float, default=1.0, help="of the prompts' lengths, for a slow host")
-    asked = parser.parse_args()
-    found = open_model(asked.model, threads=asked.threads)
-    size = replace(
-        EngineSize.for_many(found.model, MAX_SEQUENCES, 2048, None), prefix_reuse=False, touched=True
-    )
-    with open_engine(found.model, found.plans, size, schedules=found.schedules) as opened:
-        steps = steps_of(timed_steps(opened))
-    lengths = [(max(1, round(prompt * asked.scale)), answer) for prompt, answer in LENGTHS]
-    arrivals = poisson(lengths, asked.rate, asked.duration, asked.seed)
-    measured = served(arrivals, asked.model, asked.threads)
-    kind = MachineType("here", steps, size.kv_slots, 0, 1, 1, Link(1e9))
-    kind = replace(
-        kind, max_batch_tokens=size.max_batch_tokens, max_sequences=MAX_SEQUENCES, tpot_ms=size.tpot_ms
-    )
+def simulated_server(
+    model: Annotated[str, Option()] = MODEL,
+    threads: Threads = 1,
+    rate: Annotated[float, Option(help="requests/s")] = 1.5,
+    duration: Annotated[float, Option(help="seconds")] = 60.0,
+    seed: int = 0,
+    scale: Annotated[float, Option(help="of the prompts' lengths, for a slow host")] = 1.0,
+) -> Yielded:
+    kind = timed_machine(model, threads, 2048)
+    lengths = [(max(1, round(prompt * scale)), answer) for prompt, answer in LENGTHS]
+    arrivals = poisson(lengths, rate, duration, seed)
+    measured = served(arrivals, model, threads)
     result = simulate(ClusterSpec((Pool("mixed", kind, 1),)), arrivals)
     simulated = {
         "ttft": [life.ttft_s for life in result.lives],
         "tpot": [life.tbt_s for life in result.lives],
         "e2el": [life.e2e_s for life in result.lives],
     }
-    rows = []
-    for figure in FIGURES:
-        for percentile in (50, 90):
-            real = float(np.percentile(measured[figure], percentile)) * 1000
-            model = float(np.percentile(simulated[figure], percentile)) * 1000
-            rows.append(
-                [f"{figure} P{percentile}", f"{real:.1f}", f"{model:.1f}", f"{model / real - 1:+.1%}"]
-            )
+    yield f"{model}, {threads} threads, {len(arrivals)} requests at {rate:g}/s"
     busy = summarise(result, None).uses[0].utilisation
-    print(f"{found.model.name}, {asked.threads} threads, {len(arrivals)} requests at {asked.rate:g}/s")
-    print(f"the simulated machine was busy for {busy:.0%} of the time")
-    print(tabulate(rows, headers=["", "server, ms", "simulator, ms", "difference"], tablefmt="github"))
+    yield f"the simulated machine was busy for {busy:.0%} of the time"
+    for figure, percentile in itertools.product(FIGURES, (50, 90)):
+        real_ms, model_ms = (
+            1e3 * float(np.percentile(of[figure], percentile)) for of in (measured, simulated)
+        )
+        yield {
+            "": f"{figure} P{percentile}",
+            "server, ms": real_ms,
+            "simulator, ms": model_ms,
+            "difference": f"{model_ms / real_ms - 1:+.1%}",
+        }
+
+
+def timed_machine(model: str, threads: int, context: int) -> MachineType:
+    """This host with a model, its steps timed; keys and values in slots."""
+    opened_model = open_model(model, threads=threads)
+    size = EngineSize.for_many(opened_model.model, MAX_SEQUENCES, context, None)
+    size = replace(size, limits=replace(size.limits, prefix_reuse=False), kv=replace(size.kv, touched=True))
+    schedules = opened_model.schedules
+    with open_engine(opened_model.model, opened_model.plans, size, schedules=schedules) as opened:
+        steps = steps_of(timed_steps(opened))
+    kind = MachineType("here", steps, size.kv.slots, 0, 1, 1, Link(1e9))
+    sizes = {"max_batch_tokens": size.limits.max_batch_tokens, "max_sequences": MAX_SEQUENCES}
+    return replace(kind, **sizes, tpot_ms=size.tpot_ms)
 
 
 def timed_steps(opened: OpenEngine) -> list[TimedStep]:
@@ -133,10 +139,10 @@ def _run(
 
 def served(arrivals: list[Arrival], model: str, threads: int) -> dict[str, list[float]]:
     """Seconds, by figure, of every request that a real server answered."""
-    command = [sys.executable, "-m", "phasewise"]
-    serve = [*command, "serve", model, "--threads", str(threads), "--port", "0", "--context", "2048"]
-    serve += ["--max-sequences", str(MAX_SEQUENCES), "--no-prefix-reuse"]
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running(phasewise(model, "native"), MAX_SEQUENCES, 2048, threads) as url,
+    ):
         trace = Path(folder, "trace.csv")
         begin = datetime(2026, 1, 1, tzinfo=UTC)
         lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
@@ -144,51 +150,28 @@ def served(arrivals: list[Arrival], model: str, threads: int) -> dict[str, list[
             at = (begin + timedelta(seconds=one.at_s)).strftime("%Y-%m-%d %H:%M:%S.%f")
             lines.append(f"{at},{one.prompt_tokens},{one.output_tokens}")
         trace.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        log = Path(folder, "log")
-        with open(log, "w", encoding="utf-8") as file:
-            server = subprocess.Popen(serve, stdout=file, stderr=file)
-        try:
-            url = _address(log, server)
-            load = [
-                *command,
-                "bench",
-                "serve",
-                url,
-                "--trace",
-                str(trace),
-                "--ignore-eos",
-                "--output",
-                "json",
-            ]
-            answer = subprocess.run([*load, "--save-detailed"], check=True, capture_output=True, text=True)
-        finally:
-            server.terminate()
-            server.wait()
-    return _figures(json.loads(answer.stdout))
+        command = [
+            sys.executable,
+            "-m",
+            "phasewise",
+            "bench",
+            "serve",
+            url,
+            "--trace",
+            str(trace),
+            "--ignore-eos",
+        ]
+        command += ["--output", "json", "--save-detailed"]
+        answer = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    pairs = list(zip(answer["ttfts"], answer["itls"], strict=True))
+    return {
+        "ttft": [ttft for ttft, _ in pairs],
+        "tpot": [sum(gaps) / max(1, len(gaps)) for _, gaps in pairs],
+        "e2el": [ttft + sum(gaps) for ttft, gaps in pairs],
+    }
 
 
-def _address(log: Path, server: subprocess.Popen[bytes]) -> str:
-    import time
-
-    for _ in range(600):
-        match = re.search(r"http://[0-9.:]+", log.read_text(encoding="utf-8"))
-        if match:
-            return match[0]
-        if server.poll() is not None:
-            raise SystemExit(f"the server ended: {log.read_text(encoding='utf-8')}")
-        time.sleep(0.1)
-    raise SystemExit("the server did not tell its address within a minute")
-
-
-def _figures(fields: dict) -> dict[str, list[float]]:  # type: ignore[type-arg]
-    found: dict[str, list[float]] = defaultdict(list)
-    ttfts, gaps = fields["ttfts"], fields["itls"]
-    for ttft, of_request in zip(ttfts, gaps, strict=True):
-        found["ttft"].append(ttft)
-        found["tpot"].append(sum(of_request) / max(1, len(of_request)))
-        found["e2el"].append(ttft + sum(of_request))
-    return found
-
+app = commands(__doc__, simulated_server)
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -9,17 +9,20 @@ whether all of a round came to the same plans.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from typer import Argument, Option
+
+from benchmarks.harness import Spread, Yielded, commands, in_turns, note, ratios
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Round:
 
 
 def run_round(arguments: list[str], processes: int) -> Round:
-    """On a new database, which keeps trials as well. Raises CalledProcessError for a process that fails."""
+    """On a new database, which keeps trials as well."""
     with tempfile.TemporaryDirectory() as folder:
         database = str(Path(folder) / "tuned.db")
         command = [sys.executable, "-m", "phasewise", "tune-config", *arguments]
@@ -49,34 +52,29 @@ def run_round(arguments: list[str], processes: int) -> Round:
         ]
         outputs = [process.communicate() for process in running]
         seconds = time.monotonic() - started_s
-    for process, (output, errors) in zip(running, outputs, strict=True):
+    for process, (_, errors) in zip(running, outputs, strict=True):
         if process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, command, output, errors)
+            raise SystemExit(f"tune-config failed: {errors.decode()[-400:]}")
     return Round(seconds, tuple(json.loads(output) for output, _ in outputs))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("-n", "--rounds", type=int, default=5)
-    parser.add_argument("-p", "--processes", type=int, default=2)
-    parser.add_argument("arguments", nargs="+", help="a model, and options of tune-config after --")
-    chosen = parser.parse_args()
-    seconds: dict[int, list[float]] = {1: [], chosen.processes: []}
-    for _ in range(chosen.rounds):
-        for processes, known in seconds.items():
-            ended = run_round(chosen.arguments, processes)
-            known.append(ended.seconds)
-            counts = ", ".join(f"{one['evaluations']} tried, {one['end']}" for one in ended.found)
-            plans = "" if ended.agree else "; THEIR PLANS DIFFER"
-            print(f"{processes}: {ended.seconds:.1f} s ({counts}){plans}", flush=True)
-    medians = {processes: statistics.median(known) for processes, known in seconds.items()}
-    for processes, known in seconds.items():
-        print(f"{processes}: median {medians[processes]:.1f} s, {min(known):.1f} to {max(known):.1f}")
-    print(f"ratio of the medians {medians[chosen.processes] / medians[1]:.2f}")
+def two_searches(
+    arguments: Annotated[list[str], Argument(help="a model, and options of tune-config after --")],
+    rounds: Annotated[int, Option("-n", "--rounds")] = 5,
+    processes: Annotated[int, Option("-p", "--processes")] = 2,
+) -> Yielded:
+    def together(count: int) -> float:
+        ended = run_round(arguments, count)
+        counts = ", ".join(f"{one['evaluations']} tried, {one['end']}" for one in ended.found)
+        note(f"{count}: {ended.seconds:.1f} s ({counts}){'' if ended.agree else '; THEIR PLANS DIFFER'}")
+        return ended.seconds
 
+    taken = in_turns({str(count): partial(together, count) for count in (1, processes)}, rounds, warm_ups=0)
+    for count, seconds in taken.items():
+        yield {"processes": count, "s": Spread.of(seconds), "over one": ratios(seconds, taken["1"])}
+
+
+app = commands(__doc__, two_searches)
 
 if __name__ == "__main__":
-    try:
-        main()
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"tune-config failed: {error.stderr.decode()[-400:]}")
+    app()

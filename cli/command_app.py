@@ -5,15 +5,20 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import typer
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from phasewise.cli.present import note
 from phasewise.workflows.unused_options import SAYS_WHAT_IS_UNUSED, GivenOption, unused_options, ways_text
 
+MOST_USED = "Most used"
 OTHER_OPTIONS = "Options"
+RESEARCH = "To compare policies"
+"""Options that no user needs: they give the same answers by other ways."""
+HEADINGS_IN_ORDER = {MOST_USED: -1, OTHER_OPTIONS: 1, RESEARCH: 2}
+"""Places of headings that do not stand where their first option does."""
 EXIT_USAGE = 2
 
 
@@ -97,7 +102,7 @@ class GroupedCommand(TyperCommand):
         if arguments:
             with formatter.section("Arguments"):
                 formatter.write_dl(arguments)
-        for heading in sorted(groups, key=lambda one: one == OTHER_OPTIONS):
+        for heading in sorted(groups, key=lambda one: HEADINGS_IN_ORDER.get(one, 0)):
             with formatter.section(heading):
                 formatter.write_dl(groups[heading])
         if ways := ways_text(_path(ctx)):
@@ -136,6 +141,21 @@ def _written(ctx: Any, parameter: Any) -> str:
         known = parameter.envvar
         return str(known) if isinstance(known, str) else str(known[0])
     return f"{_name(parameter).lstrip('-').replace('-', '_')} of the configuration file"
+
+
+class GroupedCommands(TyperGroup):
+    """A command whose subcommands are listed under headings, in the order of `headings`."""
+
+    headings: ClassVar[dict[str, dict[str, Any]]]
+    """By heading: subcommands by name, each a function or an app."""
+
+    def format_commands(self, _ctx: Any, formatter: Any) -> None:
+        width = max(len(name) for names in self.headings.values() for name in names)
+        for heading, names in self.headings.items():
+            with formatter.section(heading):
+                limit = formatter.width - 6 - width
+                told = [(name, self.commands[name].get_short_help_str(limit)) for name in names]
+                formatter.write_dl([(name.ljust(width), text) for name, text in told])
 
 
 class CommandApp(typer.Typer):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from phasewise._words import meant
 from phasewise.cli.present import fail
 from phasewise.workflows.config_file import read_toml
 
@@ -53,15 +53,10 @@ def unknown_key(values: Mapping[str, Any], command: Any, where: str = "") -> str
         at = f"{where}{key}"
         if isinstance(value, dict):
             if key not in children:
-                return f"[{at}] is no command{_hint(key, children)}"
+                return f"[{at}] is no command{meant(key, children)}"
             wrong = unknown_key(value, children[key], f"{at}.")
             if wrong is not None:
                 return wrong
         elif key not in options:
-            return f"{at} is no option{_hint(key.replace('-', '_'), options)}"
+            return f"{at} is no option{meant(key.replace('-', '_'), options)}"
     return None
-
-
-def _hint(key: str, known: Any) -> str:
-    near = difflib.get_close_matches(key, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from phasewise._version import __version__
-from phasewise.cli.command_app import CommandApp
+from phasewise.cli.command_app import CommandApp, GroupedCommands
 from phasewise.cli.commands import (
     bench,
     chat,
@@ -20,6 +20,7 @@ from phasewise.cli.commands import (
     doctor,
     embed,
     generate,
+    help_topic,
     kernels,
     models,
     predict_len,
@@ -35,34 +36,63 @@ from phasewise.cli.commands import (
     tune_kernels,
 )
 from phasewise.cli.config_file import defaults_of, read_config
+from phasewise.cli.extras import absence_of
 from phasewise.cli.present import EXIT_INTERRUPTED, fail
 from phasewise.cli.shortages import tell_shortages_in_one_line
 from phasewise.serving.errors import shortage_of
 from phasewise.workflows.config_file import config_path
 
-app = CommandApp(name="phasewise")
-app.command("generate")(generate.generate)
-app.command("chat")(chat.chat)
+COMMANDS: dict[str, dict[str, Any]] = {
+    "The first hour": {
+        "pull": models.pull,
+        "chat": chat.chat,
+        "serve": serve.serve,
+        "embed": embed.embed,
+        "tune-kernels": tune_kernels.tune_kernels,
+        "tune-config": tune_config.tune_config,
+        "bench": bench.app,
+        "doctor": doctor.doctor,
+        "topo": topo.topo,
+        "help": help_topic.help_topic,
+    },
+    "Models, texts and vectors": {
+        "models": models.app,
+        "generate": generate.generate,
+        "replay": replay.replay,
+        "tune-embed": tune_embed.tune_embed,
+        "predict-len": predict_len.app,
+        "prune": prune.prune,
+    },
+    "Planning": {
+        "simulate": simulate.simulate,
+        "provision": provision.provision,
+        "cluster": cluster.app,
+    },
+    "What is kept, and sharing it": {
+        "db": db.app,
+        "report": report.report,
+        "config": config.app,
+    },
+    "Kernels of your own": {
+        "kernels": kernels.app,
+    },
+}
+"""By heading of `phasewise --help`, in the order of use."""
+
+
+class Commands(GroupedCommands):
+    """The root of the command line."""
+
+    headings = COMMANDS
+
+
+app = CommandApp(name="phasewise", cls=Commands)
 app.command("run", hidden=True)(chat.chat)
-app.command("embed")(embed.embed)
-app.command("serve")(serve.serve)
-app.command("topo")(topo.topo)
-app.command("report")(report.report)
-app.command("doctor")(doctor.doctor)
-app.command("replay")(replay.replay)
-app.command("tune-config")(tune_config.tune_config)
-app.command("tune-embed")(tune_embed.tune_embed)
-app.command("tune-kernels")(tune_kernels.tune_kernels)
-app.command("simulate")(simulate.simulate)
-app.command("provision")(provision.provision)
-app.command("prune")(prune.prune)
-app.add_typer(bench.app, name="bench")
-app.add_typer(kernels.app, name="kernels")
-app.add_typer(models.app, name="models")
-app.add_typer(predict_len.app, name="predict-len")
-app.add_typer(db.app, name="db")
-app.add_typer(config.app, name="config")
-app.add_typer(cluster.app, name="cluster")
+for _name, _command in (item for group in COMMANDS.values() for item in group.items()):
+    if isinstance(_command, CommandApp):
+        app.add_typer(_command, name=_name)
+    else:
+        app.command(_name)(_command)
 
 EXIT_FAILURE = 1
 STDOUT_ERRNOS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG)
@@ -117,6 +147,8 @@ def main() -> None:
         fail(f"the results cannot be written: {error.strerror}", EXIT_FAILURE)
     except Exception as error:
         exit_code, shortage = getattr(error, "exit_code", None), shortage_of(error)
+        if (absence := absence_of(error)) is not None:
+            fail(absence, EXIT_FAILURE)
         if exit_code is not None:
             fail(str(error), exit_code)
         if shortage is not None:

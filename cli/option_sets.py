@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
-from enum import Enum
 from functools import wraps
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -77,9 +77,7 @@ def spread(**sets: OptionSet) -> Callable[[Callable[..., None]], Callable[..., N
         @wraps(command)
         def called(**given: Any) -> None:
             for name, chosen in sets.items():
-                kinds = get_type_hints(chosen.settings)
-                values = {field: _plain(given.pop(field), kinds[field]) for field in chosen.fields}
-                given[name] = chosen.settings(**values)
+                given[name] = chosen.settings(**{field: given.pop(field) for field in chosen.fields})
             command(**given)
 
         called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -89,10 +87,14 @@ def spread(**sets: OptionSet) -> Callable[[Callable[..., None]], Callable[..., N
     return decorate
 
 
-def _plain(value: Any, kind: Any) -> Any:
-    """A choice as its text, unless the field, of type `kind`, is declared with that very enumeration."""
-    is_own = type(value) in (kind, *get_args(kind))
-    return value.value if isinstance(value, Enum) and not is_own else value
+def under(heading: str, shared: Any) -> Any:
+    """An `Annotated` option of `cli.options` under this heading of `--help`, unless it has one already."""
+    kind, option = get_args(shared)
+    if option.rich_help_panel is not None:
+        return shared
+    placed = copy(option)
+    placed.rich_help_panel = heading
+    return Annotated[kind, placed]
 
 
 def _parameters(chosen: OptionSet) -> list[inspect.Parameter]:
@@ -105,6 +107,8 @@ def _parameters(chosen: OptionSet) -> list[inspect.Parameter]:
             if spec.written is not None:
                 default = _checked(spec, default)
             spec = _annotation(spec, field.name, hints[field.name], chosen.panel)
+        elif chosen.panel is not None:
+            spec = under(chosen.panel, spec)
         kind = inspect.Parameter.KEYWORD_ONLY
         made.append(inspect.Parameter(field.name, kind, default=default, annotation=spec))
     return made
@@ -112,7 +116,7 @@ def _parameters(chosen: OptionSet) -> list[inspect.Parameter]:
 
 def _annotation(spec: OptionSpec, name: str, kind: Any, panel: str | None) -> Any:
     flags = spec.flags or (f"--{name.replace('_', '-')}",)
-    option = typer.Option(*flags, help=spec.help, rich_help_panel=panel, **spec.settings)
+    option = typer.Option(*flags, help=spec.help, **{"rich_help_panel": panel, **spec.settings})
     return Annotated[kind if spec.kind is None else spec.kind, option]
 
 

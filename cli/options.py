@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
@@ -16,50 +15,25 @@ if TYPE_CHECKING:
     from phasewise.tuner.plans import Phase
 
 
-class WeightFormat(StrEnum):
-    """The form of weights in memory. `native` keeps what the file holds where a kernel reads it."""
-
-    native = "native"
-    f32 = "f32"
-    bf16 = "bf16"
-    int8 = "int8"
-    int4 = "int4"
+WeightFormat = Literal["native", "f32", "bf16", "int8", "int4"]
+"""The form of weights in memory. `native` keeps what the file holds where a kernel reads it."""
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 
 
-class Sparse(StrEnum):
-    """The weights that are stored sparse. `auto`: those that are faster so."""
-
-    auto = "auto"
-    always = "always"
-    never = "never"
+Sparse = Literal["auto", "always", "never"]
+"""The weights that are stored sparse. `auto`: those that are faster so."""
 
 
-class KQuantArithmetic(StrEnum):
-    """The place where K-quants apply their sub-scales. `tuned`: where `tune-kernels` found it faster."""
-
-    tuned = "tuned"
-    groups = "groups"
-    blocks = "blocks"
+KQuantArithmetic = Literal["tuned", "groups", "blocks"]
+"""The place where K-quants apply their sub-scales. `tuned`: where `tune-kernels` found it faster."""
 
 
-class KvFormat(StrEnum):
-    """The form of keys and values. `auto`: `forward.resolve_kv_format`; int4: 5 bits a number."""
-
-    auto = "auto"
-    f32 = "f32"
-    f16 = "f16"
-    bf16 = "bf16"
-    int16 = "int16"
-    int8 = "int8"
-    int4 = "int4"
+KvFormat = Literal["auto", "f32", "f16", "bf16", "int16", "int8", "int4"]
+"""The form of keys and values. `auto`: `forward.resolve_kv_format`; int4: 5 bits a number."""
 
 
-class PhaseChoice(StrEnum):
-    """The phase that the tuned products are for."""
-
-    prefill = "prefill"
-    decode = "decode"
-    both = "both"
+PhaseChoice = Literal["prefill", "decode", "both"]
+"""The phase that the tuned products are for."""
 
 
 UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
@@ -70,6 +44,13 @@ def _complete_model(incomplete: str) -> list[str]:
     from phasewise.workflows.model_names import completions
 
     return completions(incomplete)
+
+
+def complete_name(incomplete: str) -> list[str]:
+    """Names of models that begin so, for commands that take no path."""
+    from phasewise.workflows.model_names import names
+
+    return names(incomplete)
 
 
 ModelArgument = Annotated[
@@ -85,29 +66,23 @@ FormatOption = Annotated[
 ]
 
 
-def kv_format_option(panel: str | None = None) -> Any:
-    """`--kv-format` of every command that opens ranks, under the heading `panel` of `--help`."""
-    return typer.Option(
+SparseOption = Annotated[
+    Sparse,
+    typer.Option(
+        "--sparse",
+        envvar="PHASEWISE_SPARSE",
+        help="store weights without their zeros: where that is faster, always or never; no result changes",
+    ),
+]
+KvFormatOption = Annotated[
+    KvFormat,
+    typer.Option(
         "--kv-format",
         envvar="PHASEWISE_KV_FORMAT",
         help="format of keys and values; auto: f32 beside f32 weights, else int16 where the CPU has dots of"
         " 16 bits, else f16; int4: 5 bits a number",
-        rich_help_panel=panel,
-    )
-
-
-def sparse_option(panel: str | None = None) -> Any:
-    """`--sparse` of every command that opens a model, under the heading `panel` of `--help`."""
-    return typer.Option(
-        "--sparse",
-        envvar="PHASEWISE_SPARSE",
-        rich_help_panel=panel,
-        help="store weights without their zeros: where that is faster, always or never; no result changes",
-    )
-
-
-SparseOption = Annotated[Sparse, sparse_option()]
-KvFormatOption = Annotated[KvFormat, kv_format_option()]
+    ),
+]
 ThreadsOption = Annotated[
     int | None,
     typer.Option("--threads", min=1, envvar="PHASEWISE_THREADS", help="cores to use [default: the plan's]"),
@@ -205,4 +180,4 @@ def phases_of(choice: PhaseChoice) -> tuple[Phase, ...]:
     """The phases that `--phase` names, prefill first."""
     from phasewise.tuner.plans import PHASES
 
-    return tuple(one for one in PHASES if choice in (PhaseChoice.both, one))
+    return tuple(one for one in PHASES if choice in ("both", one))

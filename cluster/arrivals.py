@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Literal
 
+from phasewise._words import number
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.requests import Arrival
 
@@ -27,7 +28,8 @@ def poisson(
         raise ClusterError("there is no request to draw lengths from")
     if not 0 < rate * duration_s <= MAX_ARRIVALS:
         raise ClusterError(
-            f"{rate:g} requests/s for {duration_s:g} s are not between 1 and {MAX_ARRIVALS} requests"
+            f"{number(rate)} requests/s for {number(duration_s)} s are not between 1 and {MAX_ARRIVALS}"
+            " requests"
         )
     clock, prompts, outputs = (random.Random(f"{seed}:{what}") for what in ("clock", "prompts", "outputs"))
     arrivals: list[Arrival] = []
@@ -38,5 +40,5 @@ def poisson(
         arrivals.append(Arrival(len(arrivals), now_s, chosen[0], output))
         now_s += clock.expovariate(1.0) / rate
     if not arrivals:
-        raise ClusterError(f"no request arrives in {duration_s:g} s at {rate:g} requests/s")
+        raise ClusterError(f"no request arrives in {number(duration_s)} s at {number(rate)} requests/s")
     return arrivals

@@ -1,7 +1,7 @@
 """Several instances as HTTP sees them: one engine host (`serving.engine_host`).
 
-A thread of its own routes requests (`routing`), carries what instances say about hand-overs from one to the
-other, and notices instances that end or hang. What it promises:
+A thread of its own routes requests (`routing`) and carries what instances say about hand-overs from one to
+the other; `supervisor` starts their processes and notices those that end or hang. What it promises:
 
 - a request whose instance ends before anything of its answer was given out runs again, on another one;
 - an instance's block is given to another request only when no other instance can write to it any more: the
@@ -19,26 +19,26 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
 
 import zmq
 
-from phasewise._version import __version__
+from phasewise._words import number
 from phasewise.cluster.routing import Ask, Assignment, Limits, Role, Router, SplitwisePolicy
+from phasewise.cluster.supervisor import FrontSettings, InstanceMember, Launcher, Supervisor
 from phasewise.serving.engine_host import Deliver, EngineState
-from phasewise.serving.errors import EngineLost, RankLost, RanksError, ServingError, StepFailed, Stopping
+from phasewise.serving.errors import EngineLost, ServingError, StepFailed, Stopping
 from phasewise.serving.fingerprint import Fingerprint
-from phasewise.serving.instance import Orders, host_name
+from phasewise.serving.instance import host_name
 from phasewise.serving.instance_messages import (
     Aim,
     Asked,
     Beat,
-    Begun,
     CannotStart,
     Drop,
     Dropped,
     FromInstance,
     HandOverFailed,
+    PromptBegun,
     Ready,
     Stop,
     Take,
@@ -59,96 +59,16 @@ from phasewise.serving.messages import (
     Submit,
 )
 from phasewise.serving.pools.contract import Placement
-from phasewise.serving.restarts import Restarts
+from phasewise.serving.restarts import MOST_RERUNS, Restarts
 from phasewise.serving.sampling import GREEDY
-from phasewise.serving.sockets import Keys, Sockets, has_input
+from phasewise.serving.sockets import Sockets, has_input
 
 TICK_S = 0.1
 """The interval at which the instances' processes are looked at."""
-MOST_RERUNS = 2
 DEFAULT_ANSWER_TOKENS = 256
 """Expected of an answer of which nothing is known, for routing alone."""
 
-KvTransfer = Literal["auto", "shm", "tcp"]
-
 log = logging.getLogger(__name__)
-
-
-class Launcher(Protocol):
-    """Starts the processes of instances, and knows whether they live. Called on the front's thread."""
-
-    def launch(self, index: int, orders: Orders) -> None:
-        """Start the process of one instance; what comes of it, the instance says itself."""
-        ...
-
-    def ended(self, index: int) -> str | None:
-        """In one line, how the process that was launched last has ended; None while it runs."""
-        ...
-
-    def kill(self, index: int) -> None:
-        """End it at once, also where it is stopped. It cannot write to any memory once this returns."""
-        ...
-
-    def close(self) -> None:
-        """End all of them."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class FrontSettings:
-    """Settings of a front. Times in seconds.
-
-    endpoint: where instances reach it; listen: where each of them takes keys and values. keys: needed
-    wherever these are not on this host.
-    """
-
-    endpoint: str
-    listen: Callable[[int, int], str]
-    """From an instance's number and the number of its start to an address, e.g. `ipc:///run/x/kv-0-1`."""
-    keys: Keys | None = None
-    split_above_tokens: int = 0
-    repurpose_after_requests: int = 0
-    kv_transfer: KvTransfer = "auto"
-    layerwise_above_tokens: int | None = None
-    start_s: float = 300.0
-    silent_s: float = 2.5
-    """An instance that says nothing for so long is dead."""
-    stuck_s: float = 60.0
-    """An engine that has work and makes no turn for so long hangs."""
-    hand_over_s: float = 10.0
-    """From the end of a prompt to the arrival of its keys and values."""
-
-
-@dataclass(slots=True)
-class _Member:
-    """One place for an instance, and the instance that fills it now."""
-
-    index: int
-    role: Role
-    restarts: Restarts
-    life: int = 0
-    ready: Ready | None = None
-    launched_s: float = 0.0
-    heard_s: float = 0.0
-    turns: int = -1
-    turned_s: float = 0.0
-    is_busy: bool = True
-    """By its last beat."""
-    load: EngineLoad | None = None
-    refused: dict[str, int] = field(default_factory=dict)
-    n_handing_over: int = 0
-    due_s: float | None = 0.0
-    """When to launch the next one; None: it runs, or the place is given up."""
-    is_given_up: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"{self.role}-{self.index}-{self.life}"
-
-    @property
-    def has_nothing(self) -> bool:
-        """True if it says that it holds no request."""
-        return not self.is_busy and (self.load is None or not any(self.load[:3]))
 
 
 @dataclass(slots=True)
@@ -202,20 +122,18 @@ class Front:
         self.settings = settings
         self.state: EngineState = "starting"
         self.lost: EngineLost | None = None
-        self.n_ranks_replaced = 0
         self.n_requests_rerun = 0
         self.counts = FrontCounts()
-        self._launcher = launcher
         self._deliver = deliver
         self._on_lost = on_lost
-        self._members = [_Member(index, role, restarts()) for index, role in enumerate(roles)]
+        self._supervisor = Supervisor(roles, launcher, settings, restarts)
+        self._members = self._supervisor.members
         limits = Limits(split_above_tokens=settings.split_above_tokens)
         self._router = Router(
             [(role, 0) for role in roles], SplitwisePolicy(limits), settings.repurpose_after_requests
         )
         for member in self._members:
             self._router.leave(member.index)
-        self._by_name: dict[str, _Member] = {}
         self._requests: dict[str, _Attempt] = {}
         self._attempts: dict[str, _Attempt] = {}
         self._waiting: dict[str, tuple[Submit, int]] = {}
@@ -234,6 +152,11 @@ class Front:
         return self._thread.is_alive() and self.state != "lost"
 
     @property
+    def n_ranks_replaced(self) -> int:
+        """Instances that had been ready and were started anew."""
+        return self._supervisor.n_replaced
+
+    @property
     def pids(self) -> dict[int, int]:
         """Processes of the instances that are ready, by place."""
         return {one.index: one.ready.pid for one in self._members if one.ready is not None}
@@ -250,23 +173,7 @@ class Front:
 
     def members(self) -> list[dict[str, object]]:
         """The facts of every place, for people and scripts."""
-        return [
-            {
-                "index": one.index,
-                "role": one.role,
-                "pool": pool,
-                "state": "running" if one.ready else "given up" if one.is_given_up else "starting",
-                "pid": one.ready.pid if one.ready else None,
-                "restarts": max(0, one.life - 1),
-                "running": one.load.n_running if one.load else 0,
-                "waiting": one.load.n_waiting if one.load else 0,
-                "kv_slots_used": one.load.kv_slots_used if one.load else 0,
-                "kv_slots": one.ready.kv_slots if one.ready else 0,
-                "handing_over": one.n_handing_over,
-                "plans": list(one.ready.plans) if one.ready else [],
-            }
-            for one, pool in zip(self._members, self._router.roles, strict=True)
-        ]
+        return [one.facts(pool) for one, pool in zip(self._members, self._router.roles, strict=True)]
 
     def fingerprint(self, model: str = "") -> Fingerprint | None:
         """That of the instances, which all agree; None before the first of them is ready."""
@@ -299,7 +206,7 @@ class Front:
             self._give_up(f"its front failed: {error!r}")
             raise
         finally:
-            self._launcher.close()
+            self._supervisor.close()
 
     def _work(self) -> None:
         poller = zmq.Poller()
@@ -321,13 +228,7 @@ class Front:
         for member in self._members:
             self._say(member, Stop())
         self._fail_everything(Stopping("the server is stopping"))
-        self._wait_for_ends()
-
-    def _wait_for_ends(self) -> None:
-        deadline_s = time.monotonic() + 1.0
-        running = [one.index for one in self._members if one.ready is not None]
-        while time.monotonic() < deadline_s and any(self._launcher.ended(index) is None for index in running):
-            time.sleep(0.01)
+        self._supervisor.wait_for_ends(1.0)
 
     def _take_messages(self) -> None:
         while True:
@@ -426,10 +327,9 @@ class Front:
     # ---- what instances say ------------------------------------------------------------------------------
 
     def _hear(self, name: str, raw: bytes) -> None:
-        member = self._by_name.get(name)
+        member = self._supervisor.heard(name)
         if member is None:
-            return  # an earlier life
-        member.heard_s = time.monotonic()
+            return
         try:
             message: FromInstance = read_from_instance(raw)
         except WireError as error:
@@ -440,11 +340,9 @@ class Front:
                 self._admit(member, message)
             case Told():
                 self._hear_told(member, message)
-            case Beat(turns, is_busy, n_handing_over, refused):
-                member.refused, member.n_handing_over, member.is_busy = refused, n_handing_over, is_busy
-                if turns != member.turns or not is_busy:
-                    member.turns, member.turned_s = turns, member.heard_s
-            case Begun(attempt_id):
+            case Beat():
+                member.beats(message)
+            case PromptBegun(attempt_id):
                 attempt = self._attempts.get(attempt_id)
                 if attempt is not None and attempt.is_divided and not attempt.is_expected:
                     self._begin_answer(attempt)
@@ -462,48 +360,22 @@ class Front:
                     self._give_up(f"instance {member.name} cannot start: {words}")
                 self._bury(member, words)
 
-    def _admit(self, member: _Member, ready: Ready) -> None:
-        problem = self._misfit(member, ready)
+    def _admit(self, member: InstanceMember, ready: Ready) -> None:
+        problem = self._supervisor.admit(member, ready)
         if problem is not None:
             if member.life == 1:
                 self._give_up(f"instance {member.name} does not fit: {problem}")
-            member.is_given_up = True
             self._bury(member, problem)
             return
-        member.ready = ready
-        member.turned_s = member.heard_s
         self._router.back(member.index, ready.kv_slots)
-        log.info("instance %s runs as process %d: %s", member.name, ready.pid, "; ".join(ready.plans))
-        if self.lost is None and all(one.ready is not None or one.is_given_up for one in self._members):
+        if self.lost is None and self._supervisor.has_started:
             self.state = "running"
             self._tell()
         for request, n_reruns in list(self._waiting.values()):
             del self._waiting[request.request_id]
             self._run_request(request, n_reruns)
 
-    def _misfit(self, member: _Member, ready: Ready) -> str | None:
-        """Why an instance cannot belong to the others; None: it can."""
-        if ready.identity.version != __version__:
-            return f"it runs phasewise {ready.identity.version}, this server is {__version__}"
-        for other in self._members:
-            if other is member or other.ready is None or other.ready.identity == ready.identity:
-                continue
-            ours, theirs = other.ready.identity, ready.identity
-            if ours.model_hash != theirs.model_hash:
-                return f"its model or weight format differs from that of instance {other.name}"
-            if ours.shape != theirs.shape:
-                return f"it keeps keys and values as {theirs.shape}, instance {other.name} as {ours.shape}"
-            if differing := ours.fingerprint.differences(theirs.fingerprint):
-                return (
-                    f"its answers would not be those of instance {other.name}: they differ in "
-                    f"{', '.join(differing)} ({ours.fingerprint.arithmetic}, {theirs.fingerprint.arithmetic})"
-                )
-            return (
-                f"its context is {theirs.context_length} tokens, that of {other.name} {ours.context_length}"
-            )
-        return None
-
-    def _hear_told(self, member: _Member, told: Told) -> None:
+    def _hear_told(self, member: InstanceMember, told: Told) -> None:
         member.load = told.load
         outs: list[Answer | Failure] = []
         for placed in told.placed:
@@ -531,7 +403,7 @@ class Front:
                 outs.append(failed.to_failure(attempt.request.request_id))
         self._deliver(Delivery(tuple(outs), told.stats, self._load()))
 
-    def _take_answer(self, attempt: _Attempt, answer: Answer, member: _Member) -> Answer:
+    def _take_answer(self, attempt: _Attempt, answer: Answer, member: InstanceMember) -> Answer:
         attempt.has_begun = attempt.has_begun or bool(answer.text or answer.tokens)
         if answer.finish_reason is not None:
             self._forget(attempt)
@@ -542,7 +414,7 @@ class Front:
         at_ns = answer.at_ns if is_near else time.perf_counter_ns()
         return answer._replace(request_id=attempt.request.request_id, at_ns=at_ns)
 
-    def _aim(self, token: _Member, attempt_id: str, placement: Placement) -> None:
+    def _aim(self, token: InstanceMember, attempt_id: str, placement: Placement) -> None:
         attempt = self._attempts.get(attempt_id)
         if attempt is None or token.ready is None or not attempt.is_divided:
             return
@@ -561,81 +433,39 @@ class Front:
     # ---- instances that end ------------------------------------------------------------------------------
 
     def _look_after(self, now_s: float) -> None:
-        for member in self._members:
-            if member.due_s is not None and now_s >= member.due_s:
-                self._launch(member, now_s)
-            elif member.due_s is None and not member.is_given_up:
-                problem = self._launcher.ended(member.index) or self._problem(member, now_s)
-                if problem is not None:
-                    self._bury(member, problem)
+        for member, problem in self._supervisor.look_after(self._endpoint, now_s):
+            self._bury(member, problem)
         for attempt in list(self._attempts.values()):
             overdue = self._overdue(attempt, now_s) if attempt.is_divided else None
             if overdue is not None:
                 self._fail_hand_over(attempt, *overdue)
 
     def _overdue(self, attempt: _Attempt, now_s: float) -> tuple[str, str] | None:
-        """One word for a counter and one line, of a hand-over that is waited for in vain."""
+        """The counter's label and a message for a hand-over that timed out; None: it has not."""
         patience_s = self.settings.hand_over_s
         prompt = self._members[attempt.assignment.prompt]
         if attempt.computed_s is None:
             is_lost = now_s - attempt.sent_s > patience_s and prompt.has_nothing
             return ("unreported", f"instance {prompt.name} lost the prompt") if is_lost else None
         is_late = attempt.is_aimed and now_s - attempt.computed_s > patience_s
-        return ("timeout", f"nothing came for {patience_s:g} s") if is_late else None
+        return ("timeout", f"nothing came for {number(patience_s)} s") if is_late else None
 
-    def _problem(self, member: _Member, now_s: float) -> str | None:
-        if member.ready is None:
-            late = now_s - member.launched_s > self.settings.start_s
-            return f"it was not ready within {self.settings.start_s:g} s" if late else None
-        if now_s - member.heard_s > self.settings.silent_s:
-            return f"it said nothing for {self.settings.silent_s:g} s"
-        if now_s - member.turned_s > self.settings.stuck_s:
-            return f"its engine made no step for {self.settings.stuck_s:g} s"
-        return None
-
-    def _launch(self, member: _Member, now_s: float) -> None:
-        member.life += 1
-        member.due_s = None
-        member.launched_s = now_s
-        self._by_name[member.name] = member
-        settings = self.settings
-        orders = Orders(
-            member.name, self._endpoint, settings.listen(member.index, member.life), settings.keys
-        )
-        if settings.layerwise_above_tokens is not None:
-            orders = replace(orders, layerwise_above_tokens=settings.layerwise_above_tokens)
-        try:
-            self._launcher.launch(member.index, orders)
-        except (OSError, RanksError) as error:
-            self._bury(member, f"it cannot be started: {error}")
-
-    def _bury(self, member: _Member, why: str) -> None:
+    def _bury(self, member: InstanceMember, why: str) -> None:
         """The instance has ended or is of no use: what it had runs again, and it is started anew."""
-        was_ready, name = member.ready is not None, member.name
-        self._by_name.pop(name, None)
-        self._launcher.kill(member.index)
-        member.ready, member.load, member.n_handing_over, member.is_busy = None, None, 0, True
+        lost = self._supervisor.end(member, why)
         self._router.leave(member.index)
-        lost = RankLost(f"instance {name} was lost: {why}")
-        log.error("%s", lost)
         for attempt_id, assignment in list(self._leaving.items()):
             if assignment.prompt == member.index:
                 del self._leaving[attempt_id]
                 self._say(self._members[assignment.token], Drop(attempt_id))
-        pause_s = None if member.is_given_up else member.restarts.pause_s(time.monotonic())
-        if pause_s is None:
-            member.due_s, member.is_given_up = None, True
-        else:
-            member.due_s = time.monotonic() + pause_s
-            self.n_ranks_replaced += was_ready
         if self.state == "running" and not self._router.has_machines:
             self.state = "replacing"
-        if all(one.is_given_up for one in self._members):
+        if self._supervisor.is_hopeless:
             self._give_up(str(lost))
         for attempt in list(self._attempts.values()):
             prompt, token = attempt.assignment
             if member.index == token or (member.index == prompt and attempt.is_divided):
-                if (member.index == prompt and attempt.is_divided) or attempt.is_divided:
+                if attempt.is_divided:
                     self.counts.failed["instance"] += 1
                 self._run_again(attempt, lost)
 
@@ -650,7 +480,7 @@ class Front:
 
     # ---- telling -----------------------------------------------------------------------------------------
 
-    def _say(self, member: _Member, message: ToInstance) -> None:
+    def _say(self, member: InstanceMember, message: ToInstance) -> None:
         if member.ready is not None:
             self._control.send_multipart([member.name.encode(), write(message)])
 

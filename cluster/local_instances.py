@@ -20,7 +20,7 @@ Tell = Callable[[Orders], bytes]
 
 
 class LocalInstances:
-    """`front.Launcher`: `python -m MODULE` for every instance."""
+    """`supervisor.Launcher`: `python -m MODULE` for every instance."""
 
     def __init__(self, module: str, tells: Sequence[Tell]) -> None:
         self._module = module

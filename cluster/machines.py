@@ -31,13 +31,10 @@ TOKEN = 0
 class EngineSettings:
     """As `phasewise serve` has them."""
 
+    limits: SchedulerLimits
     kv_slots: int
-    longest_request: int
-    max_batch_tokens: int = 2048
-    max_sequences: int = 32
     tpot_ms: float = DEFAULT_TPOT_MS
     kv_policy: str = DEFAULT_POLICY
-    prefix_reuse: bool = False
 
 
 class Listener(Protocol):
@@ -68,17 +65,11 @@ class ProductionMachine:
         self._steps = steps
         self._timeline = timeline
         self._listener = listener
-        pool = open_pool(
-            settings.kv_policy, settings.kv_slots, PoolSettings(longest_request=settings.longest_request)
-        )
-        limits = SchedulerLimits(
-            settings.longest_request,
-            settings.max_batch_tokens,
-            settings.max_sequences,
-            prefix_reuse=settings.prefix_reuse,
-        )
+        limits = settings.limits
+        pool_settings = PoolSettings(longest_request=limits.context_length)
+        pool = open_pool(settings.kv_policy, settings.kv_slots, pool_settings)
         self.scheduler = Scheduler(pool, limits)
-        self._pacing = Pacing(round(settings.tpot_ms * 1e6), settings.max_batch_tokens)
+        self._pacing = Pacing(round(settings.tpot_ms * 1e6), limits.max_batch_tokens)
         self._is_computing = False
         self._granted: set[str] = set()
         self._refreshed_s = 0.0

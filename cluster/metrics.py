@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
+from phasewise._words import counted, number
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.requests import Life
 from phasewise.cluster.routing import Role
@@ -141,9 +142,9 @@ def broken(summary: Summary, slo: Slo) -> list[str]:
     if found is None:
         raise ClusterError(f"SLO {slo.name} is in slowdowns: name the machine that they are told against")
     unit = "x" if slo.is_slowdown else " s"
-    stuck = [f"{summary.n_unfinished} requests never ended"] if summary.n_unfinished else []
+    stuck = [f"{counted(summary.n_unfinished, 'request')} never ended"] if summary.n_unfinished else []
     return stuck + [
-        f"{metric} P{percentile} {found[metric][percentile]:.3g}{unit} (below {below:g}{unit})"
+        f"{metric} P{percentile} {number(found[metric][percentile], 3)}{unit} (below {number(below)}{unit})"
         for metric, percentile, below in slo.bounds
         if not found[metric][percentile] < below
     ]

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phasewise._words import number
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.local_instances import LocalInstances, Tell
 from phasewise.cluster.routing import Role
@@ -96,7 +97,9 @@ def ray_connection(address: str) -> Iterator[str]:
                 )
     except (ConnectionError, ValueError, RuntimeError) as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        asks = "compare RAY_AUTH_TOKEN with the cluster's" if _sends_token() else "set RAY_AUTH_MODE=token"
+        asks = (
+            "compare RAY_AUTH_TOKEN with that of the cluster" if _sends_token() else "set RAY_AUTH_MODE=token"
+        )
         hint = f"; if it asks for a token, {asks}"
         raise ClusterError(f"the Ray cluster {address!r} cannot be reached: {line}{hint}") from error
     try:
@@ -112,8 +115,9 @@ def ray_connection(address: str) -> Iterator[str]:
 def _without_stderr() -> Iterator[None]:
     """Ray's C++ side writes a line a second to file descriptor 2 while a cluster refuses its token."""
     kept = os.dup(2)
-    with open(os.devnull, "wb") as nothing:
-        os.dup2(nothing.fileno(), 2)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    os.close(nothing)
     try:
         yield
     finally:
@@ -159,7 +163,7 @@ def _check_token(node: str) -> None:
 
 
 class RayInstances:
-    """`front.Launcher` over the nodes of a cluster. Close it, or use it in `with`.
+    """`supervisor.Launcher` over the nodes of a cluster. Close it, or use it in `with`.
 
     spread: instances on different nodes rather than on few. ClusterError where the cluster has not the cores.
     """
@@ -194,7 +198,7 @@ class RayInstances:
         if not ready:
             _placement().remove_placement_group(group)
             nodes = [node for node in self._ray.nodes() if node["Alive"]]
-            has = ", ".join(f"{node['Resources'].get('CPU', 0):g}" for node in nodes)
+            has = ", ".join(number(node["Resources"].get("CPU", 0)) for node in nodes)
             asked = ", ".join(f"{one.role} {one.cores}" for one in self._wanted)
             raise ClusterError(
                 f"the Ray cluster cannot place instances of these cores ({asked}): its nodes have {has} "

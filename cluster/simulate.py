@@ -13,6 +13,7 @@ from functools import partial
 from itertools import accumulate
 from typing import cast
 
+from phasewise._words import counted
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.links import Link, Prompt, transfer
 from phasewise.cluster.machines import EngineSettings, ProductionMachine
@@ -28,7 +29,9 @@ from phasewise.cluster.splitwise_sim import (
 from phasewise.cluster.steps import StepTimes
 from phasewise.cluster.timeline import Timeline
 from phasewise.serving.errors import RequestError
+from phasewise.serving.pacing import DEFAULT_TPOT_MS
 from phasewise.serving.request import Request
+from phasewise.serving.scheduler_terms import DEFAULT_BATCH_TOKENS, DEFAULT_SEQUENCES, SchedulerLimits
 
 SPLITWISE_SIM = "splitwise-sim"
 DEFAULT_LIMITS = Limits()
@@ -53,9 +56,9 @@ class MachineType:
     cost: float = 0.0
     """Price of one machine for an hour, in any one currency."""
     power_w: float = 0.0
-    max_batch_tokens: int = 2048
-    max_sequences: int = 512
-    tpot_ms: float = 100.0
+    max_batch_tokens: int = DEFAULT_BATCH_TOKENS
+    max_sequences: int = DEFAULT_SEQUENCES
+    tpot_ms: float = DEFAULT_TPOT_MS
 
     @property
     def kv_slots(self) -> int:
@@ -204,7 +207,7 @@ class _ProductionCluster:
         lives = list(self._lives.values())
         stuck = [life for life in lives if math.isnan(life.end_s)]
         if stuck:
-            raise AssertionError(f"{len(stuck)} requests never ended, the first is {stuck[0]}")
+            raise AssertionError(f"{counted(len(stuck), 'request')} never ended, the first is {stuck[0]}")
         for machine in self._machines:
             machine.scheduler.check()
         self._router.check()
@@ -313,14 +316,10 @@ def _settings(kind: MachineType, longest: int, spec: ClusterSpec) -> EngineSetti
             f"machine type {kind.name} has room for the keys and values of {max(0, kind.kv_slots)} tokens, "
             f"but a request of the trace has {longest}"
         )
-    return EngineSettings(
-        kind.kv_slots,
-        longest,
-        kind.max_batch_tokens,
-        kind.max_sequences,
-        kind.tpot_ms,
-        prefix_reuse=spec.prefix_reuse,
+    limits = SchedulerLimits(
+        longest, kind.max_batch_tokens, kind.max_sequences, prefix_reuse=spec.prefix_reuse
     )
+    return EngineSettings(limits, kind.kv_slots, kind.tpot_ms)
 
 
 def _token_ids(arrival: Arrival, *, reuse: bool) -> tuple[int, ...]:

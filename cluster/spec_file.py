@@ -23,6 +23,12 @@ from phasewise.cluster.links import Link
 from phasewise.cluster.routing import ROLES, Limits, Role
 from phasewise.cluster.simulate import POLICY_NAMES, ClusterSpec, MachineType, Pool
 from phasewise.cluster.steps import MAX_POINTS, Curve, ProfileKey, StepTimes
+from phasewise.serving.pacing import DEFAULT_TPOT_MS
+from phasewise.serving.scheduler_terms import (
+    DEFAULT_BATCH_TOKENS,
+    DEFAULT_SEQUENCES,
+    LAYERWISE_ABOVE_TOKENS,
+)
 
 MAX_FILE_BYTES = 1 << 20
 MAX_MACHINES = 10_000
@@ -89,13 +95,13 @@ class MachineCatalogue:
             link=Link(
                 link.number("bytes_per_s", math.inf, above=0.0),
                 link.number("latency_s", 0.0),
-                link.whole("layerwise_above_tokens", 512, least=0),
+                link.whole("layerwise_above_tokens", LAYERWISE_ABOVE_TOKENS, least=0),
             ),
             cost=table.number("cost", 0.0),
             power_w=table.number("power_w", 0.0),
-            max_batch_tokens=table.whole("max_batch_tokens", 2048),
-            max_sequences=table.whole("max_sequences", 512),
-            tpot_ms=table.number("tpot_ms", 100.0, above=0.0),
+            max_batch_tokens=table.whole("max_batch_tokens", DEFAULT_BATCH_TOKENS),
+            max_sequences=table.whole("max_sequences", DEFAULT_SEQUENCES),
+            tpot_ms=table.number("tpot_ms", DEFAULT_TPOT_MS, above=0.0),
         )
         table.text("description", "")
         for one in (table, link, of_model):

@@ -17,7 +17,7 @@ group 0 is all of k: scales [P, 1, 16] and no mins; rows of x have one scale eac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -274,14 +274,21 @@ def dequantise(rows: QuantRows) -> Array:
     return w
 
 
+def to_dense(weight: PackedWeight) -> PackedWeight:
+    """The same weight stored dense."""
+    if weight.offsets is None:
+        return weight
+    from phasewise.cython_kernels import _native  # packing alone needs no compiled kernels
+
+    dense = _native.sparse_unpack(weight.values, weight.offsets, weight.kind, weight.zero_point, weight.k)
+    values = dense.view(values_dtype(weight.kind)).reshape(values_shape(weight.kind, weight.n, weight.k))
+    return replace(weight, values=values, offsets=None)
+
+
 def unpack(p: PackedWeight) -> Array:
     """float32 [n, k] of a packed weight: what every kernel is measured against."""
     if p.is_sparse:
-        from phasewise.cython_kernels import sparse
-
-        whole: Any = p  # a type checker meets this class under two names of its module
-        dense: Any = sparse.to_dense(whole)
-        return unpack(dense)
+        return unpack(to_dense(p))
     if p.kind == "f32":
         return np.ascontiguousarray(_rows(p.values, p.n, p.k))
     if p.kind == "bf16":

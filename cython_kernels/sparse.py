@@ -35,16 +35,6 @@ def to_sparse(weight: PackedWeight) -> PackedWeight:
     return replace(weight, values=values, offsets=offsets)
 
 
-def to_dense(weight: PackedWeight) -> PackedWeight:
-    """The same weight stored dense."""
-    if weight.offsets is None:
-        return weight
-    dense = _native.sparse_unpack(weight.values, weight.offsets, weight.kind, weight.zero_point, weight.k)
-    shape = packing.values_shape(weight.kind, weight.n, weight.k)
-    values = dense.view(packing.values_dtype(weight.kind)).reshape(shape)
-    return replace(weight, values=values, offsets=None)
-
-
 def kept(weight: PackedWeight) -> int:
     """Weights that are not zero, padding apart.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from phasewise._words import number
 from phasewise.ir import cases as drawing
 from phasewise.ir.cases import DTYPES, Case
 from phasewise.ir.compiling import compile_c, emulator_for
@@ -158,8 +159,13 @@ def _told(function: FunctionDefinition, case: Case, difference: float, bound: fl
     named = zip(function.args, case.values, strict=True)
     call = ", ".join(f"{name}={value}" for (name, _), value in named if not isinstance(value, bytes))
     if bound is None:
-        return f"{function.name}({call}): bits differ from the original's, by {difference:.3g} relative"
-    return f"{function.name}({call}): {difference:.3g} from the original, more than the bound {bound:.3g}"
+        return (
+            f"{function.name}({call}): bits differ from the original's, by {number(difference, 3)} relative"
+        )
+    return (
+        f"{function.name}({call}): {number(difference, 3)} from the original,"
+        f" more than the bound {number(bound, 3)}"
+    )
 
 
 def _difference(

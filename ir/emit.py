@@ -10,8 +10,9 @@ from itertools import pairwise
 from math import prod, sqrt
 
 from phasewise.ir.build import built
+from phasewise.ir.c_text import c_type
 from phasewise.ir.errors import UserKernelError
-from phasewise.ir.lowering import Lowered, c_type
+from phasewise.ir.lowering import Lowered
 from phasewise.ir.original import Original, is_original
 from phasewise.ir.reading import read
 from phasewise.ir.targets import TARGETS, IsaTarget

@@ -13,7 +13,7 @@ buffer lies in pages that cannot be written. The program says which argument it 
 
 from __future__ import annotations
 
-from phasewise.ir.lowering import c_type, struct_text
+from phasewise.ir.c_text import c_type, struct_text
 from phasewise.ir.nodes import FunctionDefinition
 from phasewise.ir.types import Pointer, Scalar, Void
 

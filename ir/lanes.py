@@ -38,14 +38,10 @@ from phasewise.ir.nodes import (
     walk,
     walk_body,
 )
-from phasewise.ir.operations import ALIKE, REDUCTIONS, SAME, binary
+from phasewise.ir.operations import OPERATIONS, REDUCTIONS, binary
 from phasewise.ir.types import I32, Array, Vec
 
 NAME = "LANES"
-LANE_BY_LANE = {
-    *SAME, *ALIKE, "load", "store", "splat", "fma", "convert", "nearest_i32", "trunc_i32", "widen", "narrow",
-    "bits", "select", "from_f16", "to_f16",
-}  # fmt: skip
 REDUCED = {"+": "reduce_add", "max": "reduce_max", "min": "reduce_min"}
 
 
@@ -72,7 +68,7 @@ def _one_number(function: FunctionDefinition) -> int | None:
         if isinstance(of, Array) and isinstance(of.of, Vec):
             return None
         if isinstance(node, CallExpression) and any(isinstance(a.type, Vec) for a in (node, *node.args)):
-            lanes_stay = node.name in LANE_BY_LANE or node.name in REDUCTIONS
+            lanes_stay = OPERATIONS[node.name].is_lanewise or node.name in REDUCTIONS
             if not lanes_stay:
                 return None
     return found.pop() if len(found) == 1 and max(found) > 1 else None

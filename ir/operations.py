@@ -6,10 +6,13 @@ groups of sixteen bytes (`shuffle`, `pack`, `lookup`) do so here too, because th
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from phasewise.ir.nodes import Binary, CallExpression, Cast, Const, Expr, Unary, integer
 from phasewise.ir.types import (
     F32,
-    F64,
     I32,
     I64,
     SCALARS,
@@ -42,11 +45,6 @@ LIBRARY = (
 )
 """Functions of C's library on float32 that kernels may call."""
 
-SAME = ("abs", "sqrt", "nearest", "floor", "ceil", "trunc")
-"""One vector in, the same type out. `nearest` rounds halves to even."""
-ALIKE = ("min", "max", "avg", "sign", "mulhi", "add_sat", "sub_sat", "andnot")
-"""Two vectors of one type in, the same type out. min and max give the second where either is NaN; avg
-rounds up."""
 REDUCTIONS = ("reduce_add", "reduce_max", "reduce_min")
 ORDERS = ("halves", "pairs", "halves_pairs")
 """The halving of a reduction: the upper half upon the lower, or neighbours; `halves_pairs`: halves down to
@@ -61,44 +59,11 @@ DOTS = {
     "dot_i8i8": ("i8", "i8", "i32", 4, True),
 }
 
-EFFECTS = ("store", "prefetch")
-
-NAMES = {
-    *LIBRARY, *SAME, *ALIKE, *REDUCTIONS, *DOTS, *EFFECTS,
-    "load", "splat", "vector", "fma", "convert", "nearest_i32", "trunc_i32", "widen", "narrow", "pack",
-    "bits", "lo", "hi", "concat", "shuffle", "permute", "lookup", "select", "lane", "with_lane", "from_f16",
-    "to_f16",
-}  # fmt: skip
+MAX_VECTOR_BYTES = 1024
 
 
 class Mistyped(Exception):
     """An operation does not take what it was given. The caller adds file and line."""
-
-
-def call(
-    name: str, args: tuple[Expr, ...], numbers: tuple[Expr, ...] = (), of: Scalar | None = None
-) -> CallExpression:
-    """A call with its type. `of` is the element type that the text names, e.g. in `widen(v, i32)`."""
-    return CallExpression(_result(name, [a.type for a in args], numbers, of), name, args, numbers)
-
-
-def _number(numbers: tuple[Expr, ...], at: int = 0) -> int:
-    one = numbers[at] if at < len(numbers) else None
-    if not isinstance(one, Const) or not isinstance(one.value, int):
-        raise Mistyped("a number that is known before the kernel runs is missing")
-    return one.value
-
-
-def _vec(name: str, of: Type) -> Vec:
-    if not isinstance(of, Vec):
-        raise Mistyped(f"{name} takes a vector, not {spelled(of)}")
-    return of
-
-
-def _scalar(name: str, of: Type) -> Scalar:
-    if not isinstance(of, Scalar):
-        raise Mistyped(f"{name} takes a number, not {spelled(of)}")
-    return of
 
 
 def _need(condition: bool, text: str) -> None:
@@ -106,24 +71,273 @@ def _need(condition: bool, text: str) -> None:
         raise Mistyped(text)
 
 
-ARITY = {
-    **dict.fromkeys(SAME, 1), **dict.fromkeys(ALIKE, 2), **dict.fromkeys(REDUCTIONS, 1),
-    **dict.fromkeys(LIBRARY, 1),
-    "fmaf": 3, "powf": 2, "fmaxf": 2, "fminf": 2, "load": 1, "store": 2, "prefetch": 1, "splat": 1,
-    "vector": 0,
-    "fma": 3, "convert": 1, "nearest_i32": 1, "trunc_i32": 1, "widen": 1, "narrow": 1, "pack": 2, "bits": 1,
-    "lo": 1, "hi": 1, "concat": 2, "shuffle": 2, "permute": 1, "lookup": 2, "select": 3, "lane": 1,
-    "with_lane": 2,
-    "from_f16": 1, "to_f16": 1, "dot_i16": 2, "dot_u8i8_sat": 2, "dot_u8i8": 3, "dot_i8i8": 3,
-}  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """Operands of an operation: types of values, known numbers, and the element type that the text names."""
 
-MAX_VECTOR_BYTES = 1024
+    name: str
+    types: list[Type]
+    numbers: tuple[Expr, ...]
+    of: Scalar | None
+
+    def number(self, at: int = 0) -> int:
+        """A number that is known before the kernel runs."""
+        value = self.numbers[at] if at < len(self.numbers) else None
+        if not isinstance(value, Const) or not isinstance(value.value, int):
+            raise Mistyped("a number that is known before the kernel runs is missing")
+        return value.value
+
+    def vector(self, at: int = 0) -> Vec:
+        """The type of a value that must be a vector."""
+        of = self.types[at]
+        if not isinstance(of, Vec):
+            raise Mistyped(f"{self.name} takes a vector, not {spelled(of)}")
+        return of
+
+    def scalar(self) -> Scalar:
+        """The type of the first value, which must be a number."""
+        of = self.types[0]
+        if not isinstance(of, Scalar):
+            raise Mistyped(f"{self.name} takes a number, not {spelled(of)}")
+        return of
+
+    def pointed(self) -> Scalar:
+        """The type of the numbers that the first value points to."""
+        of = self.types[0]
+        element = of.to if isinstance(of, Pointer) else of.of if isinstance(of, Array) else None
+        if not isinstance(element, Scalar):
+            raise Mistyped(f"{self.name} takes a pointer to numbers, not {spelled(of)}")
+        return element
+
+    def element(self) -> Scalar:
+        """The element type that the text names."""
+        assert self.of is not None
+        return self.of
+
+    def alike(self, first: int = 0, word: str = "two") -> None:
+        """Refuse values of different types, from the first one on."""
+        types = self.types[first:]
+        told = f", not {', '.join(map(spelled, types))}" if first == 0 else ""
+        _need(len(set(types)) == 1, f"{self.name} takes {word} of one type{told}")
+
+    def below(self, most: int, count: int, text: str) -> None:
+        """Refuse a number outside 0 .. most - 1."""
+        _need(all(0 <= self.number(at) < most for at in range(count)), text)
 
 
-def _result(name: str, types: list[Type], numbers: tuple[Expr, ...], of: Scalar | None) -> Type:
-    _need(name in NAMES, f"there is no operation `{name}`")
-    _need(len(types) == ARITY[name], f"{name} takes {ARITY[name]} values, not {len(types)}")
-    result = _untested_result(name, types, numbers, of)
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation: how many values it takes, and the type of its result."""
+
+    values: int
+    result: Callable[[Operands], Type]
+    takes_numbers: bool = False
+    """Numbers that are known when compiling stand behind the values."""
+    names_type: bool = False
+    """The text names the type of the result's lanes, as in `widen(v, i32)`."""
+    is_effect: bool = False
+    """It stands alone, for what it does to memory."""
+    moves_lanes: bool = False
+    """It does not work within sixteen bytes."""
+    is_lanewise: bool = False
+    """Each lane of the result depends on the same lane of what goes in, however many there are."""
+
+
+# ---- types of results ------------------------------------------------------------------------------------
+
+
+def _same(given: Operands) -> Type:
+    return given.vector()
+
+
+def _alike(given: Operands) -> Type:
+    given.alike()
+    return given.vector()
+
+
+def _element(given: Operands) -> Type:
+    return given.vector().elem
+
+
+def _library(given: Operands) -> Type:
+    _need(all(isinstance(one, Scalar) for one in given.types), f"{given.name} takes numbers")
+    return F32
+
+
+def _store(given: Operands) -> Type:
+    place, vector = given.types[0], given.vector(1)
+    _need(given.pointed() == vector.elem, f"store of {spelled(vector)} to {spelled(place)}")
+    _need(not (isinstance(place, Pointer) and place.is_const), "store to memory that is const")
+    return VOID
+
+
+def _prefetch(given: Operands) -> Type:
+    _need(isinstance(given.types[0], Pointer | Array), "prefetch takes a pointer")
+    return VOID
+
+
+def _fma(given: Operands) -> Type:
+    given.alike(word="three")
+    return given.types[0]
+
+
+def _select(given: Operands) -> Type:
+    mask, a = given.vector(), given.vector(1)
+    given.alike(1)
+    _need((mask.lanes, mask.elem.size) == (a.lanes, a.elem.size), "select takes a mask of as many lanes")
+    return a
+
+
+def _convert(given: Operands) -> Type:
+    first = given.types[0]
+    return Vec(given.element(), first.lanes) if isinstance(first, Vec) else given.element()
+
+
+def _to_i32(given: Operands) -> Type:
+    _need(given.vector().elem == F32, f"{given.name} takes f32")
+    return Vec(I32, given.vector().lanes)
+
+
+def _resized(given: Operands) -> Type:
+    vector, of = given.vector(), given.element()
+    is_right = (of.size > vector.elem.size) == (given.name == "widen")
+    _need(is_right, f"{given.name} of {spelled(vector)} to {of.name}")
+    return Vec(of, vector.lanes)
+
+
+def _pack(given: Operands) -> Type:
+    vector, of = given.vector(), given.element()
+    is_right = given.types[0] == given.types[1] and 2 * of.size == vector.elem.size
+    _need(is_right, "pack takes two of twice the width")
+    return Vec(of, 2 * vector.lanes)
+
+
+def _bits(given: Operands) -> Type:
+    first, of = given.types[0], given.element()
+    fits = first.size % of.size == 0 if isinstance(first, Vec) else given.scalar().size == of.size
+    _need(fits, f"bits of {spelled(first)} as {of.name}")
+    return Vec(of, first.size // of.size) if isinstance(first, Vec) else of
+
+
+def _half(given: Operands) -> Type:
+    vector = given.vector()
+    _need(vector.lanes > 1, f"{given.name} of one lane")
+    return Vec(vector.elem, vector.lanes // 2)
+
+
+def _concat(given: Operands) -> Type:
+    given.alike(0)
+    return Vec(given.vector().elem, 2 * given.vector().lanes)
+
+
+def _shuffle(given: Operands) -> Type:
+    vector = given.vector()
+    group = 16 // vector.elem.size
+    is_right = given.types[0] == given.types[1] and vector.size >= 16
+    _need(is_right, "shuffle takes two of one type, of 16 bytes and more")
+    _need(len(given.numbers) == group, f"shuffle of {spelled(vector)} takes {group} places")
+    given.below(2 * group, group, "a place of shuffle is outside")
+    return vector
+
+
+def _permute(given: Operands) -> Type:
+    vector, count = given.vector(), len(given.numbers)
+    _need(count > 0, "permute takes places")
+    given.below(vector.lanes, count, "a place is outside")
+    return Vec(vector.elem, count)
+
+
+def _lookup(given: Operands) -> Type:
+    first, vector = given.types[0], given.vector(1)
+    is_right = first.size == vector.size and vector.elem.size == 1 and vector.size >= 16
+    _need(is_right, "lookup takes bytes")
+    return first
+
+
+def _lane(given: Operands) -> Type:
+    vector = given.vector()
+    given.below(vector.lanes, 1, f"{spelled(vector)} has no lane {given.number()}")
+    return vector.elem if given.name == "lane" else vector
+
+
+def _half_float(given: Operands) -> Type:
+    want, result = (U16, F32) if given.name == "from_f16" else (F32, U16)
+    first = given.types[0]
+    _need((first.elem if isinstance(first, Vec) else first) == want, f"{given.name} takes {want.name}")
+    return Vec(result, first.lanes) if isinstance(first, Vec) else result
+
+
+def _dot(given: Operands) -> Type:
+    name = given.name
+    first, second, result, products, is_added = DOTS[name]
+    a, b = (given.vector(at) for at in (-2, -1))
+    _need((a.elem.name, b.elem.name) == (first, second), f"{name} takes {first} and {second}")
+    _need(a.lanes == b.lanes and a.lanes % products == 0, f"{name} takes as many lanes of both")
+    sums = Vec(SCALARS[result], a.lanes // products)
+    _need(not is_added or given.types[0] == sums, f"{name} adds to {spelled(sums)}")
+    return sums
+
+
+OPERATIONS: dict[str, Operation] = {
+    **dict.fromkeys(LIBRARY, Operation(1, _library)),
+    **dict.fromkeys(("powf", "fmaxf", "fminf"), Operation(2, _library)),
+    "fmaf": Operation(3, _library),
+    # one vector in, the same type out; `nearest` rounds halves to even
+    **dict.fromkeys(
+        ("abs", "sqrt", "nearest", "floor", "ceil", "trunc"), Operation(1, _same, is_lanewise=True)
+    ),
+    # two of one type in, the same out; min and max give the second where either is NaN, avg rounds up
+    **dict.fromkeys(
+        ("min", "max", "avg", "sign", "mulhi", "add_sat", "sub_sat", "andnot"),
+        Operation(2, _alike, is_lanewise=True),
+    ),
+    **dict.fromkeys(REDUCTIONS, Operation(1, _element)),
+    **{name: Operation(3 if is_added else 2, _dot) for name, (*_, is_added) in DOTS.items()},
+    "load": Operation(
+        1, lambda given: Vec(given.pointed(), given.number()), takes_numbers=True, is_lanewise=True
+    ),
+    "store": Operation(2, _store, is_effect=True, is_lanewise=True),
+    "prefetch": Operation(1, _prefetch, is_effect=True),
+    "splat": Operation(
+        1, lambda given: Vec(given.scalar(), given.number()), takes_numbers=True, is_lanewise=True
+    ),
+    "vector": Operation(0, lambda given: Vec(given.element(), len(given.numbers))),
+    "fma": Operation(3, _fma, is_lanewise=True),
+    "select": Operation(3, _select, is_lanewise=True),
+    "convert": Operation(1, _convert, names_type=True, is_lanewise=True),
+    "nearest_i32": Operation(1, _to_i32, is_lanewise=True),
+    "trunc_i32": Operation(1, _to_i32, is_lanewise=True),
+    "widen": Operation(1, _resized, names_type=True, is_lanewise=True),
+    "narrow": Operation(1, _resized, names_type=True, is_lanewise=True),
+    "pack": Operation(2, _pack, names_type=True),
+    "bits": Operation(1, _bits, names_type=True, is_lanewise=True),
+    "lo": Operation(1, _half, moves_lanes=True),
+    "hi": Operation(1, _half, moves_lanes=True),
+    "concat": Operation(2, _concat, moves_lanes=True),
+    "shuffle": Operation(2, _shuffle, takes_numbers=True),
+    "permute": Operation(1, _permute, takes_numbers=True, moves_lanes=True),
+    "lookup": Operation(2, _lookup),
+    "lane": Operation(1, _lane, takes_numbers=True),
+    "with_lane": Operation(2, _lane, takes_numbers=True, moves_lanes=True),
+    "from_f16": Operation(1, _half_float, is_lanewise=True),
+    "to_f16": Operation(1, _half_float, is_lanewise=True),
+}
+
+
+def call(
+    name: str, args: tuple[Expr, ...], numbers: tuple[Expr, ...] = (), of: Scalar | None = None
+) -> CallExpression:
+    """A call with its type. `of` is the element type that the text names, e.g. in `widen(v, i32)`."""
+    return CallExpression(_result(Operands(name, [a.type for a in args], numbers, of)), name, args, numbers)
+
+
+def _result(given: Operands) -> Type:
+    operation = OPERATIONS.get(given.name)
+    if operation is None:
+        raise Mistyped(f"there is no operation `{given.name}`")
+    count = len(given.types)
+    _need(count == operation.values, f"{given.name} takes {operation.values} values, not {count}")
+    result = operation.result(given)
     if isinstance(result, Vec):
         _need(
             result.lanes > 0 and result.lanes & (result.lanes - 1) == 0 and result.size <= MAX_VECTOR_BYTES,
@@ -132,140 +346,7 @@ def _result(name: str, types: list[Type], numbers: tuple[Expr, ...], of: Scalar 
     return result
 
 
-def _untested_result(name: str, types: list[Type], numbers: tuple[Expr, ...], of: Scalar | None) -> Type:
-    match name:
-        case "load":
-            return Vec(_pointed(name, types[0]), _number(numbers))
-        case "store":
-            vector = _vec(name, types[1])
-            _need(
-                _pointed(name, types[0]) == vector.elem, f"store of {spelled(vector)} to {spelled(types[0])}"
-            )
-            _need(not (isinstance(types[0], Pointer) and types[0].is_const), "store to memory that is const")
-            return VOID
-        case "prefetch":
-            _need(isinstance(types[0], Pointer | Array), "prefetch takes a pointer")
-            return VOID
-        case "splat":
-            return Vec(_scalar(name, types[0]), _number(numbers))
-        case "vector":
-            assert of is not None
-            return Vec(of, len(numbers))
-        case "fma":
-            _need(len(set(types)) == 1, f"fma takes three of one type, not {', '.join(map(spelled, types))}")
-            return types[0]
-        case "select":
-            mask, a = _vec(name, types[0]), _vec(name, types[1])
-            _need(types[1] == types[2], "select takes two of one type")
-            _need(
-                (mask.lanes, mask.elem.size) == (a.lanes, a.elem.size), "select takes a mask of as many lanes"
-            )
-            return a
-        case "convert":
-            assert of is not None
-            given = types[0]
-            return Vec(of, given.lanes) if isinstance(given, Vec) else of
-        case "nearest_i32" | "trunc_i32":
-            _need(_vec(name, types[0]).elem == F32, f"{name} takes f32")
-            return Vec(I32, _vec(name, types[0]).lanes)
-        case "widen" | "narrow":
-            assert of is not None
-            vector = _vec(name, types[0])
-            _need(
-                (of.size > vector.elem.size) == (name == "widen"), f"{name} of {spelled(vector)} to {of.name}"
-            )
-            return Vec(of, vector.lanes)
-        case "pack":
-            assert of is not None
-            vector = _vec(name, types[0])
-            _need(
-                types[0] == types[1] and 2 * of.size == vector.elem.size, "pack takes two of twice the width"
-            )
-            return Vec(of, 2 * vector.lanes)
-        case "bits":
-            assert of is not None
-            if isinstance(types[0], Vec):
-                _need(types[0].size % of.size == 0, f"bits of {spelled(types[0])} as {of.name}")
-                return Vec(of, types[0].size // of.size)
-            _need(_scalar(name, types[0]).size == of.size, f"bits of {spelled(types[0])} as {of.name}")
-            return of
-        case "lo" | "hi":
-            vector = _vec(name, types[0])
-            _need(vector.lanes > 1, f"{name} of one lane")
-            return Vec(vector.elem, vector.lanes // 2)
-        case "concat":
-            _need(types[0] == types[1], "concat takes two of one type")
-            return Vec(_vec(name, types[0]).elem, 2 * _vec(name, types[0]).lanes)
-        case "shuffle":
-            vector = _vec(name, types[0])
-            group = 16 // vector.elem.size
-            _need(
-                types[0] == types[1] and vector.size >= 16,
-                "shuffle takes two of one type, of 16 bytes and more",
-            )
-            _need(len(numbers) == group, f"shuffle of {spelled(vector)} takes {group} places")
-            _need(
-                all(0 <= _number(numbers, i) < 2 * group for i in range(group)),
-                "a place of shuffle is outside",
-            )
-            return vector
-        case "permute":
-            vector = _vec(name, types[0])
-            _need(bool(numbers), "permute takes places")
-            _need(
-                all(0 <= _number(numbers, i) < vector.lanes for i in range(len(numbers))),
-                "a place is outside",
-            )
-            return Vec(vector.elem, len(numbers))
-        case "lookup":
-            vector = _vec(name, types[1])
-            _need(
-                types[0].size == vector.size and vector.elem.size == 1 and vector.size >= 16,
-                "lookup takes bytes",
-            )
-            return types[0]
-        case "lane":
-            vector = _vec(name, types[0])
-            _need(0 <= _number(numbers) < vector.lanes, f"{spelled(vector)} has no lane {_number(numbers)}")
-            return vector.elem
-        case "with_lane":
-            vector = _vec(name, types[0])
-            _need(0 <= _number(numbers) < vector.lanes, f"{spelled(vector)} has no lane {_number(numbers)}")
-            return vector
-        case "from_f16" | "to_f16":
-            want, got = (U16, F32) if name == "from_f16" else (F32, U16)
-            given = types[0]
-            _need((given.elem if isinstance(given, Vec) else given) == want, f"{name} takes {want.name}")
-            return Vec(got, given.lanes) if isinstance(given, Vec) else got
-        case _ if name in DOTS:
-            return _dot(name, types)
-        case _ if name in REDUCTIONS:
-            return _vec(name, types[0]).elem
-        case _ if name in SAME:
-            return _vec(name, types[0])
-        case _ if name in ALIKE:
-            _need(types[0] == types[1], f"{name} takes two of one type, not {', '.join(map(spelled, types))}")
-            return _vec(name, types[0])
-        case _:
-            _need(all(one in (F32, F64) or isinstance(one, Scalar) for one in types), f"{name} takes numbers")
-            return F32
-
-
-def _dot(name: str, types: list[Type]) -> Type:
-    first, second, result, products, is_added = DOTS[name]
-    a, b = (_vec(name, one) for one in types[-2:])
-    _need((a.elem.name, b.elem.name) == (first, second), f"{name} takes {first} and {second}")
-    _need(a.lanes == b.lanes and a.lanes % products == 0, f"{name} takes as many lanes of both")
-    found = Vec(SCALARS[result], a.lanes // products)
-    _need(not is_added or types[0] == found, f"{name} adds to {spelled(found)}")
-    return found
-
-
-def _pointed(name: str, of: Type) -> Scalar:
-    element = of.to if isinstance(of, Pointer) else of.of if isinstance(of, Array) else None
-    if not isinstance(element, Scalar):
-        raise Mistyped(f"{name} takes a pointer to numbers, not {spelled(of)}")
-    return element
+# ---- C's operators ---------------------------------------------------------------------------------------
 
 
 COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
@@ -342,8 +423,6 @@ def cast(of: Type, a: Expr) -> Expr:
 
 def fitting(value: int | float, of: Scalar) -> int | float:
     """A number as C converts it."""
-    import struct
-
     if of == F32:
         try:
             return float(struct.unpack("f", struct.pack("f", value))[0])

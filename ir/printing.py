@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from phasewise.ir.c_text import number, wrapped
 from phasewise.ir.intrinsics import register_name
-from phasewise.ir.lowering import number, wrapped
 from phasewise.ir.nodes import (
     AddressOf,
     Assign,

@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from phasewise.ir import intrinsics
+from phasewise.ir.builders import pointer_to
 from phasewise.ir.errors import SourceError
 from phasewise.ir.inline import inlined
+from phasewise.ir.intrinsics_neon import is_below_16
 from phasewise.ir.lanes import lanes_named
 from phasewise.ir.nodes import (
     AddressOf,
@@ -322,7 +324,7 @@ class _Raiser:
         return Index(found, new, at)
 
     def _intrinsic_load(self, place: Expr, of: Vec) -> Expr:
-        p = intrinsics.pointer_to(place, None if of.elem == BITS else of.elem)
+        p = pointer_to(place, None if of.elem == BITS else of.elem)
         element = p.type.to if isinstance(p.type, Pointer) else p.type.of  # type: ignore[union-attr]
         return call("load", (p,), (integer(of.size // element.size),))
 
@@ -342,9 +344,7 @@ class _Raiser:
         if e.name in LIBRARY:
             return call(e.name, args)
         known = self._table[e.name]
-        if e.name.startswith("vqtbl1q_") and intrinsics.is_below_16(
-            Substitute(self._constants).expr(args[1])
-        ):
+        if e.name.startswith("vqtbl1q_") and is_below_16(Substitute(self._constants).expr(args[1])):
             looked_up = call("lookup", (as_elem(args[0], I8), as_elem(args[1], I8)))
             return as_elem(looked_up, I8 if e.name.endswith("s8") else U8)
         try:

@@ -1,4 +1,4 @@
-"""Loops that an author unrolled by hand, rolled up again: one turn, and `unroll` or `apart` behind it.
+"""Loop rerolling: loops that an author unrolled by hand become one turn, and `unroll` or `apart` behind it.
 
     for (; i + 16 <= n; i += 16) {                      for i in steps("loop1", i, (i + 8) <= n, 8, apart(2)):
         s0 = fma(load(x + i), load(y + i), s0);    ->       s0 = fma(load(x + i, 8), load(y + i, 8), s0)

@@ -35,12 +35,10 @@ from phasewise.ir.nodes import (
     Var,
     While,
 )
-from phasewise.ir.operations import ORDERS, REDUCTIONS
+from phasewise.ir.operations import OPERATIONS, ORDERS, REDUCTIONS
 from phasewise.ir.types import F32, I32, Array, Pointer, Scalar, Vec, spelled
 
 FIRST_LINE = "# phasewise kernel 1"
-TYPED = ("convert", "widen", "narrow", "pack", "bits")
-"""Operations that name the type of the result's lanes."""
 
 
 def printed(function: FunctionDefinition) -> str:
@@ -199,7 +197,7 @@ def _inner(e: Expr) -> str:
 
 def _call(e: CallExpression) -> str:
     parts = [expression(one) for one in e.args]
-    if e.name in TYPED:
+    if e.name in OPERATIONS and OPERATIONS[e.name].names_type:
         of = e.type.elem if isinstance(e.type, Vec) else e.type
         parts.append(spelled(of))
     elif e.name == "vector":

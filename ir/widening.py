@@ -29,13 +29,11 @@ from phasewise.ir.nodes import (
     integer,
     used,
 )
-from phasewise.ir.operations import call
+from phasewise.ir.operations import OPERATIONS, call
 from phasewise.ir.types import Scalar, Vec
 
 SMALL_BYTES = 32
 """Vectors shorter than this stay apart as long as everything that they meet does."""
-APART = ("lo", "hi", "concat", "permute", "with_lane")
-"""Operations that do not work within sixteen bytes: each turn's vector is taken by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +252,8 @@ class _Widener:
             case "vector":
                 assert isinstance(e.type, Vec)
                 return _Long(call("vector", (), e.numbers * self._n, e.type.elem))
-            case name if name in APART:
-                return self._each(e)
+            case name if OPERATIONS[name].moves_lanes:
+                return self._each(e)  # each turn's vector by itself
         return self._lanewise(e, e.args)
 
     def _load(self, e: CallExpression) -> _Turns | _Long:

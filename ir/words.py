@@ -68,6 +68,63 @@ class Words:
             self.made[name] = Word(name, self._text(name, operation, result, args), tuple(of))
         return name
 
+    def paired(self, op: str, of: Vec, a: str, b: str) -> str:
+        """Two registers, reduced lane by lane."""
+        if op == "add" and of.elem.is_float:
+            return f"({a} + {b})"
+        return f"{self.make(op, of, (of, of))}({a}, {b})"
+
+    def reduction(self, op: str, of: Vec, order: str) -> str:
+        """The name of the function that reduces a register to a number."""
+        word, c = self.type(of), C_NAMES[of.elem.name]
+        name = f"{word}_reduce_{op}_{order}"
+        if name in self.made:
+            return name
+        lines, at, lanes = [], "v", of.lanes
+        while lanes > 1:
+            half = Vec(of.elem, lanes // 2)
+            is_pairs = order == "pairs" or (order == "halves_pairs" and lanes * of.elem.size <= 16)
+            first = list(range(0, lanes, 2)) if is_pairs else list(range(lanes // 2))
+            second = list(range(1, lanes, 2)) if is_pairs else list(range(lanes // 2, lanes))
+            smaller = self.type(half)
+            if half.size < 8 or lanes == 2:
+                break
+            sides = [
+                f"__builtin_shufflevector({at}, {at}, {', '.join(map(str, one))})" for one in (first, second)
+            ]
+            text = self.paired(op, half, *sides)
+            lines.append(f"    {smaller} v{lanes // 2} = {text};")
+            at, lanes = f"v{lanes // 2}", lanes // 2
+        lines.append(f"    return {_last_lanes(op, at, lanes, of.elem, order)};")
+        text = "\n".join([f"static inline {c} {name}({word} v) {{", *lines, "}"])
+        self.made[name] = Word(name, text, (of,))
+        return name
+
+    def quads(self, part: Vec) -> str:
+        """dot_u8i8 without its instruction: even and odd bytes as sixteen bits, so that nothing saturates."""
+        lanes = 4 * part.lanes
+        name = f"{self.type(part)}_dot_u8i8"
+        words16, u16 = (
+            self.type(Vec(Scalar("i16"), 2 * part.lanes)),
+            self.type(Vec(Scalar("u16"), 2 * part.lanes)),
+        )
+        a8, b8 = self.type(Vec(Scalar("u8"), lanes)), self.type(Vec(Scalar("i8"), lanes))
+        dot = self.make("dot_i16", part, (Vec(Scalar("i16"), 2 * part.lanes),) * 2)
+        add = self.make("add", part, (part, part))
+        word = self.type(part)
+        self.made.setdefault(
+            name,
+            Word(
+                name,
+                f"static inline {word} {name}({word} a, {a8} b, {b8} c) {{\n"
+                f"    {words16} even = ({words16})((({u16})b) & 255), odd = ({words16})((({u16})b) >> 8);\n"
+                f"    {words16} c_even = ({words16})((({u16})c) << 8) >> 8, c_odd = (({words16})c) >> 8;\n"
+                f"    return {add}({add}(a, {dot}(even, c_even)), {dot}(odd, c_odd));\n}}",
+                (part,),
+            ),
+        )
+        return name
+
     # ---- one definition ----
 
     def _text(self, name: str, operation: str, result: Vec | Scalar, args: tuple[Vec | Scalar, ...]) -> str:
@@ -227,6 +284,23 @@ class Words:
             high = "vmull_high_s8((int8x16_t)b, (int8x16_t)c)"
             return f"({r})vaddq_s32((int32x4_t)a, vpaddq_s32(vpaddlq_s16({low}), vpaddlq_s16({high})))"
         return None
+
+
+def _last_lanes(op: str, v: str, lanes: int, elem: Scalar, order: str) -> str:
+    values = [f"{v}[{i}]" for i in range(lanes)]
+    c = C_NAMES[elem.name]
+    while len(values) > 1:
+        half = len(values) // 2
+        pairs = (
+            [(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+            if order != "halves"
+            else [(values[i], values[i + half]) for i in range(half)]
+        )
+        if op == "add":
+            values = [f"({c})({a} + {b})" for a, b in pairs]
+        else:
+            values = [f"({a} {'>' if op == 'max' else '<'} {b} ? {a} : {b})" for a, b in pairs]
+    return values[0]
 
 
 def _m128(of: Vec, letter: str) -> str:

@@ -10,8 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import platformdirs
-
+from phasewise._places import user_folder
 from phasewise.kerneldb.errors import KernelDbError
 
 FILE_NAME = "phasewise.db"
@@ -52,7 +51,7 @@ def redacted(url: str) -> str:
 
 def default_file() -> Path:
     """`phasewise/phasewise.db` in the XDG data directory."""
-    return platformdirs.user_data_path("phasewise") / FILE_NAME
+    return user_folder("data") / FILE_NAME
 
 
 def locate(db: str | os.PathLike[str] | None) -> Location:

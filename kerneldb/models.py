@@ -1,12 +1,14 @@
 """The tables. Rows are appended: a trigger refuses to edit any of what was measured or chosen.
 
-Deleting whole rows stays possible, for `gc`.
+Deleting whole rows stays possible, for `gc`. An attribute has the name of the record's field that it keeps
+(`rows` relies on it), also where the column has an older name.
 A change here needs a migration: see `phasewise.migrations`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar
 
 from sqlalchemy import (
     JSON,
@@ -21,6 +23,8 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from phasewise.kerneldb.records import SINGLE_CORE, Schedule
 
 # SQLite numbers rows by itself only where the key is declared INTEGER; its INTEGER has 64 bits anyway.
 RowId = BigInteger().with_variant(Integer, "sqlite")
@@ -59,25 +63,7 @@ class ScheduleRow(Base):
     """The way in which a kernel computes it. One row per key; checked against bounds again when read."""
 
     __tablename__ = "schedule"
-    __table_args__ = (
-        UniqueConstraint(
-            *(
-                "mr",
-                "panels",
-                "block_m",
-                "block_n",
-                "block_k",
-                "threads_m",
-                "threads_n",
-                "threads_k",
-                "compute_path",
-                "k_parts",
-                "prefetch_bytes",
-                "loop_order",
-            ),
-            name="uq_schedule",
-        ),
-    )
+    __table_args__ = (UniqueConstraint(*(field.name for field in fields(Schedule)), name="uq_schedule"),)
 
     id: Mapped[int] = mapped_column(RowId, primary_key=True)
     mr: Mapped[int] = mapped_column(comment="rows of the micro-kernel")
@@ -94,7 +80,44 @@ class ScheduleRow(Base):
     loop_order: Mapped[str] = mapped_column(Word, comment="nm: panel blocks outermost; mn: row blocks")
 
 
-class MeasurementRow(Base):
+ProblemId = Annotated[int, mapped_column(RowId, ForeignKey("problem.id"))]
+ScheduleId = Annotated[int, mapped_column(RowId, ForeignKey("schedule.id"))]
+KernelAbi = Annotated[str, mapped_column(Line, comment="hash over the kernel family's body and flags")]
+SamplesNs = Annotated[Any, mapped_column(JSON, comment="raw samples, a list in the order taken")]
+EstimateNs = Annotated[int, mapped_column(BigInteger, comment="robust estimate over samples_ns")]
+Conditions = Annotated[Any, mapped_column(JSON, comment="name to number: what the timer noticed around it")]
+ModelKey = Annotated[str, mapped_column(Line, comment="tuner.plans.model_key: name@format")]
+PhaseName = Annotated[str, mapped_column(Word, comment="prefill or decode")]
+
+
+class OriginColumns:
+    """The place and time at which a row was made: `records.Origin`, but for the cores that worked."""
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True, sort_order=-1)
+    core_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, per-core half")
+    program_version: Mapped[str] = mapped_column(Line, comment="phasewise that wrote the row")
+    created_at_ms: Mapped[int] = mapped_column(BigInteger, comment="Unix time, UTC")
+    verified: Mapped[bool] = mapped_column(comment="measured here; false: imported, not yet measured")
+
+
+class PlacedColumns(OriginColumns):
+    """`records.Origin`."""
+
+    placement_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, sharing half")
+
+
+class ComparisonColumns:
+    """`records.Comparison`, and what trusting its row means. Before the columns of an origin."""
+
+    gain: Mapped[float] = mapped_column(Double, comment="incumbent's time / candidate's time")
+    gain_low: Mapped[float] = mapped_column(Double, comment="of the confidence interval")
+    gain_high: Mapped[float] = mapped_column(Double)
+    confidence: Mapped[float] = mapped_column(Double, comment="of the interval, 0..1")
+    pairs: Mapped[int] = mapped_column(comment="timings of each of the two")
+    verified: Mapped[bool] = mapped_column(comment="compared here; false: imported")
+
+
+class MeasurementRow(PlacedColumns, Base):
     """One timing of one schedule on one kind of machine. Appended, never edited."""
 
     __tablename__ = "measurement"
@@ -102,50 +125,33 @@ class MeasurementRow(Base):
         Index("ix_measurement_problem", "problem_id", "core_sig", "placement_sig", "kernel_abi"),
     )
 
-    id: Mapped[int] = mapped_column(RowId, primary_key=True)
-    problem_id: Mapped[int] = mapped_column(RowId, ForeignKey("problem.id"))
-    schedule_id: Mapped[int] = mapped_column(RowId, ForeignKey("schedule.id"))
-    core_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, per-core half")
-    placement_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, sharing half")
-    kernel_abi: Mapped[str] = mapped_column(Line, comment="hash over the kernel family's body and flags")
-    samples_ns: Mapped[Any] = mapped_column(JSON, comment="raw samples, a list in the order taken")
-    estimate_ns: Mapped[int] = mapped_column(BigInteger, comment="robust estimate over samples_ns")
+    problem_id: Mapped[ProblemId]
+    schedule_id: Mapped[ScheduleId]
+    kernel_abi: Mapped[KernelAbi]
+    samples_ns: Mapped[SamplesNs]
+    estimate_ns: Mapped[EstimateNs]
     numeric_error: Mapped[float | None] = mapped_column(
         Double, comment="largest error seen, relative; null: not compared"
     )
     effort_ns: Mapped[int] = mapped_column(BigInteger, comment="wall clock that the timing cost")
-    conditions: Mapped[Any] = mapped_column(JSON, comment="name to number: what the timer noticed around it")
-    program_version: Mapped[str] = mapped_column(Line, comment="phasewise that wrote the row")
-    created_at_ms: Mapped[int] = mapped_column(BigInteger, comment="Unix time, UTC")
-    verified: Mapped[bool] = mapped_column(comment="measured here; false: imported, not yet measured")
+    conditions: Mapped[Conditions]
 
 
-class PromotionRow(Base):
+class PromotionRow(ComparisonColumns, PlacedColumns, Base):
     """A schedule taken into use after a paired comparison. The newest verified row of a key is in use."""
 
     __tablename__ = "promotion"
     __table_args__ = (Index("ix_promotion_problem", "problem_id", "core_sig", "placement_sig", "kernel_abi"),)
 
-    id: Mapped[int] = mapped_column(RowId, primary_key=True)
-    problem_id: Mapped[int] = mapped_column(RowId, ForeignKey("problem.id"))
-    schedule_id: Mapped[int] = mapped_column(RowId, ForeignKey("schedule.id"))
+    problem_id: Mapped[ProblemId]
+    schedule_id: Mapped[ScheduleId]
     incumbent_id: Mapped[int | None] = mapped_column(
         RowId, ForeignKey("schedule.id"), comment="compared with; null: the kernel's default"
     )
-    core_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, per-core half")
-    placement_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, sharing half")
-    kernel_abi: Mapped[str] = mapped_column(Line, comment="hash over the kernel family's body and flags")
-    gain: Mapped[float] = mapped_column(Double, comment="incumbent's time / candidate's time")
-    gain_low: Mapped[float] = mapped_column(Double, comment="of the confidence interval")
-    gain_high: Mapped[float] = mapped_column(Double)
-    confidence: Mapped[float] = mapped_column(Double, comment="of the interval, 0..1")
-    pairs: Mapped[int] = mapped_column(comment="timings of each of the two")
-    program_version: Mapped[str] = mapped_column(Line, comment="phasewise that wrote the row")
-    created_at_ms: Mapped[int] = mapped_column(BigInteger, comment="Unix time, UTC")
-    verified: Mapped[bool] = mapped_column(comment="compared here; false: imported")
+    kernel_abi: Mapped[KernelAbi]
 
 
-class StorageDuelRow(Base):
+class StorageDuelRow(ComparisonColumns, PlacedColumns, Base):
     """A weight stored sparse, compared with itself stored dense. The newest verified row of a key counts."""
 
     __tablename__ = "storage_duel"
@@ -153,111 +159,78 @@ class StorageDuelRow(Base):
         Index("ix_storage_duel_problem", "problem_id", "core_sig", "placement_sig", "kernel_abi"),
     )
 
-    id: Mapped[int] = mapped_column(RowId, primary_key=True)
-    problem_id: Mapped[int] = mapped_column(
-        RowId,
-        ForeignKey("problem.id"),
-        comment="of the sparse weight: its format names the sixteenths that are kept",
+    problem_id: Mapped[ProblemId] = mapped_column(
+        comment="of the sparse weight: its format names the sixteenths that are kept"
     )
-    schedule_id: Mapped[int] = mapped_column(RowId, ForeignKey("schedule.id"), comment="of the sparse weight")
+    schedule_id: Mapped[ScheduleId] = mapped_column(comment="of the sparse weight")
     dense_schedule_id: Mapped[int] = mapped_column(
         RowId, ForeignKey("schedule.id"), comment="of the same weight stored dense"
     )
-    core_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, per-core half")
-    placement_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, sharing half")
-    kernel_abi: Mapped[str] = mapped_column(Line, comment="hash over the kernel family's body and flags")
+    kernel_abi: Mapped[KernelAbi]
     gain: Mapped[float] = mapped_column(Double, comment="dense's time / sparse's time")
-    gain_low: Mapped[float] = mapped_column(Double, comment="of the confidence interval")
-    gain_high: Mapped[float] = mapped_column(Double)
-    confidence: Mapped[float] = mapped_column(Double, comment="of the interval, 0..1")
-    pairs: Mapped[int] = mapped_column(comment="timings of each of the two")
-    program_version: Mapped[str] = mapped_column(Line, comment="phasewise that wrote the row")
-    created_at_ms: Mapped[int] = mapped_column(BigInteger, comment="Unix time, UTC")
-    verified: Mapped[bool] = mapped_column(comment="compared here; false: imported")
 
 
-class ServicePlanRow(Base):
+class ServicePlanRow(PlacedColumns, Base):
     """A service plan for one phase of one model on one kind of machine. The newest verified row wins."""
 
     __tablename__ = "service_plan"
     __table_args__ = (Index("ix_service_plan_key", "model_key", "phase", "core_sig", "placement_sig"),)
 
-    id: Mapped[int] = mapped_column(RowId, primary_key=True)
-    core_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, per-core half")
     placement_sig: Mapped[str] = mapped_column(Line, comment="topology.signature over all allowed PUs")
-    model_key: Mapped[str] = mapped_column(Line, comment="tuner.plans.model_key: name@format")
-    phase: Mapped[str] = mapped_column(Word, comment="prefill or decode")
-    plan: Mapped[str] = mapped_column(Text, comment="JSON, read and checked by tuner.plans")
+    model_key: Mapped[ModelKey]
+    phase: Mapped[PhaseName]
+    plan_json: Mapped[str] = mapped_column("plan", Text, comment="JSON, read and checked by tuner.plans")
     objectives: Mapped[Any] = mapped_column(JSON, comment="name to value reached; empty: set by hand")
-    program_version: Mapped[str] = mapped_column(Line, comment="phasewise that wrote the row")
-    created_at_ms: Mapped[int] = mapped_column(BigInteger, comment="Unix time, UTC")
     verified: Mapped[bool] = mapped_column(comment="measured or set here; false: imported, not yet measured")
 
 
-class StepTimeRow(Base):
+class StepTimeRow(PlacedColumns, Base):
     """One timing of one step of a model on one configuration of cores. Appended, never edited."""
 
     __tablename__ = "step_time"
     __table_args__ = (Index("ix_step_time_key", "model_key", "phase", "core_sig", "placement_sig"),)
 
-    id: Mapped[int] = mapped_column(RowId, primary_key=True)
-    core_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, per-core half")
     placement_sig: Mapped[str] = mapped_column(Line, comment="topology.signature over all allowed PUs")
-    model_key: Mapped[str] = mapped_column(Line, comment="tuner.plans.model_key: name@format")
+    model_key: Mapped[ModelKey]
     configuration_key: Mapped[str] = mapped_column(Line, comment="hash over the cores of the plan's ranks")
-    plan: Mapped[str] = mapped_column(Text, comment="JSON, read and checked by tuner.plans")
+    plan_json: Mapped[str] = mapped_column("plan", Text, comment="JSON, read and checked by tuner.plans")
     kernels: Mapped[str] = mapped_column(Word, comment="default or tuned: by which schedules products ran")
     kernel_abi: Mapped[str] = mapped_column(Line, comment="of the family that most time is spent in")
-    phase: Mapped[str] = mapped_column(Word, comment="prefill or decode")
+    phase: Mapped[PhaseName]
     tokens: Mapped[int] = mapped_column(comment="new tokens of each sequence")
     sequences: Mapped[int]
     context: Mapped[int] = mapped_column(comment="tokens that each sequence has behind it")
-    samples_ns: Mapped[Any] = mapped_column(JSON, comment="raw samples, a list in the order taken")
-    estimate_ns: Mapped[int] = mapped_column(BigInteger, comment="robust estimate over samples_ns")
-    conditions: Mapped[Any] = mapped_column(JSON, comment="name to number: what the timer noticed around it")
-    program_version: Mapped[str] = mapped_column(Line, comment="phasewise that wrote the row")
-    created_at_ms: Mapped[int] = mapped_column(BigInteger, comment="Unix time, UTC")
+    samples_ns: Mapped[SamplesNs]
+    estimate_ns: Mapped[EstimateNs]
+    conditions: Mapped[Conditions]
     verified: Mapped[bool] = mapped_column(comment="measured here; false: imported")
 
 
-class UserKernelTimingRow(Base):
+class UserKernelColumns(OriginColumns):
+    """A user's kernel on one shape, and the choice of its parameters. One thread runs it."""
+
+    placement_sig: ClassVar[str] = SINGLE_CORE
+    name: Mapped[str] = mapped_column(Line, comment="of the kernel's function")
+    kernel_abi: Mapped[str] = mapped_column(Line, comment="hash over the kernel's text and its lowered C")
+    shape: Mapped[Any] = mapped_column(JSON, comment="pairs: argument, whole number")
+    choice: Mapped[Any] = mapped_column("parameters", JSON, comment="pairs: parameter, value")
+
+
+class UserKernelTimingRow(UserKernelColumns, Base):
     """One timing of one choice of a user's kernel's parameters, on one core. Appended, never edited."""
 
     __tablename__ = "user_kernel_timing"
     __table_args__ = (Index("ix_user_kernel_timing_key", "core_sig", "kernel_abi"),)
 
-    id: Mapped[int] = mapped_column(RowId, primary_key=True)
-    core_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, per-core half")
-    name: Mapped[str] = mapped_column(Line, comment="of the kernel's function")
-    kernel_abi: Mapped[str] = mapped_column(Line, comment="hash over the kernel's text and its lowered C")
-    shape: Mapped[Any] = mapped_column(JSON, comment="pairs: argument, whole number")
-    parameters: Mapped[Any] = mapped_column(JSON, comment="pairs: parameter, value")
-    samples_ns: Mapped[Any] = mapped_column(JSON, comment="raw samples, a list in the order taken")
-    estimate_ns: Mapped[int] = mapped_column(BigInteger, comment="robust estimate over samples_ns")
-    conditions: Mapped[Any] = mapped_column(JSON, comment="name to number: what the timer noticed around it")
-    program_version: Mapped[str] = mapped_column(Line, comment="phasewise that wrote the row")
-    created_at_ms: Mapped[int] = mapped_column(BigInteger, comment="Unix time, UTC")
-    verified: Mapped[bool] = mapped_column(comment="measured here; false: imported, not yet measured")
+    samples_ns: Mapped[SamplesNs]
+    estimate_ns: Mapped[EstimateNs]
+    conditions: Mapped[Conditions]
 
 
-class UserKernelPromotionRow(Base):
+class UserKernelPromotionRow(ComparisonColumns, UserKernelColumns, Base):
     """Parameters of a user's kernel, in use after a duel. The newest verified row of a key is in use."""
 
     __tablename__ = "user_kernel_promotion"
     __table_args__ = (Index("ix_user_kernel_promotion_key", "core_sig", "kernel_abi"),)
 
-    id: Mapped[int] = mapped_column(RowId, primary_key=True)
-    core_sig: Mapped[str] = mapped_column(Line, comment="topology.signature, per-core half")
-    name: Mapped[str] = mapped_column(Line, comment="of the kernel's function")
-    kernel_abi: Mapped[str] = mapped_column(Line, comment="hash over the kernel's text and its lowered C")
-    shape: Mapped[Any] = mapped_column(JSON, comment="pairs: argument, whole number")
-    parameters: Mapped[Any] = mapped_column(JSON, comment="pairs: parameter, value")
     incumbent: Mapped[Any] = mapped_column(JSON, comment="compared with; pairs as above")
-    gain: Mapped[float] = mapped_column(Double, comment="incumbent's time / candidate's time")
-    gain_low: Mapped[float] = mapped_column(Double, comment="of the confidence interval")
-    gain_high: Mapped[float] = mapped_column(Double)
-    confidence: Mapped[float] = mapped_column(Double, comment="of the interval, 0..1")
-    pairs: Mapped[int] = mapped_column(comment="timings of each of the two")
-    program_version: Mapped[str] = mapped_column(Line, comment="phasewise that wrote the row")
-    created_at_ms: Mapped[int] = mapped_column(BigInteger, comment="Unix time, UTC")
-    verified: Mapped[bool] = mapped_column(comment="compared here; false: imported")

@@ -24,26 +24,25 @@ import hashlib
 import json
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import chain, islice
-from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
+from typing import Any, BinaryIO, TypeAlias, TypeVar
 
+from phasewise._words import counted
+from phasewise.kerneldb.codec import as_tuples, parts
 from phasewise.kerneldb.errors import ExportFileError, RecordError
 from phasewise.kerneldb.records import (
-    Comparison,
     MachineKey,
     Measurement,
     Origin,
-    Problem,
     Promotion,
     Sample,
     Schedule,
-    ServedStep,
     StepTime,
     StorageDuel,
 )
 from phasewise.kerneldb.store import Shared, Store
-from phasewise.kerneldb.user_kernels import SINGLE_CORE, Choice, UserProblem, UserPromotion, UserTiming
+from phasewise.kerneldb.user_kernels import UserPromotion, UserTiming
 
 Row: TypeAlias = Shared
 Refuse: TypeAlias = Callable[[int, str], None]
@@ -65,58 +64,19 @@ ROWS_AT_ONCE = 500
 ROW_DIGITS = 16
 MAX_REASON_CHARS = 200
 
-MEASUREMENT_FIELDS = (
-    "problem",
-    "schedule",
-    "samples_ns",
-    "estimate_ns",
-    "numeric_error",
-    "effort_ns",
-    "conditions",
-    "machine",
-    "kernel_abi",
-    "program_version",
-    "created_at_ms",
-)
-PROMOTION_FIELDS = (
-    "problem",
-    "schedule",
-    "incumbent",
-    "comparison",
-    "machine",
-    "kernel_abi",
-    "program_version",
-    "created_at_ms",
-)
-STORAGE_DUEL_FIELDS = (
-    "problem",
-    "schedule",
-    "dense_schedule",
-    "comparison",
-    "machine",
-    "kernel_abi",
-    "program_version",
-    "created_at_ms",
-)
-STEP_TIME_FIELDS = (
-    "model_key",
-    "configuration_key",
-    "plan_json",
-    "kernels",
-    "step",
-    "samples_ns",
-    "estimate_ns",
-    "conditions",
-    "machine",
-    "kernel_abi",
-    "program_version",
-    "created_at_ms",
-)
+KINDS: dict[str, type[Row]] = {
+    "measurement": Measurement,
+    "promotion": Promotion,
+    "storage_duel": StorageDuel,
+    "step_time": StepTime,
+    "user_timing": UserTiming,
+    "user_promotion": UserPromotion,
+}
+"""The rows of a file, by the word that each line begins with."""
+_WORDS = {record: word for word, record in KINDS.items()}
 
-
-_USER_FIELDS = ("problem", "choice", "machine", "kernel_abi", "program_version", "created_at_ms")
-USER_TIMING_FIELDS = (*_USER_FIELDS, "samples_ns", "estimate_ns", "conditions")
-USER_PROMOTION_FIELDS = (*_USER_FIELDS, "incumbent", "comparison")
+_BESIDE = (Sample, Origin)
+"""Records whose fields stand in a file beside those of the row."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +122,7 @@ def export_lines(rows: Iterable[Row]) -> Iterator[str]:
     lines = sorted({(*_place_of(row), _row_line(row)) for row in rows})
     if len(lines) > MAX_ROWS:
         raise ExportFileError(
-            f"{len(lines)} rows are too many for one file, which holds {MAX_ROWS}: "
+            f"{counted(len(lines), 'row')} are too many for one file, which holds {MAX_ROWS}: "
             "choose machines with --signature"
         )
     digest = hashlib.sha256()
@@ -181,7 +141,7 @@ def _place_of(row: Row) -> tuple[Any, ...]:
         else (astuple(row.problem),)
     )
     return (
-        _kind_of(row),
+        _WORDS[type(row)],
         *key,
         machine.core_sig,
         machine.placement_sig,
@@ -190,81 +150,25 @@ def _place_of(row: Row) -> tuple[Any, ...]:
     )
 
 
-def _kind_of(row: Row) -> str:
-    match row:
-        case Measurement():
-            return "measurement"
-        case Promotion():
-            return "promotion"
-        case StorageDuel():
-            return "storage_duel"
-        case StepTime():
-            return "step_time"
-        case UserTiming():
-            return "user_timing"
-        case UserPromotion():
-            return "user_promotion"
-
-
 def _row_line(row: Row) -> str:
-    match row:
-        case Measurement():
-            fields_of = _measurement_fields(row)
-        case Promotion():
-            fields_of = _promotion_fields(row)
-        case StorageDuel():
-            fields_of = _storage_duel_fields(row)
-        case StepTime():
-            fields_of = _step_time_fields(row)
-        case UserTiming() | UserPromotion():
-            fields_of = _user_fields(row)
-    return _canonical({_kind_of(row): fields_of, "sha256": _row_digest({_kind_of(row): fields_of})})
+    content = {_WORDS[type(row)]: _written(row)}
+    return _canonical({**content, "sha256": _row_digest(content)})
 
 
-def _measurement_fields(row: Measurement) -> dict[str, Any]:
-    sample = asdict(row.sample)
-    return {"problem": asdict(row.problem), **sample, **_origin_fields(row)}
-
-
-def _promotion_fields(row: Promotion) -> dict[str, Any]:
-    return {
-        "problem": asdict(row.problem),
-        "schedule": asdict(row.schedule),
-        "incumbent": row.incumbent and asdict(row.incumbent),
-        "comparison": asdict(row.comparison),
-        **_origin_fields(row),
-    }
-
-
-def _storage_duel_fields(row: StorageDuel) -> dict[str, Any]:
-    return {
-        "problem": asdict(row.problem),
-        "schedule": asdict(row.schedule),
-        "dense_schedule": asdict(row.dense_schedule),
-        "comparison": asdict(row.comparison),
-        **_origin_fields(row),
-    }
-
-
-def _step_time_fields(row: StepTime) -> dict[str, Any]:
-    own = asdict(row)
-    del own["origin"]
-    return {**own, **_origin_fields(row)}
-
-
-def _user_fields(row: UserTiming | UserPromotion) -> dict[str, Any]:
-    own = asdict(row)
-    del own["origin"], own["problem"]["kernel_abi"]
-    return {**own, **_origin_fields(row)}
-
-
-def _origin_fields(row: Row) -> dict[str, Any]:
-    return {
-        "machine": asdict(row.origin.machine),
-        "kernel_abi": row.kernel_abi,
-        "program_version": row.origin.program_version,
-        "created_at_ms": row.origin.created_at_ms,
-    }
+def _written(record: object) -> dict[str, Any]:
+    """The fields as in a file. A kernel's build stands beside a row's own fields, whatever record has it."""
+    written: dict[str, Any] = {}
+    for part in parts(type(record)):
+        value = getattr(record, part.name)
+        if part.record in _BESIDE:
+            written |= _written(value)
+        elif part.record is not None and value is not None:
+            inner = _written(value)
+            written |= {"kernel_abi": inner.pop("kernel_abi")} if "kernel_abi" in inner else {}
+            written[part.name] = inner
+        elif part.name != "verified":
+            written[part.name] = value
+    return written
 
 
 def _canonical(value: Mapping[str, Any]) -> str:
@@ -414,130 +318,37 @@ def _row(content: dict[str, Any]) -> Row:
     digest = content.pop("sha256", None)
     if digest != _row_digest(content):
         raise RecordError("the row does not fit its checksum")
-    if len(content) == 1 and "measurement" in content:
-        return _measurement(content["measurement"])
-    if len(content) == 1 and "promotion" in content:
-        return _promotion(content["promotion"])
-    if len(content) == 1 and "storage_duel" in content:
-        return _storage_duel(content["storage_duel"])
-    if len(content) == 1 and "step_time" in content:
-        return _step_time(content["step_time"])
-    if len(content) == 1 and "user_timing" in content:
-        return _user_timing(content["user_timing"])
-    if len(content) == 1 and "user_promotion" in content:
-        return _user_promotion(content["user_promotion"])
-    raise RecordError("the line holds no row of a kind that this phasewise knows")
+    word = next(iter(content), "")
+    if len(content) != 1 or word not in KINDS:
+        raise RecordError("the line holds no row of a kind that this phasewise knows")
+    record = KINDS[word]
+    names = _names(record) | {"kernel_abi"}
+    return _read(record, _object(f"a {word.replace('_', ' ')}", content[word], names))
 
 
-def _measurement(value: object) -> Measurement:
-    found = _object("a measurement", value, MEASUREMENT_FIELDS)
-    sample = Sample(
-        _record(Schedule, found["schedule"]),
-        _samples(found["samples_ns"]),
-        found["estimate_ns"],
-        found["numeric_error"],
-        found["effort_ns"],
-        found["conditions"],
-    )
-    return Measurement(_record(Problem, found["problem"]), sample, found["kernel_abi"], _origin(found))
+def _names(record: Any) -> frozenset[str]:
+    """The fields that a file has of a record."""
+    names: set[str] = set()
+    for part in parts(record):
+        names |= _names(part.record) if part.record in _BESIDE else {part.name}
+    return frozenset(names - {"verified", "kernel_abi"})
 
 
-def _promotion(value: object) -> Promotion:
-    found = _object("a promotion", value, PROMOTION_FIELDS)
-    incumbent = found["incumbent"]
-    return Promotion(
-        _record(Problem, found["problem"]),
-        _record(Schedule, found["schedule"]),
-        None if incumbent is None else _record(Schedule, incumbent),
-        _record(Comparison, found["comparison"]),
-        found["kernel_abi"],
-        _origin(found),
-    )
-
-
-def _storage_duel(value: object) -> StorageDuel:
-    found = _object("a storage duel", value, STORAGE_DUEL_FIELDS)
-    return StorageDuel(
-        _record(Problem, found["problem"]),
-        _record(Schedule, found["schedule"]),
-        _record(Schedule, found["dense_schedule"]),
-        _record(Comparison, found["comparison"]),
-        found["kernel_abi"],
-        _origin(found),
-    )
-
-
-def _step_time(value: object) -> StepTime:
-    found = _object("a step time", value, STEP_TIME_FIELDS)
-    return StepTime(
-        found["model_key"],
-        found["configuration_key"],
-        found["plan_json"],
-        found["kernels"],
-        ServedStep(**_object("a step", found["step"], [field.name for field in fields(ServedStep)])),
-        _samples(found["samples_ns"]),
-        found["estimate_ns"],
-        found["kernel_abi"],
-        _origin(found),
-        found["conditions"],
-    )
-
-
-def _user_timing(value: object) -> UserTiming:
-    found = _object("a timing of a user's kernel", value, USER_TIMING_FIELDS)
-    return UserTiming(
-        _user_problem(found),
-        _pairs("choice", found["choice"]),
-        _samples(found["samples_ns"]),
-        found["estimate_ns"],
-        _user_origin(found),
-        found["conditions"],
-    )
-
-
-def _user_promotion(value: object) -> UserPromotion:
-    found = _object("a promotion of a user's kernel", value, USER_PROMOTION_FIELDS)
-    return UserPromotion(
-        _user_problem(found),
-        _pairs("choice", found["choice"]),
-        _pairs("incumbent", found["incumbent"]),
-        _record(Comparison, found["comparison"]),
-        _user_origin(found),
-    )
-
-
-def _user_problem(found: Mapping[str, Any]) -> UserProblem:
-    problem = _object("a kernel", found["problem"], ("name", "shape"))
-    return UserProblem(problem["name"], found["kernel_abi"], _pairs("shape", problem["shape"]))
-
-
-def _user_origin(found: Mapping[str, Any]) -> Origin:
-    origin = _origin(found)
-    if origin.machine.placement_sig != SINGLE_CORE:
-        raise RecordError(f"a user's kernel runs on {SINGLE_CORE}, not {origin.machine.placement_sig!r:.40}")
-    return origin
-
-
-def _pairs(name: str, found: Any) -> Choice:
-    """Lists as the tuples that a record wants; it checks what is in them."""
-    if not isinstance(found, list) or not all(isinstance(one, list) for one in found):
-        raise RecordError(f"{name} must be a list of pairs")
-    return tuple(tuple(one) for one in found)
-
-
-def _samples(found: Any) -> Any:
-    """A list as the tuple that a record wants; it refuses anything else."""
-    return tuple(found) if isinstance(found, list) else found
-
-
-def _origin(found: Mapping[str, Any]) -> Origin:
-    machine = _record(MachineKey, found["machine"])
-    return Origin(machine, found["program_version"], found["created_at_ms"], verified=False)
-
-
-def _record(record: type[T], value: object) -> T:
-    names = [field.name for field in fields(cast(Any, record))]
-    return record(**_object(f"a {record.__name__.lower()}", value, names))
+def _read(record: type[T], found: Mapping[str, Any]) -> T:
+    """The record whose fields these are; unverified."""
+    values: dict[str, Any] = {}
+    for part in parts(record):
+        value = found.get(part.name)
+        if part.name == "verified":
+            value = False
+        elif part.record in _BESIDE:
+            value = _read(part.record, found)
+        elif part.record is not None and (value is not None or part.name != "incumbent"):
+            called = "a schedule" if part.record is Schedule else f"a {part.name}"
+            inner = _object(called, value, _names(part.record))
+            value = _read(part.record, {"kernel_abi": found.get("kernel_abi"), **inner})
+        values[part.name] = as_tuples(value)
+    return record(**values)
 
 
 def _object(what: str, value: object, names: Collection[str]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from sqlalchemy.orm import aliased
 
 from phasewise.kerneldb.models import (
     MeasurementRow,
+    PlacedColumns,
     ProblemRow,
     PromotionRow,
     ScheduleRow,
@@ -102,14 +103,9 @@ def _first_of(ranked: AnySelect) -> AnySelect:
     return measurements().join(inner, inner.c.id == MeasurementRow.id).where(inner.c.rank == 1)
 
 
-def of_machine(model: Keyed | type[StepTimeRow], machine: MachineKey) -> ColumnElement[bool]:
+def of_machine(model: type[PlacedColumns], machine: MachineKey) -> ColumnElement[bool]:
     """Rows of one kind of machine."""
     return and_(model.core_sig == machine.core_sig, model.placement_sig == machine.placement_sig)
-
-
-def step_times() -> AnySelect:
-    """Every timing of a step, oldest first."""
-    return select(StepTimeRow).order_by(StepTimeRow.id)
 
 
 def of_problem(

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from phasewise._words import number
 from phasewise.kerneldb.errors import RecordError
 
 PANEL_COLUMNS = 16
@@ -32,6 +33,9 @@ MAX_OBJECTIVES = 64
 MAX_STEP_TOKENS = 2**24
 MAX_SEQUENCES = 2**16
 MAX_GAIN = 1e6
+
+SINGLE_CORE = "1 core"
+"""The placement of kernels that one thread runs."""
 
 WIDEST = 1.25
 """Ratio of the ends of a gain's interval beyond which a comparison that proves nothing was too noisy to."""
@@ -78,7 +82,7 @@ def _check_samples(samples_ns: object) -> None:
 
 def _check_finite(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> None:
     if not isinstance(value, float) or not math.isfinite(value) or not low <= value <= high:
-        bounds = "" if low == -math.inf else f" from {low:g} to {high:g}"
+        bounds = "" if low == -math.inf else f" from {number(low)} to {number(high)}"
         raise RecordError(f"{name} must be a finite number{bounds}, not {value!r:.80}")
 
 

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
-from sqlalchemy import (
-    Column,
-    Insert,
-    Row,
-    ScalarSelect,
-    Table,
-    bindparam,
-    exists,
-    insert,
-    select,
-)
+from sqlalchemy import Column, Insert, Row, ScalarSelect, Table, bindparam, exists, insert, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
+from phasewise.kerneldb import queries
+from phasewise.kerneldb.codec import assembled, flattened
 from phasewise.kerneldb.models import (
     Base,
     MeasurementRow,
@@ -30,26 +22,81 @@ from phasewise.kerneldb.models import (
     ServicePlanRow,
     StepTimeRow,
     StorageDuelRow,
+    UserKernelPromotionRow,
+    UserKernelTimingRow,
 )
 from phasewise.kerneldb.records import (
-    Comparison,
-    MachineKey,
     Measurement,
-    Origin,
     PlanRecord,
     Problem,
     Promotion,
-    Sample,
     Schedule,
-    ServedStep,
     StepTime,
     StorageDuel,
 )
+from phasewise.kerneldb.user_kernels import UserPromotion, UserTiming
 
 if TYPE_CHECKING:
+    from phasewise.kerneldb.queries import AnySelect
+
     AnyRow: TypeAlias = Row[*tuple[Any, ...]]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where records of one type are kept."""
+
+    model: Any
+    """The table, a class of `models`."""
+    joined: Callable[[], AnySelect] | None = None
+    """The query for rows of the table, each with rows of `keyed` behind it."""
+    keyed: tuple[str, ...] = ()
+    """Fields that are rows of their own; a column of ids stands for each."""
+
+    def query(self) -> AnySelect:
+        """All rows, oldest first."""
+        found = select(self.model) if self.joined is None else self.joined()
+        return found.order_by(self.model.id)
+
+
+KEPT: dict[type, Kept] = {
+    Measurement: Kept(MeasurementRow, queries.measurements, ("problem", "schedule")),
+    Promotion: Kept(PromotionRow, queries.promotions, ("problem", "schedule", "incumbent")),
+    StorageDuel: Kept(StorageDuelRow, queries.storage_duels, ("problem", "schedule", "dense_schedule")),
+    PlanRecord: Kept(ServicePlanRow),
+    StepTime: Kept(StepTimeRow),
+    UserTiming: Kept(UserKernelTimingRow),
+    UserPromotion: Kept(UserKernelPromotionRow),
+}
+
+
+def record_of(record: type[T], row: AnyRow) -> T:
+    """The record of a row of its query."""
+    own, *others = row
+    keyed = dict(zip(KEPT[record].keyed, others, strict=True))
+
+    def value_of(name: str) -> Any:
+        return _keyed_record(keyed[name]) if name in keyed else getattr(own, name)
+
+    return assembled(record, value_of)
+
+
+def _keyed_record(row: ProblemRow | ScheduleRow | None) -> Problem | Schedule | None:
+    if row is None:
+        return None
+    record: type[Problem | Schedule] = Problem if isinstance(row, ProblemRow) else Schedule
+    return assembled(record, partial(getattr, row))
+
+
+def row_of(session: Session, record: object) -> Base:
+    """A new row; its problem and its schedules are inserted if they are new."""
+    kept, columns = KEPT[type(record)], flattened(record)
+    for name in kept.keyed:
+        keyed = columns.pop(name)
+        columns[f"{name}_id"] = None if keyed is None else _id_of(session, keyed)
+    return cast(Base, kept.model(**columns))
 
 
 def add_measurements(session: Session, measurements: Sequence[Measurement]) -> None:
@@ -70,7 +117,7 @@ def _insert_new(
     session: Session, model: type[ProblemRow | ScheduleRow], records: Iterable[Problem | Schedule]
 ) -> None:
     """Insert those that have no row."""
-    new = [_fields(record) for record in dict.fromkeys(records)]
+    new = [flattened(record) for record in dict.fromkeys(records)]
     try:
         with session.begin_nested():
             session.connection().execute(_insertion_where_absent(model), new)
@@ -113,81 +160,18 @@ def _table(model: type[Base]) -> Table:
 
 
 def _measurement_columns(measurement: Measurement) -> dict[str, Any]:
-    problem, sample = measurement.problem, measurement.sample
-    return {
-        **{f"problem_{name}": value for name, value in _fields(problem).items()},
-        **{f"schedule_{name}": value for name, value in _fields(sample.schedule).items()},
-        "kernel_abi": measurement.kernel_abi,
-        "samples_ns": sample.samples_ns,
-        "estimate_ns": sample.estimate_ns,
-        "numeric_error": sample.numeric_error,
-        "effort_ns": sample.effort_ns,
-        "conditions": dict(sample.conditions),
-        **_origin_columns(measurement.origin),
-    }
+    columns = flattened(measurement)
+    for name in KEPT[Measurement].keyed:
+        columns |= {f"{name}_{field}": value for field, value in flattened(columns.pop(name)).items()}
+    return columns
 
 
-def _fields(record: Problem | Schedule) -> dict[str, Any]:
-    """As `asdict`, which would copy each value deeply."""
-    return {field.name: getattr(record, field.name) for field in fields(record)}
-
-
-def promotion_row(session: Session, promotion: Promotion) -> PromotionRow:
-    """A new row; its problem and its schedules are inserted if they are new."""
-    return PromotionRow(
-        problem_id=id_of(session, ProblemRow, promotion.problem),
-        schedule_id=id_of(session, ScheduleRow, promotion.schedule),
-        incumbent_id=promotion.incumbent and id_of(session, ScheduleRow, promotion.incumbent),
-        kernel_abi=promotion.kernel_abi,
-        **asdict(promotion.comparison),
-        **_origin_columns(promotion.origin),
-    )
-
-
-def storage_duel_row(session: Session, duel: StorageDuel) -> StorageDuelRow:
-    """A new row; its problem and its schedules are inserted if they are new."""
-    return StorageDuelRow(
-        problem_id=id_of(session, ProblemRow, duel.problem),
-        schedule_id=id_of(session, ScheduleRow, duel.schedule),
-        dense_schedule_id=id_of(session, ScheduleRow, duel.dense_schedule),
-        kernel_abi=duel.kernel_abi,
-        **asdict(duel.comparison),
-        **_origin_columns(duel.origin),
-    )
-
-
-def plan_row(plan: PlanRecord) -> ServicePlanRow:
-    """A new row."""
-    return ServicePlanRow(
-        model_key=plan.model_key,
-        phase=plan.phase,
-        plan=plan.plan_json,
-        objectives=dict(plan.objectives),
-        **_origin_columns(plan.origin),
-    )
-
-
-def step_time_row(timing: StepTime) -> StepTimeRow:
-    """A new row."""
-    return StepTimeRow(
-        model_key=timing.model_key,
-        configuration_key=timing.configuration_key,
-        plan=timing.plan_json,
-        kernels=timing.kernels,
-        kernel_abi=timing.kernel_abi,
-        samples_ns=list(timing.samples_ns),
-        estimate_ns=timing.estimate_ns,
-        conditions=dict(timing.conditions),
-        **asdict(timing.step),
-        **_origin_columns(timing.origin),
-    )
-
-
-def id_of(session: Session, model: type[ProblemRow | ScheduleRow], record: Problem | Schedule) -> int:
+def _id_of(session: Session, record: Problem | Schedule) -> int:
     """The id of the record's row, inserted if new. A session is one transaction, and asks once for each."""
     ids: dict[Problem | Schedule, int] = session.info.setdefault("ids", {})
     if record not in ids:
-        ids[record] = _find_or_insert(session, model, _fields(record))
+        model = ProblemRow if isinstance(record, Problem) else ScheduleRow
+        ids[record] = _find_or_insert(session, model, flattened(record))
     return ids[record]
 
 
@@ -204,91 +188,3 @@ def _find_or_insert(session: Session, model: type[ProblemRow | ScheduleRow], key
     except IntegrityError:
         return session.scalars(query).one()
     return row.id
-
-
-def measurement_of(row: AnyRow) -> Measurement:
-    """The record of a row of `queries.measurements`."""
-    timing, problem, schedule = row
-    sample = Sample(
-        _read(Schedule, schedule),
-        _samples(timing.samples_ns),
-        timing.estimate_ns,
-        timing.numeric_error,
-        timing.effort_ns,
-        timing.conditions,
-    )
-    return Measurement(_read(Problem, problem), sample, timing.kernel_abi, _origin(timing))
-
-
-def promotion_of(row: AnyRow) -> Promotion:
-    """The record of a row of `queries.promotions`."""
-    promotion, problem, schedule, incumbent = row
-    return Promotion(
-        _read(Problem, problem),
-        _read(Schedule, schedule),
-        incumbent and _read(Schedule, incumbent),
-        _read(Comparison, promotion),
-        promotion.kernel_abi,
-        _origin(promotion),
-    )
-
-
-def storage_duel_of(row: AnyRow) -> StorageDuel:
-    """The record of a row of `queries.storage_duels`."""
-    duel, problem, schedule, dense = row
-    return StorageDuel(
-        _read(Problem, problem),
-        _read(Schedule, schedule),
-        _read(Schedule, dense),
-        _read(Comparison, duel),
-        duel.kernel_abi,
-        _origin(duel),
-    )
-
-
-def plan_of(row: AnyRow) -> PlanRecord:
-    """The record of a row of the service plans."""
-    (plan,) = row
-    return PlanRecord(plan.model_key, plan.phase, plan.plan, _origin(plan), plan.objectives)
-
-
-def step_time_of(row: AnyRow) -> StepTime:
-    """The record of a row of the step times."""
-    (timing,) = row
-    return StepTime(
-        timing.model_key,
-        timing.configuration_key,
-        timing.plan,
-        timing.kernels,
-        _read(ServedStep, timing),
-        _samples(timing.samples_ns),
-        timing.estimate_ns,
-        timing.kernel_abi,
-        _origin(timing),
-        timing.conditions,
-    )
-
-
-def _samples(stored: object) -> tuple[Any, ...]:
-    return tuple(stored) if isinstance(stored, list) else ()
-
-
-def _read(record: type[T], row: object) -> T:
-    """A flat record from the columns that have its fields' names."""
-    return record(**{field.name: getattr(row, field.name) for field in fields(cast(Any, record))})
-
-
-def _origin_columns(origin: Origin) -> dict[str, Any]:
-    return {
-        "core_sig": origin.machine.core_sig,
-        "placement_sig": origin.machine.placement_sig,
-        "program_version": origin.program_version,
-        "created_at_ms": origin.created_at_ms,
-        "verified": origin.verified,
-    }
-
-
-def _origin(row: MeasurementRow | PromotionRow | StorageDuelRow | ServicePlanRow | StepTimeRow) -> Origin:
-    return Origin(
-        MachineKey(row.core_sig, row.placement_sig), row.program_version, row.created_at_ms, row.verified
-    )

@@ -21,10 +21,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from sqlalchemy import Delete, Engine, delete, func, select, text
+from sqlalchemy import ColumnExpressionArgument, Delete, Engine, delete, func, select, text
 from sqlalchemy.orm import Session
 
-from phasewise.kerneldb import connect, queries, user_kernels
+from phasewise.kerneldb import connect, queries
 from phasewise.kerneldb.errors import (
     DatabaseFullError,
     DatabaseTooNewError,
@@ -55,18 +55,7 @@ from phasewise.kerneldb.records import (
     StepTime,
     StorageDuel,
 )
-from phasewise.kerneldb.rows import (
-    add_measurements,
-    measurement_of,
-    plan_of,
-    plan_row,
-    promotion_of,
-    promotion_row,
-    step_time_of,
-    step_time_row,
-    storage_duel_of,
-    storage_duel_row,
-)
+from phasewise.kerneldb.rows import KEPT, add_measurements, record_of, row_of
 from phasewise.kerneldb.schema import HEAD, SchemaChange, is_newer, read_revision, upgrade
 from phasewise.kerneldb.schema_copy import copy_beside
 from phasewise.kerneldb.user_kernels import UserPromotion, UserTiming
@@ -224,16 +213,13 @@ class Store:
 
     def measurements(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> list[Measurement]:
         """Everything measured for a problem on this kind of machine with this build, oldest first."""
-        query = queries.measurements().where(*of_problem(MeasurementRow, problem, machine, kernel_abi))
-        return list(self._records(query.order_by(MeasurementRow.id), measurement_of))
+        return self._records(Measurement, *of_problem(MeasurementRow, problem, machine, kernel_abi))
 
     def measurements_of_every_m(
         self, problem: Problem, machine: MachineKey, kernel_abi: str
     ) -> list[Measurement]:
         """As `measurements`, whatever the problem's m is: all that is known about one weight."""
-        of_weight = queries.of_weight(MeasurementRow, problem, machine, kernel_abi)
-        query = queries.measurements().where(*of_weight).order_by(MeasurementRow.id)
-        return list(self._records(query, measurement_of))
+        return self._records(Measurement, *queries.of_weight(MeasurementRow, problem, machine, kernel_abi))
 
     def measurement_count(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> int:
         """The number of rows that `measurements` reads; tells cheaply whether another process has added
@@ -256,50 +242,41 @@ class Store:
 
     def all_measurements(self) -> Iterator[Measurement]:
         """Every row, oldest first, read while they are taken."""
-        return self._streamed(queries.measurements().order_by(MeasurementRow.id), measurement_of)
-
-    def best_measurement(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> Measurement | None:
-        """The verified one with the least estimate, the older of equals; None where nothing was measured."""
-        query = queries.measurements().where(*of_problem(MeasurementRow, problem, machine, kernel_abi))
-        query = query.where(MeasurementRow.verified).order_by(MeasurementRow.estimate_ns, MeasurementRow.id)
-        return next(self._records(query, measurement_of), None)
+        return self._streamed(Measurement)
 
     def best_measurements(self, *, verified: bool = True) -> list[Measurement]:
         """The best one for each problem, kind of machine and build of the kernel; ordered by problem."""
         query = queries.best_measurements(verified).order_by(*PROBLEM_ORDER, MeasurementRow.id)
-        return list(self._records(query, measurement_of))
+        return [*self._read(Measurement, query)]
 
     def add_promotions(self, promotions: Iterable[Promotion]) -> None:
         """Append all or none; from now on each is the newest of its key."""
-        with self._writing() as session:
-            session.add_all([promotion_row(session, promotion) for promotion in promotions])
+        self._append(promotions)
 
     def promotions(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> list[Promotion]:
         """Every promotion for a problem on this kind of machine with this build, oldest first."""
-        query = queries.promotions().where(*of_problem(PromotionRow, problem, machine, kernel_abi))
-        return list(self._records(query.order_by(PromotionRow.id), promotion_of))
+        return self._records(Promotion, *of_problem(PromotionRow, problem, machine, kernel_abi))
 
     def all_promotions(self) -> Iterator[Promotion]:
         """Every row, oldest first, read while they are taken."""
-        return self._streamed(queries.promotions().order_by(PromotionRow.id), promotion_of)
+        return self._streamed(Promotion)
 
     def add_storage_duels(self, duels: Iterable[StorageDuel]) -> None:
         """Append all or none; from now on each is the newest of its key."""
-        with self._writing() as session:
-            session.add_all([storage_duel_row(session, duel) for duel in duels])
+        self._append(duels)
 
     def storage_duels(self, machine: MachineKey, kernel_abi: str) -> list[StorageDuel]:
         """Every verified duel between storages on this kind of machine with this build, oldest first."""
-        query = queries.storage_duels().where(
+        return self._records(
+            StorageDuel,
             queries.of_machine(StorageDuelRow, machine),
             StorageDuelRow.kernel_abi == kernel_abi,
             StorageDuelRow.verified,
         )
-        return list(self._records(query.order_by(StorageDuelRow.id), storage_duel_of))
 
     def all_storage_duels(self) -> Iterator[StorageDuel]:
         """Every row, oldest first, read while they are taken."""
-        return self._streamed(queries.storage_duels().order_by(StorageDuelRow.id), storage_duel_of)
+        return self._streamed(StorageDuel)
 
     def promoted_measurement(
         self, problem: Problem, machine: MachineKey, kernel_abi: str
@@ -310,7 +287,7 @@ class Store:
         """
         key = of_problem(MeasurementRow, problem, machine, kernel_abi)
         query = queries.promoted_measurements(verified=True).where(*key)
-        return next(self._records(query, measurement_of), None)
+        return next(self._read(Measurement, query), None)
 
     def promoted_measurements(
         self, machine: MachineKey | None = None, *, verified: bool = True
@@ -323,7 +300,7 @@ class Store:
         query = queries.promoted_measurements(verified).order_by(*PROBLEM_ORDER, MeasurementRow.id)
         if machine:
             query = query.where(queries.of_machine(MeasurementRow, machine))
-        return list(self._records(query, measurement_of))
+        return [*self._read(Measurement, query)]
 
     def add_missing(self, rows: Sequence[Shared]) -> int:
         """Append those that are not there yet, verified or not, all or none; return how many those were."""
@@ -332,7 +309,7 @@ class Store:
                 session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _IMPORT_LOCK})
             missing = [*self._missing(session, rows)]
             add_measurements(session, [row for row in missing if isinstance(row, Measurement)])
-            session.add_all([_row_of(session, row) for row in missing if not isinstance(row, Measurement)])
+            session.add_all([row_of(session, row) for row in missing if not isinstance(row, Measurement)])
         return len(missing)
 
     def _missing(self, session: Session, rows: Iterable[Shared]) -> Iterator[Shared]:
@@ -341,8 +318,9 @@ class Store:
         for _, same_key in groupby(rows, _key_of):
             group = [*same_key]
             instants = {row.origin.created_at_ms for row in group}
-            query, build = _same_key_as(group[0], instants)
-            known |= {_content_of(row) for row in self._built(session.execute(query), build)}
+            record = type(group[0])
+            stored = session.execute(_same_key_as(group[0], instants))
+            known |= {_content_of(row) for row in self._built(record, stored)}
             for row in group:
                 if _content_of(row) not in known:
                     known.add(_content_of(row))
@@ -377,69 +355,56 @@ class Store:
 
     def add_plan(self, plan: PlanRecord) -> None:
         """Append a plan; from now on it is the newest of its key."""
-        with self._writing() as session:
-            session.add(plan_row(plan))
+        self._append([plan])
 
     def newest_plan(self, machine: MachineKey, model_key: str, phase: str) -> PlanRecord | None:
         """The verified plan that was appended last, None where there is none."""
-        query = (
-            select(ServicePlanRow)
-            .where(
-                ServicePlanRow.model_key == model_key,
-                ServicePlanRow.phase == phase,
-                ServicePlanRow.core_sig == machine.core_sig,
-                ServicePlanRow.placement_sig == machine.placement_sig,
-                ServicePlanRow.verified,
-            )
-            .order_by(ServicePlanRow.id.desc())
+        query = select(ServicePlanRow).where(
+            queries.of_machine(ServicePlanRow, machine),
+            ServicePlanRow.model_key == model_key,
+            ServicePlanRow.phase == phase,
+            ServicePlanRow.verified,
         )
-        return next(self._records(query, plan_of), None)
+        return next(self._read(PlanRecord, query.order_by(ServicePlanRow.id.desc())), None)
 
     def plans(self) -> list[PlanRecord]:
         """Every plan, oldest first."""
-        return list(self._records(select(ServicePlanRow).order_by(ServicePlanRow.id), plan_of))
+        return self._records(PlanRecord)
 
     def add_step_times(self, timings: Iterable[StepTime]) -> None:
         """Append all or none."""
-        with self._writing() as session:
-            session.add_all([step_time_row(timing) for timing in timings])
+        self._append(timings)
 
     def step_times(self, machine: MachineKey, model_key: str, phase: str) -> list[StepTime]:
         """Every timing of a phase's steps of a model on this kind of machine, oldest first."""
-        query = queries.step_times().where(
+        return self._records(
+            StepTime,
+            queries.of_machine(StepTimeRow, machine),
             StepTimeRow.model_key == model_key,
             StepTimeRow.phase == phase,
-            queries.of_machine(StepTimeRow, machine),
         )
-        return list(self._records(query, step_time_of))
 
     def all_step_times(self) -> Iterator[StepTime]:
         """Every row, oldest first, read while they are taken."""
-        return self._streamed(queries.step_times(), step_time_of)
+        return self._streamed(StepTime)
 
     def add_user_timings(self, timings: Iterable[UserTiming]) -> None:
         """Append all or none."""
-        with self._writing() as session:
-            session.add_all([user_kernels.timing_row(one) for one in timings])
+        self._append(timings)
 
     def user_timings(self, problem: UserProblem, core_sig: str) -> list[UserTiming]:
         """Every verified timing of a user's kernel on a shape on this kind of core, oldest first."""
-        query = (
-            select(UserKernelTimingRow)
-            .where(
-                UserKernelTimingRow.core_sig == core_sig,
-                UserKernelTimingRow.kernel_abi == problem.kernel_abi,
-                UserKernelTimingRow.verified,
-            )
-            .order_by(UserKernelTimingRow.id)
+        found = self._records(
+            UserTiming,
+            UserKernelTimingRow.core_sig == core_sig,
+            UserKernelTimingRow.kernel_abi == problem.kernel_abi,
+            UserKernelTimingRow.verified,
         )
-        found = self._records(query, lambda row: user_kernels.timing_of(row[0]))
         return [one for one in found if one.problem == problem]
 
     def add_user_promotion(self, promotion: UserPromotion) -> None:
         """Append it; from now on it is the newest of its key."""
-        with self._writing() as session:
-            session.add(user_kernels.promotion_row(promotion))
+        self._append([promotion])
 
     def user_promotions(
         self, kernel_abi: str | None = None, core_sig: str | None = None, *, verified: bool = True
@@ -448,20 +413,17 @@ class Store:
 
         verified: those fought here; else those that were imported.
         """
-        query = select(UserKernelPromotionRow).where(UserKernelPromotionRow.verified == verified)
+        wanted = [UserKernelPromotionRow.verified == verified]
         if kernel_abi is not None:
-            query = query.where(UserKernelPromotionRow.kernel_abi == kernel_abi)
+            wanted.append(UserKernelPromotionRow.kernel_abi == kernel_abi)
         if core_sig is not None:
-            query = query.where(UserKernelPromotionRow.core_sig == core_sig)
-        ordered = query.order_by(UserKernelPromotionRow.id)
-        return [*self._records(ordered, lambda row: user_kernels.promotion_of(row[0]))]
+            wanted.append(UserKernelPromotionRow.core_sig == core_sig)
+        return self._records(UserPromotion, *wanted)
 
     def all_user_kernels(self) -> Iterator[UserTiming | UserPromotion]:
         """Every row about users' kernels, timings first, oldest first, read while they are taken."""
-        timings = select(UserKernelTimingRow).order_by(UserKernelTimingRow.id)
-        yield from self._streamed(timings, lambda row: user_kernels.timing_of(row[0]))
-        promotions = select(UserKernelPromotionRow).order_by(UserKernelPromotionRow.id)
-        yield from self._streamed(promotions, lambda row: user_kernels.promotion_of(row[0]))
+        yield from self._streamed(UserTiming)
+        yield from self._streamed(UserPromotion)
 
     def stats(self) -> StoreStats:
         """Rows by table and by kind of machine."""
@@ -500,38 +462,33 @@ class Store:
         with connect.clear_errors(self.name), Session(self._write_engine) as session, session.begin():
             yield session
 
-    def _records(self, query: AnySelect, build: Callable[[AnyRow], T]) -> Iterator[T]:
-        """The rows that keep their record's bounds; the others are reported. Rows begin with the entity."""
+    def _append(self, records: Iterable[object]) -> None:
+        with self._writing() as session:
+            session.add_all([row_of(session, record) for record in records])
+
+    def _records(self, record: type[T], *where: ColumnExpressionArgument[bool]) -> list[T]:
+        """The rows of these conditions that keep their record's bounds, oldest first."""
+        return [*self._read(record, KEPT[record].query().where(*where))]
+
+    def _read(self, record: type[T], query: AnySelect) -> Iterator[T]:
         with connect.clear_errors(self.name), Session(self._engine) as session:
             rows: Sequence[AnyRow] = session.execute(query).all()
-        return self._built(rows, build)
+        return self._built(record, rows)
 
-    def _streamed(self, query: AnySelect, build: Callable[[AnyRow], T]) -> Iterator[T]:
-        """As `_records`, with few rows in memory; the database is being read until the last one is taken."""
+    def _streamed(self, record: type[T]) -> Iterator[T]:
+        """All rows, few of them in memory; the database is being read until the last one is taken."""
+        query = KEPT[record].query().execution_options(yield_per=ROWS_AT_ONCE)
         with connect.clear_errors(self.name), Session(self._engine) as session:
-            yield from self._built(session.execute(query.execution_options(yield_per=ROWS_AT_ONCE)), build)
+            yield from self._built(record, session.execute(query))
 
-    def _built(self, rows: Iterable[AnyRow], build: Callable[[AnyRow], T]) -> Iterator[T]:
+    def _built(self, record: type[T], rows: Iterable[AnyRow]) -> Iterator[T]:
+        """Rows that break their record's bounds are reported."""
         for row in rows:
             try:
-                yield build(row)
+                yield record_of(record, row)
             except RecordError as error:
                 table = row[0].__tablename__
                 self._report(f"database {self.name}: row {row[0].id} of {table} is skipped: {error}")
-
-
-def _row_of(session: Session, row: Promotion | StorageDuel | StepTime | UserTiming | UserPromotion) -> Base:
-    match row:
-        case UserTiming():
-            return user_kernels.timing_row(row)
-        case UserPromotion():
-            return user_kernels.promotion_row(row)
-        case Promotion():
-            return promotion_row(session, row)
-        case StorageDuel():
-            return storage_duel_row(session, row)
-        case StepTime():
-            return step_time_row(row)
 
 
 def _key_of(row: Shared) -> tuple[object, ...]:
@@ -539,33 +496,22 @@ def _key_of(row: Shared) -> tuple[object, ...]:
     return (type(row).__name__, *of_key, row.origin.machine, row.kernel_abi)
 
 
-def _same_key_as(row: Shared, instants: Collection[int]) -> tuple[AnySelect, Callable[[AnyRow], Any]]:
-    """The stored rows of a row's key and of these instants, and the reader of them."""
-    machine = row.origin.machine
-    if isinstance(row, StepTime):
-        query = queries.step_times().where(
-            StepTimeRow.configuration_key == row.configuration_key,
-            StepTimeRow.model_key == row.model_key,
-            queries.of_machine(StepTimeRow, machine),
-            StepTimeRow.created_at_ms.in_(instants),
-        )
-        return query, step_time_of
-    if isinstance(row, UserTiming | UserPromotion):
-        return user_kernels.same_key_as(row, instants)
-    model, select_rows, build = _READING[type(row)]
-    of_key = of_problem(model, row.problem, machine, row.kernel_abi)
-    return select_rows().where(*of_key, model.created_at_ms.in_(instants)), build
-
-
-_READING: dict[
-    type[Measurement | Promotion | StorageDuel],
-    tuple[queries.Keyed, Callable[[], AnySelect], Callable[[AnyRow], Any]],
-] = {
-    Measurement: (MeasurementRow, queries.measurements, measurement_of),
-    Promotion: (PromotionRow, queries.promotions, promotion_of),
-    StorageDuel: (StorageDuelRow, queries.storage_duels, storage_duel_of),
-}
-"""For rows that are about a problem: their table, the query for them, and what makes a record of one."""
+def _same_key_as(row: Shared, instants: Collection[int]) -> AnySelect:
+    """The stored rows of a row's key and of these instants."""
+    kept, machine = KEPT[type(row)], row.origin.machine
+    query = kept.query().where(kept.model.created_at_ms.in_(instants))
+    match row:
+        case StepTime():
+            return query.where(
+                StepTimeRow.configuration_key == row.configuration_key,
+                StepTimeRow.model_key == row.model_key,
+                queries.of_machine(StepTimeRow, machine),
+            )
+        case UserTiming() | UserPromotion():
+            model = kept.model
+            return query.where(model.core_sig == machine.core_sig, model.kernel_abi == row.kernel_abi)
+        case _:
+            return query.where(*of_problem(kept.model, row.problem, machine, row.kernel_abi))
 
 
 def _content_of(row: Shared) -> Shared:

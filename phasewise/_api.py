@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -107,9 +107,10 @@ class Model:
         """
         if max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, not {max_tokens}", "max_tokens")
+        from phasewise.serving.engine_size import EngineSize
         from phasewise.serving.messages import Submit
         from phasewise.serving.one_answer import OneAnswer
-        from phasewise.serving.open_engine import EngineSize, ModelText, open_engine
+        from phasewise.serving.open_engine import ModelText, open_engine
         from phasewise.serving.rank_teams import keeping_affinity
         from phasewise.serving.sampling import SamplingParams
         from phasewise.workflows.drafts import find_drafts
@@ -119,7 +120,7 @@ class Model:
         drafts = find_drafts(draft or standing.text("draft"), self._opened, self._db)
         opened, text = self._opened, ModelText(self._opened.model)
         prompt_ids = tuple(text.chat_prompt(prompt) if chat else text.encode(prompt, True))
-        size = replace(EngineSize.for_one(opened.model, len(prompt_ids), max_tokens), kv_format=kv_format)
+        size = EngineSize.for_one(opened.model, len(prompt_ids), max_tokens, kv_format)
         sampling = SamplingParams(temperature, top_k, top_p, seed=seed)
         answer = OneAnswer(Submit("generate", prompt_ids, max_tokens, sampling, tuple(stop)))
         with (

@@ -1,8 +1,12 @@
-"""Numbers in sentences and tables: plurals, shares, multiples and digits by one set of rules."""
+"""Numbers in sentences and tables: plurals, shares, multiples and digits by one set of rules; and the word
+that was meant.
+"""
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Iterable
 
 NOTHING = "-"
 """The mark in place of a number that there is not."""
@@ -23,6 +27,12 @@ def plural(count: float, one: str, several: str | None = None) -> str:
     if one.endswith("y") and one[-2:-1] not in "aeiou":
         return f"{one[:-1]}ies"
     return f"{one}es" if one.endswith(("s", "x", "z", "ch", "sh")) else f"{one}s"
+
+
+def meant(word: str, names: Iterable[str]) -> str:
+    """`; did you mean NAME?` where one of `names` is much like `word`, else nothing: the end of a message."""
+    near = difflib.get_close_matches(word, list(names), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def counted(count: int, one: str, several: str | None = None) -> str:

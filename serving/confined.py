@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import IO, Literal
 
+from phasewise._words import number
 from phasewise.serving.errors import ServingError
 from phasewise.serving.secrets import environment_for_children
 
@@ -111,7 +112,7 @@ class ConfinedProcess:
         Overrun, Abandoned, and TimeoutError where the turn does not come.
         """
         if not self._turn.acquire(timeout=turn_s):
-            raise TimeoutError(f"jobs of others take longer than {turn_s:g} s")
+            raise TimeoutError(f"jobs of others take longer than {number(turn_s)} s")
         try:
             if patience is not None and patience.ended:
                 raise Abandoned("the caller has left")
@@ -192,7 +193,7 @@ class ConfinedProcess:
             verdict = read_frame(process.stdout)
         except (OSError, EOFError) as error:
             _finish(process)
-            raise Overrun(f"it could not be prepared within {self._bounds.start_s:g} s") from error
+            raise Overrun(f"it could not be prepared within {number(self._bounds.start_s)} s") from error
         finally:
             limit.cancel()
         if verdict[:1] != _ANSWERED:

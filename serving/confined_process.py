@@ -20,6 +20,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Protocol
 
+from phasewise._words import number
 from phasewise.serving.confined import JobRefused, read_frame, write_frame
 from phasewise.serving.errors import shortage_of
 
@@ -52,8 +53,8 @@ class JobModule(Protocol):
 
 
 def main() -> int:
-    for number in _FOR_THE_SERVER:  # sent to all of a service; this one ends when the server does
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in _FOR_THE_SERVER:  # sent to all of a service; this one ends when the server does
+        signal.signal(signal_number, signal.SIG_IGN)
     commands, answers = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # whatever is printed is no answer
@@ -152,7 +153,7 @@ class _Child:
             return _OVERRUN + b"the caller has left"
         if self._answers not in ready:
             self.kill()
-            return _OVERRUN + f"it takes more than {seconds:g} s".encode()
+            return _OVERRUN + f"it takes more than {number(seconds)} s".encode()
         try:
             answer = read_frame(self._answers)
         except EOFError:

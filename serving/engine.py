@@ -27,6 +27,7 @@ from phasewise.serving.messages import (
 from phasewise.serving.pacing import PROMPT_SHARE, Pacing
 from phasewise.serving.ranks_contract import Ranks
 from phasewise.serving.request import Request, TokenOut
+from phasewise.serving.restarts import MOST_RERUNS
 from phasewise.serving.sampling import SampledToken, Sampler, sample_rows, sample_run
 from phasewise.serving.scheduler import Scheduler
 
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from phasewise.serving.pools.contract import Placement, PoolStats
 
 log = logging.getLogger(__name__)
-
-_MOST_RERUNS = 2  # of one request: it may be what kills the ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +281,7 @@ class Engine:
         self._clear()
         failures = [Failure(request_id, lost) for request_id in divided]
         for live in lives:
-            if live.has_begun or live.n_reruns >= _MOST_RERUNS:
+            if live.has_begun or live.n_reruns >= MOST_RERUNS:
                 failures.append(Failure(live.message.request_id, lost))
                 continue
             again = self._begin(live.message, live.max_tokens)

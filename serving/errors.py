@@ -73,6 +73,15 @@ class ContextLengthExceeded(RequestError):
         return cls(f"this model's maximum context length is {most_tokens} tokens{asked}", param)
 
 
+def check_context(most_tokens: int, n_prompt: int, n_answer: int, whose: str = "") -> None:
+    """ContextLengthExceeded where a prompt and its answer need more tokens together. whose: what the limit
+    is of, as the sentence goes on."""
+    n_needed = n_prompt + n_answer
+    if n_needed > most_tokens:
+        asked = f"{n_needed} are asked for: {n_prompt} in the prompt and {n_answer} for the answer"
+        raise ContextLengthExceeded.beyond(most_tokens, f"{whose}, but {asked}", "prompt")
+
+
 class QueueFull(ServingError):
     """No more requests can wait. Try again later, where known in `retry_after_s` seconds."""
 

@@ -40,14 +40,14 @@ def room_for(options: RankOptions, threads: int, kv_format: str) -> Capacity:
     max_sequences = options.max_sequences
     step_tokens = min(options.max_batch_tokens, STEP_TOKENS)
     return Capacity(
-        kv_slots=options.kv_slots,
+        kv_slots=options.kv.slots,
         step_tokens=step_tokens,
         sequences=max_sequences,
         logit_rows=min(max(max_sequences, ALL_LOGITS_ROWS), max(step_tokens, max_sequences)),
         threads=threads,
         kv_format=kv_format,
-        ring_slots=options.ring_slots,
-        touched=options.touched,
+        ring_slots=options.kv.ring_slots,
+        touched=options.kv.touched,
     )
 
 

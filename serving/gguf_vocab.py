@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
@@ -133,7 +134,7 @@ class _Vocabulary:
         found = self.metadata[key]
         if not isinstance(found, int) or not 0 <= found < len(self.tokens):
             raise ModelError(
-                f"{key} is {found!r:.80}, but the vocabulary has {len(self.tokens)} tokens; "
+                f"{key} is {found!r:.80}, but the vocabulary has {counted(len(self.tokens), 'token')}; "
                 "the file is damaged, fetch it again"
             )
         return int(found)
@@ -217,7 +218,8 @@ def _numbers(metadata: Mapping[str, object], key: str, count: int, default: floa
     listed = list(values) if isinstance(values, Iterable) else []
     if len(listed) != count:
         raise ModelError(
-            f"{key} has {len(listed)} entries for {count} tokens; the file is damaged, fetch it again"
+            f"{key} has {counted(len(listed), 'entry')} for {count} tokens;"
+            " the file is damaged, fetch it again"
         )
     return listed
 

@@ -27,17 +27,6 @@ _INFO_FIELDS = (
 )
 
 
-def told_of(tokens: TokenView) -> bytes:
-    """The facts of a vocabulary that `prepare` must know."""
-    return json.dumps(
-        {
-            "pieces": [piece.decode("latin-1") for piece in tokens.pieces],
-            "ends": sorted(tokens.end_token_ids),
-            "specials": sorted(tokens.special_ids),
-        }
-    ).encode()
-
-
 def prepare(told: bytes) -> Callable[[bytes], bytes]:
     """The job: a grammar's kind and text in, the bytes that it takes once it is compiled out.
 

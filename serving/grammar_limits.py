@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
+from phasewise._words import counted
 from phasewise.serving.errors import RequestError
 
 MOST_SCHEMA_BYTES = 64 * 1024
@@ -76,10 +77,14 @@ def checked_pattern(pattern: str) -> str:
 def checked_choices(choices: list[str]) -> str:
     """The pattern that allows exactly these texts."""
     if len(choices) > MOST_CHOICES:
-        raise RequestError(f"there are {len(choices)} choices; at most {MOST_CHOICES} can be offered")
+        raise RequestError(
+            f"there are {counted(len(choices), 'choice')}; at most {MOST_CHOICES} can be offered"
+        )
     n_characters = sum(map(len, choices))
     if n_characters > MOST_SCHEMA_BYTES:
-        raise RequestError(f"the choices have {n_characters} characters; at most {MOST_SCHEMA_BYTES} can be")
+        raise RequestError(
+            f"the choices have {counted(n_characters, 'character')}; at most {MOST_SCHEMA_BYTES} can be"
+        )
     return "|".join(f"(?:{re.escape(choice)})" for choice in choices)
 
 
@@ -140,7 +145,8 @@ def _check_value(value: Any, references: set[str]) -> int:
     properties, patterns = value.get("properties"), value.get("patternProperties")
     if isinstance(properties, dict) and len(properties) > MOST_PROPERTIES:
         raise RequestError(
-            f"an object of the schema has {len(properties)} properties; at most {MOST_PROPERTIES} can be kept"
+            f"an object of the schema has {counted(len(properties), 'property')};"
+            f" at most {MOST_PROPERTIES} can be kept"
         )
     named = [pattern] if isinstance(pattern, str) else []
     if isinstance(patterns, dict):

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phasewise.serving.embedding.turns import InputTurns
+from phasewise.serving.client_turns import ClientTurns
 from phasewise.serving.errors import ServingError, StepFailed
 from phasewise.serving.guides import Guide, GuideCompiler, GuideRecipe
 from phasewise.serving.late_guides import begun_guide, guide_of
@@ -34,7 +34,7 @@ class GuideThread:
     def __init__(self, compiler: GuideCompiler) -> None:
         self._compiler = compiler
         self._changed = threading.Condition()
-        self._turns: InputTurns[GuideWanted] = InputTurns()
+        self._turns: ClientTurns[GuideWanted] = ClientTurns()
         self._wanted: dict[str, GuideWanted] = {}
         """The wanted guides that are neither compiled nor forgotten."""
         self._is_stopping = False
@@ -58,7 +58,7 @@ class GuideThread:
             return
         with self._changed:
             self._wanted[wanted.request_id] = wanted
-            self._turns.join(wanted)
+            self._turns.join(wanted.owner, wanted)
             self._changed.notify()
 
     def forget(self, request_id: str) -> None:

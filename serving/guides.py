@@ -159,6 +159,16 @@ class TokenView:
     def pieces(self) -> list[bytes]:
         return [self.piece(token_id) for token_id in range(self.vocab_size)]
 
+    def as_told(self) -> bytes:
+        """The facts of it that the grammar job of the confined process must know."""
+        return json.dumps(
+            {
+                "pieces": [piece.decode("latin-1") for piece in self.pieces],
+                "ends": sorted(self.end_token_ids),
+                "specials": sorted(self.special_ids),
+            }
+        ).encode()
+
     def tokens_of(self, text: bytes) -> list[int]:
         """The tokens that spell exactly these bytes in mid-text, cut as the model itself would cut them.
 
@@ -320,9 +330,7 @@ class GuideCompiler:
 
     @cached_property
     def _prover(self) -> ConfinedProcess:
-        from phasewise.serving.grammar_job import told_of
-
-        return ConfinedProcess("grammar", told_of(self._tokens), self._bounds)
+        return ConfinedProcess("grammar", self._tokens.as_told(), self._bounds)
 
 
 def open_tokenizer(tokens: TokenView) -> LLTokenizer:

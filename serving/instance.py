@@ -29,12 +29,11 @@ from phasewise.serving.guides import Guide, GuideCompiler, TokenView
 from phasewise.serving.handing_over.frames import Codec
 from phasewise.serving.handing_over.links import Post, SharedLink, StreamLink
 from phasewise.serving.handing_over.receiver import ReceiveFailed, Receiver
-from phasewise.serving.handing_over.sender import LAYERWISE_ABOVE_TOKENS, BlockLink, LinkBroken, Sender
+from phasewise.serving.handing_over.sender import BlockLink, LinkBroken, Sender
 from phasewise.serving.instance_messages import (
     Aim,
     Asked,
     Beat,
-    Begun,
     CannotStart,
     Drop,
     Dropped,
@@ -42,6 +41,7 @@ from phasewise.serving.instance_messages import (
     FromInstance,
     HandOverFailed,
     Identity,
+    PromptBegun,
     Ready,
     Stop,
     Take,
@@ -55,6 +55,7 @@ from phasewise.serving.kv_share import KvPlace, KvShare, map_place
 from phasewise.serving.messages import Abort, Aimed, Answer, Compute, Delivery, Expect, Failure, Submit
 from phasewise.serving.open_engine import OpenEngine
 from phasewise.serving.restarts import Restarts
+from phasewise.serving.scheduler_terms import LAYERWISE_ABOVE_TOKENS
 from phasewise.serving.sockets import Keys, Sockets, has_input
 
 BEAT_S = 0.25
@@ -278,7 +279,7 @@ class _Instance:
         self._put(told)
 
     def _begun(self, request_id: str) -> None:
-        self._put(Begun(request_id))
+        self._put(PromptBegun(request_id))
 
     def _failed_hand_over(self, request_id: str, reason: str, words: str) -> None:
         self._put(HandOverFailed(request_id, reason, words))
@@ -318,7 +319,7 @@ class _Instance:
         )
         plans = tuple(plan.describe() for plan in opened.plans.values())
         return Ready(
-            identity, os.getpid(), host_name(), opened.size.kv_slots, endpoint, self._share.place, plans
+            identity, os.getpid(), host_name(), opened.size.kv.slots, endpoint, self._share.place, plans
         )
 
 
@@ -378,7 +379,7 @@ def _codec(opened: OpenEngine, share: KvShare) -> Codec:
     model = opened.model
     told = f"{model.content_hash} {model.format}".encode()
     return Codec(
-        share.shape, model.config.vocab_size, opened.size.context_length, hashlib.sha256(told).digest()
+        share.shape, model.config.vocab_size, opened.size.limits.context_length, hashlib.sha256(told).digest()
     )
 
 

@@ -179,11 +179,11 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class PromptBegun:
     """The prompt is being computed here: the instance that answers may keep a block for this request."""
 
     request_id: str
-    kind: Literal["begun"] = "begun"
+    kind: Literal["prompt_begun"] = "prompt_begun"
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ class CannotStart:
     kind: Literal["cannot_start"] = "cannot_start"
 
 
-FromInstance = Ready | Told | Begun | Dropped | HandOverFailed | Beat | CannotStart
+FromInstance = Ready | Told | PromptBegun | Dropped | HandOverFailed | Beat | CannotStart
 
 _by_kind = Field(discriminator="kind")
 _numbers = ConfigDict(ser_json_inf_nan="constants")  # a token that a guide forbids: log-probability -inf

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import TracebackType
 
 PERIOD_S = 0.5
 """Between two looks. Bounds of buckets are learnt from dozens of answers, which take longer."""
@@ -40,9 +39,7 @@ class Maintenance:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def _run(self) -> None:

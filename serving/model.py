@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from phasewise._words import counted
 from phasewise.cython_kernels.division import columns
 from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.serving.errors import ModelError
@@ -289,13 +290,14 @@ class ModelConfig:
             raise ModelError(f"activation {self.activation!r:.80} is not one of {', '.join(known)}")
         if len(self.layer_kinds) not in (0, self.n_layers):
             raise ModelError(
-                f"{len(self.layer_kinds)} kinds of attention are given for {self.n_layers} layers"
+                f"{counted(self.n_layers, 'layer')} with"
+                f" {counted(len(self.layer_kinds), 'kind')} of attention"
             )
         for kind in self.kinds:
             self._check_kind(kind)
         if len(self.kinds) > MOST_KINDS:
             raise ModelError(
-                f"{len(self.kinds)} kinds of attention in one model; at most {MOST_KINDS} can run"
+                f"{counted(len(self.kinds), 'kind')} of attention in one model; at most {MOST_KINDS} can run"
             )
         self._check_scales()
         self._check_experts()

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from phasewise._words import counted
 from phasewise.serving.batch import KvCopy
 from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK, Placement, Rings
 
@@ -190,7 +191,8 @@ class PrefixIndex:
             or n_there <= source.n_ready - RUN_TOKENS
         ):
             raise PrefixError(
-                f"{owner!r}: {source.n_ready} tokens said to be at {source.placement}, {n_there} are; "
+                f"{owner!r}: {counted(source.n_ready, 'token')} said to be at {source.placement},"
+                f" {n_there} are; "
                 f"{n_computed} computed at {placement}"
             )
 

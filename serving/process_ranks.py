@@ -81,8 +81,8 @@ class ProcessRanks:
     """
 
     def __init__(self, model: PackedModel, plans: Mapping[Phase, ServicePlan], options: RankOptions) -> None:
-        self.kv_slots = options.kv_slots
-        self.kv_format = resolve_kv_format(model, options.kv_format)
+        self.kv_slots = options.kv.slots
+        self.kv_format = resolve_kv_format(model, options.kv.format)
         self.kv_bytes_per_slot = kv_bytes_per_slot(model, self.kv_format)
         self._crew = layout = RankLayout(plans)
         self._owner = os.getpid()
@@ -106,7 +106,7 @@ class ProcessRanks:
                     share_weights(model, layout.division(0), spread=layout.spans_nodes)
                 )
             self._setup: _Setup | None = _Setup(
-                layout, capacities, lookups, options.pinned, shared, options.kv_shared
+                layout, capacities, lookups, options.pinned, shared, options.kv.shared
             )
             ending.callback(self._life.close)
             warn_of_refusals(self._start(self._setup, START_S, shared.copied_bytes))
@@ -193,7 +193,7 @@ class ProcessRanks:
 
     @property
     def kv_share(self) -> KvShare:
-        """The place of keys and values, until `reopen`. RanksError unless `RankOptions.kv_shared`."""
+        """The place of keys and values, until `reopen`. RanksError unless `KvMemory.shared`."""
         setup = self._setup
         if setup is None or self._step_memory is None or not setup.kv_shared:
             raise RanksError("these ranks do not share their keys and values")

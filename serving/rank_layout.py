@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from phasewise._words import counted
 from phasewise.cython_kernels.division import Division
 from phasewise.serving.errors import RanksError
 from phasewise.serving.model import PackedModel
@@ -57,8 +58,8 @@ class RankLayout:
         for plan in self.plans.values():
             if len(plan.ranks) > heads:
                 raise RanksError(
-                    f"the {plan.phase} plan has {len(plan.ranks)} ranks, but {model.name} has {heads} "
-                    f"KV head{'s' if heads > 1 else ''} to share: use a plan of at most {heads}"
+                    f"the {plan.phase} plan has {counted(len(plan.ranks), 'rank')}, but {model.name} has"
+                    f" {counted(heads, 'KV head')} to share: use a plan of at most {heads}"
                 )
 
     def _roles(self, rank: int) -> dict[Phase, RankCores]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted
 from phasewise.serving.errors import RanksError
 from phasewise.serving.first_rank import ALL_LOGITS_ROWS, STEP_TOKENS, FirstRank, room_for
 from phasewise.serving.forward import build_program, kv_bytes_per_slot, resolve_kv_format
@@ -18,14 +19,14 @@ from phasewise.serving.memory import check_memory
 from phasewise.serving.model import PackedModel
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.rank_teams import open_teams, touch_memory
-from phasewise.serving.ranks_contract import RankOptions, Ranks
+from phasewise.serving.ranks_contract import KvMemory, RankOptions, Ranks
 from phasewise.serving.segments import Segment
 from phasewise.tuner.plans import PHASES, Phase, ServicePlan
 
 if TYPE_CHECKING:
     from phasewise.serving.process_ranks import ProcessRanks
 
-__all__ = ["ALL_LOGITS_ROWS", "STEP_TOKENS", "LocalRanks", "RankOptions", "Ranks", "open_ranks"]
+__all__ = ["ALL_LOGITS_ROWS", "STEP_TOKENS", "KvMemory", "LocalRanks", "RankOptions", "Ranks", "open_ranks"]
 
 
 def open_ranks(
@@ -49,9 +50,9 @@ class LocalRanks(FirstRank):
 
     def __init__(self, model: PackedModel, plans: Mapping[Phase, ServicePlan], options: RankOptions) -> None:
         cores: dict[Phase, tuple[int, ...]] = {phase: _only_rank(plan) for phase, plan in plans.items()}
-        self.kv_format = resolve_kv_format(model, options.kv_format)
+        self.kv_format = resolve_kv_format(model, options.kv.format)
         self.kv_bytes_per_slot = kv_bytes_per_slot(model, self.kv_format)
-        self.kv_slots = options.kv_slots
+        self.kv_slots = options.kv.slots
         threads = max(len(members) for members in cores.values())
         capacity = room_for(options, threads, self.kv_format)
         lookups = [options.schedules[phase] for phase in PHASES] if options.schedules else []
@@ -61,13 +62,13 @@ class LocalRanks(FirstRank):
         def share_kv(n_bytes: int) -> memoryview:
             shape = KvShape.of(model.config, self.kv_format)
             segment = Segment.create(n_bytes, "kv")
-            self._kv_share = KvShare(segment, 0, aligned(options.kv_slots), shape)
+            self._kv_share = KvShare(segment, 0, aligned(options.kv.slots), shape)
             return memoryview(segment.memory)
 
         try:
-            kv_memory = share_kv if options.kv_shared else None
+            kv_memory = share_kv if options.kv.shared else None
             program = build_program(model, capacity, check_memory, lookups, kv_memory=kv_memory)
-            if options.touched:
+            if options.kv.touched:
                 touch_memory(program, teams)
         except Exception:
             for team in teams.values():
@@ -83,7 +84,7 @@ class LocalRanks(FirstRank):
 
     @property
     def kv_share(self) -> KvShare:
-        """The place of keys and values. RanksError unless `RankOptions.kv_shared`."""
+        """The place of keys and values. RanksError unless `KvMemory.shared`."""
         if self._kv_share is None:
             raise RanksError("these ranks do not share their keys and values")
         return self._kv_share
@@ -113,6 +114,7 @@ class LocalRanks(FirstRank):
 def _only_rank(plan: ServicePlan) -> tuple[int, ...]:
     if len(plan.ranks) != 1:
         raise RanksError(
-            f"the {plan.phase} plan has {len(plan.ranks)} ranks; those run in processes: `open_ranks`"
+            f"the {plan.phase} plan has {counted(len(plan.ranks), 'rank')};"
+            " those run in processes: `open_ranks`"
         )
     return plan.ranks[0].cores

@@ -12,16 +12,36 @@ import numpy.typing as npt
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.forward import AUTO
 from phasewise.serving.kv_share import KvShare
+from phasewise.serving.pools.contract import Rings
 from phasewise.serving.schedules import ScheduleLookup
 from phasewise.tuner.plans import Phase
 
 
 @dataclass(frozen=True, slots=True)
-class RankOptions:
-    """The size of the ranks' memory, and their way of computing."""
+class KvMemory:
+    """The memory for keys and values, whoever computes them."""
 
-    kv_slots: int
+    slots: int
     """Positions that all sequences together may hold."""
+    format: str = AUTO
+    """The format of keys and values: `forward.resolve_kv_format`."""
+    touched: bool = False
+    """True if all memory is there from the start; else it comes as it is used, or is found missing then."""
+    shared: bool = False
+    """True if other processes may map the keys and values, as those of an instance of a pool do."""
+    rings: Rings | None = None
+    """Slots of layers with windows, which keep their windows alone; None: all layers have `slots`."""
+
+    @property
+    def ring_slots(self) -> int:
+        return self.rings.n_slots if self.rings else 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    """The memory and the steps of ranks, and their way of computing."""
+
+    kv: KvMemory
     max_batch_tokens: int
     max_sequences: int
     schedules: Mapping[Phase, ScheduleLookup] | None = None
@@ -29,14 +49,6 @@ class RankOptions:
     both phases."""
     pinned: bool = True
     """False: the system may move the threads, so that there may be more threads than cores (for tests)."""
-    kv_format: str = AUTO
-    """The format of keys and values: `forward.resolve_kv_format`."""
-    touched: bool = False
-    """True: all memory is allocated before the first step (for servers)."""
-    kv_shared: bool = False
-    """True: other processes may map the keys and values (for instances)."""
-    ring_slots: int = 0
-    """As in `forward.Capacity`; 0 where `kv_shared`."""
 
 
 class Follower(Protocol):
@@ -80,7 +92,7 @@ class Ranks(Protocol):
 
     @property
     def kv_share(self) -> KvShare:
-        """The place of keys and values, until `reopen`. RanksError unless `RankOptions.kv_shared`."""
+        """The place of keys and values, until `reopen`. RanksError unless `KvMemory.shared`."""
         ...
 
     @property

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+MOST_RERUNS = 2
+"""Times that a request runs again after a loss: it may be what kills the ranks."""
+
 
 @dataclass(slots=True)
 class Restarts:

@@ -5,7 +5,7 @@ take turns: one chunk of prompts, one token for every running answer. How large 
 `pacing`, which knows the time. Clients take turns at being admitted (`waiting_line`, decision 0039) and
 in each chunk (`prefill_turns`), and a client's own requests are first come, first served. While a client that
 holds less than its share of places and slots waits, others that hold more give way (`client_shares`, decision
-0072). Whatever else must be chosen, age chooses: the order of first admissions.
+0072). Whatever else must be chosen (`admission`), age chooses: the order of first admissions.
 
 A request is admitted when the pool has room for the tokens it has, not for all it may get; no request
 overtakes one that is next. An answer that outgrows its block gets a larger one. Where there is none the
@@ -25,17 +25,18 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence as Tokens
 
+from phasewise._words import counted, plural
+from phasewise.serving.admission import demand_of, held_in_vain, is_held, last_to_come, next_to_admit
 from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
 from phasewise.serving.client_shares import ClientShares
-from phasewise.serving.errors import ContextLengthExceeded, QueueFull, RequestError
+from phasewise.serving.errors import QueueFull, RequestError, check_context
 from phasewise.serving.pools.arena import aligned
-from phasewise.serving.pools.contract import Demand, Grant, KvPool, Placement
+from phasewise.serving.pools.contract import Grant, KvPool, Placement
 from phasewise.serving.prefill_turns import PrefillTurns
 from phasewise.serving.prefixes import PrefixIndex, chain, copies_between
 from phasewise.serving.request import LiveSequence, Request, TokenOut
 from phasewise.serving.scheduler_laws import check_laws
 from phasewise.serving.scheduler_terms import (
-    MOST_PREEMPTIONS,
     DraftRoom,
     Flight,
     SchedulerCounts,
@@ -91,8 +92,10 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request, or raise why it can never run (RequestError) or cannot wait (QueueFull)."""
-        if self.limits.max_waiting is not None and len(self._waiting) >= self.limits.max_waiting:
-            raise QueueFull(f"{len(self._waiting)} requests are waiting already; try again later")
+        n_waiting = len(self._waiting)
+        if self.limits.max_waiting is not None and n_waiting >= self.limits.max_waiting:
+            are_waiting = f"{counted(n_waiting, 'request')} {plural(n_waiting, 'is', 'are')} waiting"
+            raise QueueFull(f"{are_waiting} already; try again later")
         self.requeue(request)
 
     def expect(self, request: Request) -> None:
@@ -217,7 +220,7 @@ class Scheduler:
         slices = []
         for sequence, piece, draft in zip(flight.sequences, batch.slices, drafts, strict=True):
             if len(draft) > _room_for_drafts(sequence):
-                raise SchedulerError(f"{len(draft)} drafts for {sequence}")
+                raise SchedulerError(f"{counted(len(draft), 'draft')} for {sequence}")
             slices.append(piece._replace(token_ids=(*piece.token_ids, *draft), n_drafted=len(draft)))
         extended = batch._replace(slices=tuple(slices))
         self._in_flight = flight._replace(batch=extended)
@@ -242,7 +245,9 @@ class Scheduler:
             if sequence.placement is None:  # aborted while its step was computed
                 continue
             if len(run) > 1 + piece.n_drafted:
-                raise SchedulerError(f"{len(run)} tokens sampled after {piece.n_drafted} drafts")
+                raise SchedulerError(
+                    f"{counted(len(run), 'token')} sampled after {counted(piece.n_drafted, 'draft')}"
+                )
             n_written = sequence.n_computed + len(piece.token_ids)
             sequence.n_computed = n_written - piece.n_drafted
             if self._prefixes is not None:
@@ -317,32 +322,26 @@ class Scheduler:
         if request.max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, not {request.max_tokens}", "max_tokens")
         room = min(self.limits.context_length, self.pool.longest)
-        if request.most_tokens > room:
-            whose = "" if room == self.limits.context_length else " here (the KV cache holds no more)"
-            raise ContextLengthExceeded.beyond(
-                room,
-                f"{whose}, but {request.most_tokens} are asked for: "
-                f"{len(request.prompt_token_ids)} in the prompt and {request.max_tokens} for the answer",
-                "prompt",
-            )
+        whose = "" if room == self.limits.context_length else " here (the KV cache holds no more)"
+        check_context(room, len(request.prompt_token_ids), request.max_tokens, whose)
         if request.request_id in self._live:
             raise SchedulerError(f"request {request.request_id!r} is here already")
 
     def _admit(self) -> None:
         while len(self._waiting):
             shares = self._shares()
-            sequence, is_due = self._next_to_admit(shares)
+            sequence, is_due = next_to_admit(self._waiting, self._running, shares)
             if sequence is None:
                 return
             while not self._has_place:
                 if not (is_due and self._gives_way(shares, shares.giver_of_place())):
                     return
-            demand = _demand(sequence)
+            demand = demand_of(sequence)
             takes_slots = shares.has_nothing(sequence.request.client) and demand.held_tokens <= shares.slots
             while (grant := self.pool.reserve(sequence.request_id, demand)) is None:
                 giver = shares.giver_of_slots() if takes_slots else None
                 if giver is None and not sequence.request.prefill_only:
-                    giver = self._held_in_vain()
+                    giver = held_in_vain(self._running)
                 if not self._gives_way(shares, giver):
                     return
             self._place(sequence, grant)
@@ -350,46 +349,11 @@ class Scheduler:
     @property
     def _has_place(self) -> bool:
         """A prompt that waits for its hand-over holds none: others may wait for one that waits."""
-        return len(self._running) - sum(map(_is_held, self._running)) < self.limits.max_sequences
+        return len(self._running) - sum(map(is_held, self._running)) < self.limits.max_sequences
 
     def _shares(self) -> ClientShares:
         waiting = self._waiting.clients
         return ClientShares(self.limits.max_sequences, self.pool.n_slots, self._running, waiting)
-
-    def _next_to_admit(self, shares: ClientShares) -> tuple[LiveSequence | None, bool]:
-        """The next request, and whether others give way for it: nothing runs of its client, or less than its
-        share. Where no such client waits, the head of the line.
-
-        Prompts that are held in vain wait for another instance, whose prompts may wait for this one: first
-        comes what is answered here.
-        """
-        if self._held_in_vain() is not None:
-            for sequence in self._waiting:
-                if not (sequence.request.prefill_only or self._must_become_oldest(sequence)):
-                    return sequence, False
-        heads = [one for one in self._waiting.heads if not self._must_become_oldest(one)]
-        for sequence in heads:
-            if shares.has_nothing(sequence.request.client):
-                return sequence, True
-        for sequence in heads:
-            if shares.allows(sequence, _demand(sequence).held_tokens):
-                return sequence, True
-        return (heads[0] if heads else None), False
-
-    def _held_in_vain(self) -> LiveSequence | None:
-        """Return, where nothing runs that could be computed, the youngest prompt that no engine has a block
-        for.
-        """
-        if any(one.n_pending and not one.awaits_kv for one in self._running):
-            return None
-        held = (one for one in reversed(self._running) if _is_held(one) and not one.is_pinned)
-        return next(held, None)
-
-    def _must_become_oldest(self, sequence: LiveSequence) -> bool:
-        if sequence.n_preempted <= MOST_PREEMPTIONS:
-            return False
-        is_behind_running = bool(self._running) and _age(self._running[0]) < _age(sequence)
-        return is_behind_running or self._waiting.is_behind_older(sequence)
 
     def _gives_way(self, shares: ClientShares, giver: LiveSequence | None) -> bool:
         """Preempted for another client's share, which is not counted against it. False: there is none."""
@@ -462,30 +426,13 @@ class Scheduler:
             if grant is not None:
                 self._accept(sequence, grant)
                 return
-            last = self._last_to_come(sequence)
+            last = last_to_come(sequence, self._running, self._shares())
+            if last is None and not any(one.is_pinned for one in self._running):
+                raise SchedulerError(f"the pool has no room for {sequence} alone: {self.pool.stats()}")
             if last is None:
                 return
             last.n_preempted += 1
             self._preempt(last)
-
-    def _last_to_come(self, growing: LiveSequence) -> LiveSequence | None:
-        """The sequence that must give way for `growing` or an older one; None: a pinned one will end.
-
-        The youngest of clients that hold more than their share of the slots, else the youngest.
-        """
-        is_oldest = self._running[0] is growing
-        shares = self._shares()
-        greedy = [one for one in self._running[1:] if shares.takes_too_much(one.request.client)]
-        for other in (*reversed(greedy), *reversed(self._running)):
-            if other is growing:
-                break
-            if not other.is_pinned and (is_oldest or other.n_preempted < MOST_PREEMPTIONS):
-                return other
-        if is_oldest and any(other.is_pinned for other in self._running):
-            return None
-        if is_oldest:
-            raise SchedulerError(f"the pool has no room for {growing} alone: {self.pool.stats()}")
-        return growing
 
     def _preempt(self, sequence: LiveSequence) -> None:
         self.counts.preemptions += 1
@@ -591,16 +538,6 @@ def _room_for_drafts(sequence: LiveSequence) -> int:
     if placement is None or request.prefill_only:
         return 0
     return min(placement.n_slots, request.most_tokens - 1) - sequence.n_tokens
-
-
-def _demand(sequence: LiveSequence) -> Demand:
-    """The slots that it needs to run."""
-    return sequence.demand(in_full=sequence.n_preempted >= MOST_PREEMPTIONS)
-
-
-def _is_held(sequence: LiveSequence) -> bool:
-    """True if it is a prompt that is computed, and waits for its hand-over."""
-    return sequence.request.prefill_only and not sequence.n_pending
 
 
 def _age(sequence: LiveSequence) -> int:

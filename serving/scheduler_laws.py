@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from phasewise._words import counted
 from phasewise.serving.pools.contract import KvPool
 from phasewise.serving.request import LiveSequence
 from phasewise.serving.scheduler_terms import MOST_PREEMPTIONS, SchedulerError
@@ -24,7 +25,7 @@ def check_laws(
     if ages != sorted(ages):
         raise SchedulerError(f"running requests of ages {ages} are not in order")
     if len(waiting) != len(list(waiting)):
-        raise SchedulerError(f"{len(waiting)} requests wait, but {list(waiting)} do")
+        raise SchedulerError(f"{counted(len(waiting), 'request')} wait, but {list(waiting)} do")
     names = sorted(one.request_id for one in (*running, *waiting))
     if names != sorted(live):
         raise SchedulerError(f"{sorted(live)} live, {names} run or wait")

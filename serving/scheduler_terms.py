@@ -11,14 +11,23 @@ from phasewise.serving.request import LiveSequence
 MOST_PREEMPTIONS = 3
 """After this many preemptions a request is preempted for the oldest one only, and only once more."""
 
+LAYERWISE_ABOVE_TOKENS = 32
+"""A longer prompt is handed over layer by layer while it computes. Shorter prompts are sent when they are
+computed: layer by layer is no faster (benchmarks/notes/0007)."""
+
+DEFAULT_BATCH_TOKENS = 2048
+"""Splitwise's knee: more tokens per prefill batch no longer raise throughput."""
+DEFAULT_SEQUENCES = 32
+"""Answers computed at the same time."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """`context_length`: positions the model has. `max_waiting`: the queue's end; None for an endless one."""
 
     context_length: int
-    max_batch_tokens: int = 2048  # Splitwise's knee: more tokens per prefill batch no longer raise throughput
-    max_sequences: int = 32
+    max_batch_tokens: int = DEFAULT_BATCH_TOKENS
+    max_sequences: int = DEFAULT_SEQUENCES
     max_waiting: int | None = None
     prefix_reuse: bool = True
 

@@ -15,12 +15,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from phasewise._words import counted
 from phasewise.serving.chat import Conversation
 from phasewise.serving.confined import Patience
 from phasewise.serving.embedding.open_embedding import OpenEmbedding
 from phasewise.serving.embedding.service import BothClients
 from phasewise.serving.embedding.service import served as served_embeddings
 from phasewise.serving.engine_host import EngineHost, OpenHost
+from phasewise.serving.engine_size import EngineSize
 from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.fingerprint import Fingerprint, defaults_told
 from phasewise.serving.guides import GuideCompiler, TokenView
@@ -40,7 +42,7 @@ from phasewise.serving.http.server import HttpServer, Service
 from phasewise.serving.length_log import LengthLog
 from phasewise.serving.line_log import LineLog
 from phasewise.serving.model import PackedModel
-from phasewise.serving.open_engine import EngineSize, ModelText
+from phasewise.serving.open_engine import ModelText
 from phasewise.serving.pools.contract import Estimate
 from phasewise.serving.sampling_defaults import SamplingDefaults
 from phasewise.serving.tools.dialect import Dialect, dialect_of
@@ -252,7 +254,7 @@ def _served(
     defaults = defaults_told(
         sampling,
         settings.tool_format,
-        opened.size.context_length,
+        opened.size.limits.context_length,
         allow_special=opened.text.allow_special,
     )
 
@@ -263,7 +265,7 @@ def _served(
     return ServedModel(
         names=settings.names,
         created_s=int(time.time()),
-        context_length=opened.size.context_length,
+        context_length=opened.size.limits.context_length,
         vocab_size=config.vocab_size,
         end_token_ids=frozenset(config.eos_token_ids),
         encode=_bounded(opened),
@@ -309,12 +311,12 @@ def _chat_encoder(opened: Served) -> Callable[[Conversation, Patience], list[int
 
 
 def _length_check(opened: Served) -> Callable[[str], None]:
-    context = opened.size.context_length
+    context = opened.size.limits.context_length
     longest = max(len(opened.text.tokenizer.piece(one)) for one in range(opened.model.config.vocab_size))
 
     def check(text: str) -> None:
         if len(text) > context * longest:
-            asked = f", but the prompt has {len(text)} characters"
+            asked = f", but the prompt has {counted(len(text), 'character')}"
             raise ContextLengthExceeded.beyond(context, asked, "prompt")
 
     return check

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+from phasewise._words import counted
 from phasewise.serving.chat_template import ChatTemplate, ChatTemplateError
 from phasewise.serving.confined import JobRefused
 from phasewise.serving.control_texts import ControlTexts
@@ -29,7 +30,9 @@ def prepare(told: bytes) -> Callable[[bytes], bytes]:
         except (ChatTemplateError, ValueError) as error:
             raise JobRefused(str(error)) from error
         if len(text) > known["most_characters"]:
-            raise JobRefused(f"the conversation is written out in {len(text)} characters, which is too long")
+            raise JobRefused(
+                f"the conversation is written out in {counted(len(text), 'character')}, which is too long"
+            )
         written = mark.encode()
         return bytes([len(written)]) + written + text.encode("utf-8", "surrogatepass")
 

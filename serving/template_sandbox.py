@@ -26,6 +26,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from phasewise._words import counted
+
 MAX_SOURCE_CHARS = 1 << 20
 MAX_STEPS = 1 << 22
 MAX_MADE_CHARS = 1 << 28
@@ -79,7 +81,7 @@ def compile_template(source: str) -> jinja2.Template:
     """`source` as a template that pays from the current Budget. Raises what jinja2 and Python's parser do."""
     if len(source) > MAX_SOURCE_CHARS:
         raise jinja2.TemplateSyntaxError(
-            f"it has {len(source)} characters; {MAX_SOURCE_CHARS} are allowed", 1
+            f"it has {counted(len(source), 'character')}; {MAX_SOURCE_CHARS} are allowed", 1
         )
     environment = _Environment()
     tree = _Counting().visit(environment.parse(source))

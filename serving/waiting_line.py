@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import OrderedDict, deque
 from collections.abc import Iterator
 
+from phasewise.serving.client_turns import ClientTurns
 from phasewise.serving.request import LiveSequence
 
 
 class WaitingLine:
     """Requests that were preempted come first, the oldest before the others. Behind them clients take turns.
 
-    Each client has a queue in order of arrival. The client at the head gives one request and goes to the end,
-    so a request with k requests of its own client before it, and n other clients, waits for at most
+    A request with k requests of its own client before it, and n other clients, waits for at most
     k + (k + 1) * n requests that were never admitted, however many each of the others has sent, unless its
     client is passed over because it holds its share of what runs (`client_shares`).
     Requests of one client alone are first come, first served.
@@ -21,27 +20,25 @@ class WaitingLine:
 
     def __init__(self) -> None:
         self._preempted: list[LiveSequence] = []
-        self._queues: OrderedDict[str, deque[LiveSequence]] = OrderedDict()
-        self._n_queued = 0
+        self._turns: ClientTurns[LiveSequence] = ClientTurns()
 
     def __len__(self) -> int:
-        return len(self._preempted) + self._n_queued
+        return len(self._preempted) + len(self._turns)
 
     def __iter__(self) -> Iterator[LiveSequence]:
         """Preempted ones by age, then client by client."""
         yield from self._preempted
-        for queue in self._queues.values():
-            yield from queue
+        yield from self._turns
 
     @property
     def n_clients(self) -> int:
         """Clients with requests that were never admitted."""
-        return len(self._queues)
+        return len(self._turns.clients)
 
     @property
     def clients(self) -> set[str]:
         """Clients with requests here, of both kinds."""
-        return {one.request.client for one in self._preempted}.union(self._queues)
+        return {one.request.client for one in self._preempted}.union(self._turns.clients)
 
     @property
     def heads(self) -> Iterator[LiveSequence]:
@@ -51,9 +48,9 @@ class WaitingLine:
             if one.request.client not in seen:
                 seen.add(one.request.client)
                 yield one
-        for client, queue in self._queues.items():
+        for client in self._turns.clients:
             if client not in seen:
-                yield queue[0]
+                yield self._turns.head(client)
 
     def is_behind_older(self, sequence: LiveSequence) -> bool:
         """True if a request that was preempted is older."""
@@ -61,8 +58,7 @@ class WaitingLine:
 
     def join(self, sequence: LiveSequence) -> None:
         """A request that was never admitted, behind all others of its client."""
-        self._queues.setdefault(sequence.request.client, deque()).append(sequence)
-        self._n_queued += 1
+        self._turns.join(sequence.request.client, sequence)
 
     def rejoin(self, sequence: LiveSequence) -> None:
         """A request that was preempted."""
@@ -73,23 +69,11 @@ class WaitingLine:
         if sequence.admission is not None:
             self._preempted.remove(sequence)
             return
-        client = sequence.request.client
-        queue = self._queues.pop(client)
-        queue.remove(sequence)
-        self._n_queued -= 1
-        if queue:
-            self._queues[client] = queue
+        self._turns.take_item(sequence.request.client, sequence)
 
     def remove(self, sequence: LiveSequence) -> None:
         """A request that ends while it waits; its client keeps its place. ValueError: it does not wait."""
         if sequence.admission is not None:
             self._preempted.remove(sequence)
-            return
-        client = sequence.request.client
-        queue = self._queues.get(client)
-        if queue is None:
-            raise ValueError(f"{sequence} does not wait")
-        queue.remove(sequence)
-        self._n_queued -= 1
-        if not queue:
-            del self._queues[client]
+        else:
+            self._turns.remove(sequence.request.client, sequence)

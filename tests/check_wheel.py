@@ -43,7 +43,8 @@ def sources(*patterns: str) -> set[str]:
 
 
 def must_ship() -> set[str]:
-    return sources("*.py", "*.mako") | {"phasewise/py.typed"}
+    guide = {f"phasewise/cli/guide/{path.name}" for path in (ROOT / "docs" / "guide").glob("*.md")}
+    return sources("*.py", "*.mako") | guide | {"phasewise/py.typed"}
 
 
 def check_contents(wheel: Path) -> None:
@@ -53,6 +54,8 @@ def check_contents(wheel: Path) -> None:
     assert all(name.endswith(".dist-info") for name in strangers), f"{wheel} also installs {strangers}"
     missing = must_ship() - set(names)
     assert not missing, f"{wheel} lacks {sorted(missing)}"
+    licences = {name.split("/")[-1] for name in names if "/licenses/" in name}
+    assert licences == {"LICENSE", "NOTICE"}, f"{wheel} has the licences {licences}"
     assert any("/_native." in name and name.endswith(".so") for name in names), f"{wheel} has no kernels"
 
 

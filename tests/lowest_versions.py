@@ -6,16 +6,18 @@ import configparser
 import re
 from pathlib import Path
 
+EXTRAS = ("postgres", "kernels", "pools")
 SETUP = Path(__file__).resolve().parent.parent / "setup.cfg"
 
 
 def main() -> None:
     settings = configparser.ConfigParser()
     settings.read(SETUP)
-    needed = (
-        settings["options"]["install_requires"].split()
-        + settings["options.extras_require"]["postgres"].split()
-    )
+    extras = settings["options.extras_require"]
+    needed = [
+        *settings["options"]["install_requires"].split(),
+        *(one for name in EXTRAS for one in extras[name].split()),
+    ]
     for requirement in needed:
         found = re.fullmatch(r"([\w\[\]-]+)>=([\d.]+)(,<[\d.]+)?", requirement)
         if found is None:

@@ -18,6 +18,8 @@ PURE = (
     "serving.request",
     "serving.prefixes",
     "serving.waiting_line",
+    "serving.client_turns",
+    "serving.admission",
     "serving.client_shares",
     "serving.prefill_turns",
     "serving.scheduler_terms",
@@ -43,9 +45,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "topology",
         "cython_kernels",
         "_files",
+        "_places",
         "_toml",
         "_version",
-        "_words",
     ),
     "loadtest": (
         "loadtest",
@@ -54,15 +56,24 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "tuner.config.lengths",
         "tuner.errors",
         "_version",
-        "_words",
     ),
-    "serving": ("serving", "tuner.plans", "kerneldb", "topology", "cython_kernels", "_files"),
+    "serving": (
+        "serving",
+        "tuner.plans",
+        "kerneldb",
+        "topology",
+        "cython_kernels",
+        "_files",
+        "_places",
+    ),
     "serving.instance": ("serving", "cython_kernels", "_version"),
     "serving.request": PURE,
     "serving.pools": PURE,
     "serving.scheduler": PURE,
     "serving.prefixes": PURE,
     "serving.waiting_line": PURE,
+    "serving.client_turns": PURE,
+    "serving.admission": PURE,
     "serving.client_shares": PURE,
     "serving.prefill_turns": PURE,
     "serving.scheduler_terms": PURE,
@@ -79,23 +90,26 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "serving.pacing",
         "kerneldb",
         "topology",
-        "_words",
     ),
-    "cluster.front": ("cluster.routing", "cluster.errors", "serving", "_version"),
+    "cluster.front": ("cluster.routing", "cluster.supervisor", "cluster.errors", "serving"),
+    "cluster.supervisor": ("cluster.routing", "serving", "_version"),
     "cluster.local_instances": ("cluster", "serving"),
     "cluster.ray_cluster": ("cluster", "serving"),
     "cluster.routing": ("cluster.errors",),
-    "tuner": ("tuner", "kerneldb", "topology", "cython_kernels", "_files", "_words"),
+    "tuner": ("tuner", "kerneldb", "topology", "cython_kernels", "_files", "_places"),
     "tuner.topotree": ("tuner.topotree", "tuner.plans", "tuner.errors", "topology"),
     "tuner.search": ("tuner.search", "kerneldb.records", "topology"),
     "ir": ("ir", "_files"),
-    "kerneldb": ("kerneldb", "topology", "migrations"),
+    "kerneldb": ("kerneldb", "topology", "migrations", "_places"),
     "kerneldb.records": ("kerneldb.errors",),
     "migrations": ("kerneldb.models",),
     "migrations.versions": (),
     "topology": ("topology", "_files"),
     "cython_kernels": ("cython_kernels",),
 }
+
+COMMON = ("_words",)
+"""Rules for numbers in sentences; it imports nothing. For every room that imports others or itself."""
 
 # Libraries with one home.
 HOMES: dict[str, tuple[str, ...]] = {
@@ -107,10 +121,10 @@ HOMES: dict[str, tuple[str, ...]] = {
     "torch": ("phasewise.torch",),
     "fastapi": ("serving.http",),
     "starlette": ("serving.http",),
-    "uvicorn": ("serving.http",),
+    "h11": ("serving.http",),
     "llguidance": ("serving.guides",),
-    "tree_sitter": ("ir.parse",),
-    "tree_sitter_c": ("ir.parse",),
+    "tree_sitter": ("ir.parse", "ir.parse_source", "ir.parse_expressions"),
+    "tree_sitter_c": ("ir.parse_source",),
     "aiohttp": ("loadtest",),
     "ray": ("cluster.ray_cluster",),
     "zmq": ("serving.sockets", "serving.instance", "cluster.front"),
@@ -146,7 +160,8 @@ def _rule(module: str) -> tuple[str, ...]:
 def _may_import(module: str, target: str) -> bool:
     if _under(target, "cli") and not _under(module, "cli"):
         return module == "phasewise.__main__"
-    return any(_under(target, prefix) for prefix in _rule(module))
+    allowed = _rule(module)
+    return any(_under(target, prefix) for prefix in (*allowed, *(COMMON if allowed else ())))
 
 
 SOURCES = list(_sources())

@@ -272,6 +272,7 @@ def test_only_whole_lines_of_a_log_are_kept(content: bytes) -> None:
 # ---- no other writer --------------------------------------------------------------------------------------
 
 OTHER_WRITERS = {
+    "cluster.ray_cluster": "the null device, in place of stderr",
     "phasewise._files": "the one writer",
     "cli.present": "stderr is pointed at /dev/null when its terminal has gone",
     "cli.main": "stdout is pointed at /dev/null when its reader has gone",

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from xml.sax.saxutils import quoteattr
 
+from phasewise._words import number, plural
 from phasewise.topology import svg
 from phasewise.topology.outline import KIND_NAMES, count_words
 from phasewise.topology.sizes import format_memory, format_size
@@ -107,8 +108,10 @@ def _caption(machine: Machine) -> tuple[str, ...]:
     cpu = machine.cpu
     name = cpu.name or cpu.vendor or "Machine"
     first = f"{name} ({cpu.architecture})" if cpu.architecture else name
-    quota = () if machine.cpu_quota is None else (f"CPU quota: {machine.cpu_quota:g} CPUs",)
-    return (first, count_words(machine), *quota)
+    lines = (first, count_words(machine))
+    if (quota := machine.cpu_quota) is None:
+        return lines
+    return (*lines, f"CPU quota: {number(quota)} {plural(quota, 'CPU')}")
 
 
 def _legend(machine: Machine, groups: Sequence[PuGroup]) -> list[tuple[str, str | None]]:

@@ -69,7 +69,10 @@ def _llama_cpp(plans: Plans, machine: Machine) -> Emitted:
                 "build it with -DGGML_OPENMP=OFF"
             )
         if n_ranks > 1:
-            notes.append(f"llama.cpp is one process: {n_ranks} ranks of {phase} become {len(cores)} threads")
+            notes.append(
+                f"llama.cpp is one process: {counted(n_ranks, 'rank')} of {phase} become"
+                f" {counted(len(cores), 'thread')}"
+            )
     nodes = _nodes_of(machine, {pu for plan in plans.values() for pu in plan.cores})
     if len(nodes) > 1:
         listed = ",".join(map(str, nodes))

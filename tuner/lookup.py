@@ -140,6 +140,19 @@ class ScheduleTable:
             _join_nearest(ranges)
         return ranges
 
+    def arithmetic_of(self, weight: PackedWeight) -> tuple[str | None, int]:
+        """Compute path (None: the default one) and number of k parts; the same whatever the storage."""
+        arithmetic = self.arithmetic(("gemm", dense_format(weight), weight.n, weight.k))
+        return (None, 1) if arithmetic is None else (arithmetic.compute_path, arithmetic.k_parts)
+
+    def products(self, weight: PackedWeight, max_m: int) -> Sequence[ScheduleChoice]:
+        """Choices for products of 1 to `max_m` rows, ascending."""
+        return self.choices(("gemm", format_name(weight), weight.n, weight.k), max_m)
+
+    def attention(self, kv_format: str, n: int, k: int, max_m: int) -> Sequence[ScheduleChoice]:
+        """Choices for slices of 1 to `max_m` query rows, ascending."""
+        return self.choices(("attention", kv_format, n, k), max_m)
+
 
 class ScheduleStore(Protocol):
     """The part of a store that `read_table` needs."""
@@ -171,26 +184,6 @@ def read_table(
     return ScheduleTable(usable, is_default)
 
 
-@dataclass(frozen=True)
-class PhaseSchedules:
-    """The schedules of serving's weights, from the table of one phase's cores."""
-
-    table: ScheduleTable
-
-    def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
-        """Compute path (None: the default one) and number of k parts; the same whatever the storage."""
-        arithmetic = self.table.arithmetic(("gemm", dense_format(weight), weight.n, weight.k))
-        return (None, 1) if arithmetic is None else (arithmetic.compute_path, arithmetic.k_parts)
-
-    def products(self, weight: PackedWeight, max_m: int) -> Sequence[ScheduleChoice]:
-        """Choices for products of 1 to `max_m` rows, ascending."""
-        return self.table.choices(_gemm_key(weight), max_m)
-
-    def attention(self, kv_format: str, n: int, k: int, max_m: int) -> Sequence[ScheduleChoice]:
-        """Choices for slices of 1 to `max_m` query rows, ascending."""
-        return self.table.choices(("attention", kv_format, n, k), max_m)
-
-
 def even_tiles(schedule: Schedule, m: int) -> Schedule:
     """The schedule on the lowest tiles of rows that are as many for m rows; its slice holds as many tiles."""
     mr = pieces(m, pieces(m, schedule.mr))
@@ -213,10 +206,6 @@ def _weight(rows: Sequence[Measurement], is_default: IsDefault) -> _Weight:
 
 def _arithmetic(row: Measurement) -> Arithmetic:
     return Arithmetic(row.sample.schedule.compute_path, row.sample.schedule.k_parts)
-
-
-def _gemm_key(weight: PackedWeight) -> WeightKey:
-    return "gemm", format_name(weight), weight.n, weight.k
 
 
 def _joined(before: ScheduleChoice, after: ScheduleChoice) -> ScheduleChoice:

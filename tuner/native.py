@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from phasewise.cython_kernels import _native, packing
 from phasewise.cython_kernels.packing import PackedWeight
-from phasewise.cython_kernels.sparse import to_dense
 from phasewise.kerneldb.records import MAX_K_PARTS, PANEL_COLUMNS, Comparison, Problem, Sample, Schedule
 from phasewise.topology import Kind, Machine
 from phasewise.tuner import timing
@@ -29,7 +28,6 @@ from phasewise.tuner.errors import TunerError
 from phasewise.tuner.rounds import Times, shuffled_rounds
 from phasewise.tuner.search.group import Group
 from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel, arithmetic_of
-from phasewise.tuner.tuning_run import Duel
 from phasewise.tuner.weights import (
     blank_weight,
     copies_of,
@@ -210,28 +208,28 @@ class NativeEvaluator:
         pairs = zip(contestants, taken, strict=True)
         return [one.sample(samples_ns, conditions) for one, samples_ns in pairs]
 
-    def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> Duel:
+    def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> timing.Duel:
         """Both, timed in pairs."""
         return self._fought(*(self._contestant(problem, schedule) for schedule in (incumbent, candidate)))
 
-    def _fought(self, old: _Contestant, new: _Contestant) -> Duel:
+    def _fought(self, old: _Contestant, new: _Contestant) -> timing.Duel:
         self._watch.begin()
         taken, pace = steadily(lambda: timing.duel(old.take, new.take), self._yardstick)
         conditions = replace(self._watch.lap(), pace=pace)
-        return Duel(
+        return timing.Duel(
             timing.compare(taken),
             old.sample(sum((samples for samples, _ in taken), ()), conditions),
             new.sample(sum((samples for _, samples in taken), ()), conditions),
         )
 
-    def duel_storages(self, problem: Problem, schedule: Schedule, dense_schedule: Schedule) -> Duel:
+    def duel_storages(self, problem: Problem, schedule: Schedule, dense_schedule: Schedule) -> timing.Duel:
         """A sparse weight (`problem` names its format), the candidate, against the same weight stored dense.
 
         KernelMismatchError if their results differ.
         """
         self._products, self._weights = {}, None  # before others take memory
         sparse_weight = random_weight(problem.format, problem.n, problem.k)
-        dense_weights = _Weights.of(to_dense(sparse_weight), self._total_bytes)
+        dense_weights = _Weights.of(packing.to_dense(sparse_weight), self._total_bytes)
         dense = _Product(self._team, dense_weights, problem.m, arithmetic_of(dense_schedule))
         weights = _Weights.of(sparse_weight, self._total_bytes)
         stored_sparse = _Product(self._team, weights, problem.m, arithmetic_of(schedule))

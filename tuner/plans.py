@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
+from phasewise._words import counted, number, plural
 from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.records import MachineKey, PlanRecord
 from phasewise.topology import Kind, Machine, core_signature, placement_signature
@@ -80,8 +81,8 @@ class ServicePlan:
     def describe(self) -> str:
         """A line for people, e.g. `decode: 1 rank on cores 0,1 (database)`."""
         ranks = " | ".join(list_cores(rank.cores) for rank in self.ranks)
-        count = f"{len(self.ranks)} rank{'s' if len(self.ranks) > 1 else ''}"
-        return f"{self.phase}: {count} on core{'s' if len(self.cores) > 1 else ''} {ranks} ({self.source})"
+        count = counted(len(self.ranks), "rank")
+        return f"{self.phase}: {count} on {plural(len(self.cores), 'core')} {ranks} ({self.source})"
 
     def to_json(self) -> str:
         """The plan as the database keeps it. Where it came from is not part of it."""
@@ -165,7 +166,9 @@ def _divided(machine: Machine, pus: tuple[int, ...], n_ranks: int) -> tuple[Rank
     if n_ranks == 1:
         return (rank_on(machine, pus),)
     if not 1 <= n_ranks <= min(len(pus), MAX_RANKS):
-        raise PlanError(f"{n_ranks} ranks cannot divide {len(pus)} cores: each needs one of its own")
+        raise PlanError(
+            f"{counted(n_ranks, 'rank')} cannot divide {counted(len(pus), 'core')}: each needs one of its own"
+        )
     nodes = [set(node.cpus) for node in machine.nodes(Kind.NUMA)]
     by_node = sorted(pus, key=lambda pu: [pu not in node for node in nodes])
     cuts = [len(pus) * at // n_ranks for at in range(n_ranks + 1)]
@@ -213,7 +216,10 @@ def check_fits(plan: ServicePlan, machine: Machine) -> None:
         )
     quota = machine.cpu_quota
     if quota is not None and len(plan.cores) > max(1, int(quota)):
-        raise PlanError(f"{len(plan.cores)} threads would be throttled: the cgroup quota is {quota:g} CPUs")
+        raise PlanError(
+            f"{counted(len(plan.cores), 'thread')} would be throttled:"
+            f" the cgroup quota is {number(quota)} {plural(quota, 'CPU')}"
+        )
     known_nodes = {node.os_index for node in machine.nodes(Kind.NUMA)} | {None}
     for rank in plan.ranks:
         if rank.numa_node not in known_nodes:

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.kerneldb.records import MAX_GAIN, Comparison
+from phasewise.kerneldb.records import MAX_GAIN, Comparison, Sample
 
 TURN_NS = 1_500_000  # of calls: long against a barrier and a timer tick, short against a burst
 MIN_SAMPLE_NS = 20_000  # a thousand times the clock's own cost
@@ -92,6 +92,15 @@ def _within(margin: float, running: Sequence[int], taken: Sequence[Samples]) -> 
     estimates = {one: estimate_ns(taken[one]) for one in running}
     limit = margin * min(estimates.values(), default=0)
     return [one for one in running if estimates[one] <= limit]
+
+
+@dataclass(frozen=True)
+class Duel:
+    """Two schedules timed in pairs: what it says, and the samples of each."""
+
+    comparison: Comparison
+    incumbent: Sample
+    candidate: Sample
 
 
 def duel(incumbent: Take, candidate: Take, pairs: int = PAIRS) -> list[tuple[Samples, Samples]]:

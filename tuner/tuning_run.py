@@ -34,6 +34,7 @@ from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import TimingBatch
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
 from phasewise.tuner.task_division import Task, TaskDivision
+from phasewise.tuner.timing import Duel
 
 INTERLEAVED = 12
 """Schedules that are timed in turns and then stored together: a killed run loses fewer than that."""
@@ -42,15 +43,6 @@ DUEL_SHARE = 0.1
 """Part of a weight's share of the budget that is kept back for its duels."""
 
 End = Literal["complete", "budget", "interrupted"]
-
-
-@dataclass(frozen=True)
-class Duel:
-    """Two schedules timed in pairs: what it says, and the samples of each."""
-
-    comparison: Comparison
-    incumbent: Sample
-    candidate: Sample
 
 
 class ScheduleEvaluator(Protocol):

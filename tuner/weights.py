@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from phasewise._words import number
 from phasewise.cython_kernels import packing, sparse
 from phasewise.cython_kernels.blocks import BLOCKS
 from phasewise.cython_kernels.packing import PackedWeight
@@ -68,7 +69,7 @@ def sparse_format(weight_format: str, density: float) -> str:
     """The format of such weights stored sparse, of which a share is kept. TunerError where none can be."""
     name = f"{weight_format}s{round(SIXTEENTHS * density)}"
     if _SPARSE.fullmatch(name) is None or not 0 <= density <= 1:
-        raise TunerError(f"{weight_format} weights of density {density:g} are not stored sparse")
+        raise TunerError(f"{weight_format} weights of density {number(density)} are not stored sparse")
     return name
 
 

@@ -82,14 +82,14 @@ def computed(model: PackedModel, kv_format: str, core: int) -> tuple[str, bool]:
     """A digest of the logits after each token of a prompt; and whether tokens one by one give the same."""
     from phasewise.serving.batch import Batch, SequenceSlice
     from phasewise.serving.rank_teams import keeping_affinity
-    from phasewise.serving.ranks import LocalRanks, RankOptions
+    from phasewise.serving.ranks import KvMemory, LocalRanks, RankOptions
     from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 
     ids = tuple(7 * at % _VOCAB for at in range(1, _TOKENS + 1))
     plans: dict[Phase, ServicePlan] = {phase: ServicePlan(phase, (RankCores((core,)),)) for phase in PHASES}
     first = _TOKENS - _DECODED
     with keeping_affinity():
-        ranks = LocalRanks(model, plans, RankOptions(2 * 64, 64, 1, kv_format=kv_format))
+        ranks = LocalRanks(model, plans, RankOptions(KvMemory(2 * 64, kv_format), 64, 1))
         try:
             rows = ranks.all_logits(Batch("prefill", (SequenceSlice(ids, 0, 0, True),)))
             ranks.forward(Batch("prefill", (SequenceSlice(ids[:first], 0, 64, True),)))

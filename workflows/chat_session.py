@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 from phasewise._words import counted
+from phasewise.serving.engine_size import EngineSize
 from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.messages import Submit
 from phasewise.serving.one_answer import OneAnswer
-from phasewise.serving.open_engine import EngineSize, ModelText, open_engine
+from phasewise.serving.open_engine import ModelText, open_engine
 from phasewise.workflows.answer_settings import SamplingChoice
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.open_model import Weights, open_model
@@ -49,16 +49,14 @@ class ChatSession:
         self._ids = map(str, itertools.count())
         self.model_name = found.model.name
         self.defaults = found.model.sampling
-        self.context_tokens = size.context_length
+        self.context_tokens = size.limits.context_length
         self.messages: list[Message] = []
 
     def __enter__(self) -> ChatSession:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._opened.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._opened.__exit__(*error)
 
     def set_system(self, text: str) -> None:
         """Replace the system message; an empty text removes it."""

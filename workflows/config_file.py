@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phasewise._files import read_input
+from phasewise._places import user_folder
 from phasewise._toml import parse_toml
 from phasewise.workflows.errors import UsageError, WorkflowError
 
@@ -21,11 +22,7 @@ MAX_BYTES = 1 << 20
 
 def config_path() -> Path:
     """`$PHASEWISE_CONFIG`, or `phasewise/config.toml` in the XDG configuration directory."""
-    import platformdirs
-
-    return Path(
-        os.environ.get("PHASEWISE_CONFIG") or platformdirs.user_config_path("phasewise") / "config.toml"
-    )
+    return Path(os.environ.get("PHASEWISE_CONFIG") or user_folder("config") / "config.toml")
 
 
 def config_text(path: Path) -> bytes:

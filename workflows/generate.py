@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from phasewise.serving.engine_size import EngineSize
 from phasewise.serving.messages import Submit
 from phasewise.serving.one_answer import OneAnswer
-from phasewise.serving.open_engine import EngineSize, ModelText, OpenEngine, open_engine
+from phasewise.serving.open_engine import ModelText, OpenEngine, open_engine
 from phasewise.serving.sampling_defaults import SamplingDefaults
 from phasewise.workflows.answer_settings import AnswerSettings, SamplingChoice
 from phasewise.workflows.drafts import find_drafts
@@ -92,10 +93,9 @@ def generate_text(
     text = ModelText(found.model)
     prompt_ids = tuple(_prompt_ids(text, prompt, settings))
     n_tokens = _most_tokens(settings, len(prompt_ids), found.model.config.context_length)
-    size = EngineSize.for_one(found.model, len(prompt_ids), n_tokens)
-    size = replace(size, kv_format=settings.kv_format)
+    size = EngineSize.for_one(found.model, len(prompt_ids), n_tokens, settings.kv_format)
     if explain is not None:
-        explain(found.explain(size.max_batch_tokens, size.max_sequences, settings.kv_format))
+        explain(found.explain(size.limits.max_batch_tokens, size.limits.max_sequences, settings.kv_format))
     answer = OneAnswer(Submit("generate", prompt_ids, n_tokens, params, stop, settings.ignore_eos))
     with open_engine(found.model, found.plans, size, text, found.schedules, drafts=drafts) as opened:
         for piece in answer.pieces(opened.engine):

@@ -10,12 +10,14 @@ SUFFIX = ".gguf"
 
 def completions(begun: str) -> list[str]:
     """Known names, names of models in the cache, `.gguf` files and folders that begin with `begun`."""
-    from phasewise.serving.loaders.cache import stored_models
-    from phasewise.serving.loaders.registry import KNOWN, KNOWN_ON_HUB
-    from phasewise.serving.loaders.resolve import cache_root
+    return names(begun) + _paths(begun)
 
-    names = {*KNOWN, *KNOWN_ON_HUB, *(one.name for one in stored_models(cache_root()))}
-    return sorted(name for name in names if name.startswith(begun)) + _paths(begun)
+
+def names(begun: str) -> list[str]:
+    """Known names and names of models in the cache that begin with `begun`."""
+    from phasewise.serving.loaders.resolve import cache_root, known_names
+
+    return sorted(name for name in known_names(cache_root()) if name.startswith(begun))
 
 
 def _paths(begun: str) -> list[str]:

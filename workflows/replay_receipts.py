@@ -217,7 +217,7 @@ class _Replayer:
     def _open_ranks(self, receipt: Receipt, n_tokens: int) -> Ranks:
         """Ranks with room for so many tokens, in the receipt's format of keys and values."""
         from phasewise.serving.pools.arena import aligned
-        from phasewise.serving.ranks import STEP_TOKENS, RankOptions, open_ranks
+        from phasewise.serving.ranks import STEP_TOKENS, KvMemory, RankOptions, open_ranks
 
         wanted = receipt.fingerprint.kv_format, receipt.fingerprint.context
         if self._ranks is not None and self._ranks_for[:2] == wanted and self._ranks_for[2] >= n_tokens:
@@ -229,12 +229,11 @@ class _Replayer:
             model = replace(model, config=config)
         n_slots = aligned(max(n_tokens, self._ranks_for[2]))
         options = RankOptions(
-            n_slots,
+            KvMemory(n_slots, receipt.fingerprint.kv_format),
             STEP_TOKENS,
             1,
             schedules=found.schedules or None,
             pinned=self._pinned,
-            kv_format=receipt.fingerprint.kv_format,
         )
         self._ranks = open_ranks(model, found.plans, options)
         self._ranks_for = (*wanted, n_slots)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.serve_front import (
@@ -18,12 +19,12 @@ from phasewise.workflows.serve_front import (
     tls_of,
     warn_of_strangers,
 )
-from phasewise.workflows.serve_settings import KeysAndValues, ServeSettings
+from phasewise.workflows.serve_models import OpenedModel, open_models
+from phasewise.workflows.serve_settings import ServeSettings
 
 if TYPE_CHECKING:
     import ssl
 
-    from phasewise.serving.drafts.opening import DraftSource
     from phasewise.serving.embedding.service import EmbeddingSettings
     from phasewise.serving.engine import Engine
     from phasewise.serving.engine_host import OpenHost
@@ -31,12 +32,10 @@ if TYPE_CHECKING:
     from phasewise.serving.http.http_settings import HttpLimits
     from phasewise.serving.http.live import MachineFacts
     from phasewise.serving.length_log import LengthLog
-    from phasewise.serving.open_engine import EngineSize, ModelText, OpenEngine
     from phasewise.serving.sampling_defaults import SamplingDefaults
-    from phasewise.serving.service import OtherModel, Predictor, Served, ServiceSettings
+    from phasewise.serving.service import OtherModel, ServiceSettings
     from phasewise.serving.several_engines import OpenEngineHost
     from phasewise.workflows.open_model import OpenModel
-    from phasewise.workflows.serve_pools import PlannedInstance
     from phasewise.workflows.tuned_schedules import ScheduleUse
 
 _FEW_CONNECTIONS = 1024
@@ -76,10 +75,11 @@ def serve_model(
             own = partial(_embedding_settings, model, limits, tls, settings, report)
             serve_embeddings(model, weights, embeddings, settings.running.threads, own, address, report)
             return
-        _refuse_same_names(model, settings, report)
+        refs = [model, *(settings.running.also or ())]
+        _refuse_same_names(refs, settings, report)
         settings = _beside_embeddings(settings, report)
         log = None if settings.length_log is None else LengthLog(settings.length_log, report)
-        first, others = _open_all(model, settings, stack, report)
+        first, *others = open_models(refs, settings, stack, report)
         hint_at_tuning(model, settings.db, report)
         beside = None
         if embeddings.embed_model is not None:
@@ -87,35 +87,20 @@ def serve_model(
         if explain is not None:
             for one in (first, *others):
                 _explain(one, settings, report, explain)
-        service = _service_settings(model, first, settings, limits, tls, log)
-        service = replace(service, read_keys=reader_of_keys(settings.accepting, report))
-        _tell(first, service, report)
-        for one in others:
-            size = one.opened.size
-            report(
-                f"also {one.found.model.name}: context {size.context_length} tokens, KV cache of "
-                f"{size.kv_slots} tokens"
-            )
+        service = _service_settings(first, settings, limits, tls, log, report)
+        _tell(first, others, service, report)
         warn_of_strangers(settings.listening, limits, report)
         further = [_other_model(one, settings) for one in others]
-        run_service(
-            first.opened,
-            service,
-            address,
-            report,
-            _host_of_all(service.names[0], first, others),
-            beside,
-            further,
-        )
+        host = _host_of_all(service.names[0], first, others)
+        run_service(first.opened, service, address, report, host, beside, further)
 
 
-def _refuse_same_names(model: str, settings: ServeSettings, report: Report) -> None:
+def _refuse_same_names(refs: Sequence[str], settings: ServeSettings, report: Report) -> None:
     """UsageError where two models are one, or have a name in common: a request could mean either."""
     from phasewise.serving.loaders.resolve import cache_root, locate
 
     if "" in (settings.answering.served_model_name or ()):
         raise UsageError("--served-model-name must not be empty")
-    refs = [model, *(settings.running.also or ())]
     own = [(locate(ref, cache_root(None), report).name, ref) for ref in refs]
     served: dict[str, str] = {}
     for name, ref in own:
@@ -165,146 +150,28 @@ def _embedding_settings(
     )
 
 
-@dataclass(frozen=True)
-class _OpenedModel:
-    """A model that is served by an engine of its own, or by `instances` in pools.
-
-    `lines` tell its plans. `cores`: CPUs of this host that compute it.
-    """
-
-    ref: str
-    found: OpenModel
-    size: EngineSize
-    opened: Served
-    host: OpenHost
-    predictor: Predictor | None
-    lines: Sequence[str]
-    cores: frozenset[int]
-    instances: Sequence[PlannedInstance] = ()
-
-
-def _open_all(
-    model: str, settings: ServeSettings, stack: ExitStack, report: Report
-) -> tuple[_OpenedModel, list[_OpenedModel]]:
-    """The model that requests get which name no other, and those of `--also`; `stack` closes them."""
-    from phasewise.workflows.open_model import open_model
-
-    running = settings.running
-    refs = [model, *(running.also or ())]
-    found = [
-        open_model(ref, settings.weights, running.threads, settings.db, report, running.ranks) for ref in refs
-    ]
-    budgets = _budgets(found, settings.kv)
-    first, *others = [
-        _open_one(ref, one, kv_bytes, settings, stack, report)
-        for ref, one, kv_bytes in zip(refs, found, budgets, strict=True)
-    ]
-    return first, others
-
-
-def _open_one(
-    ref: str,
-    found: OpenModel,
-    kv_bytes: int | None,
-    settings: ServeSettings,
-    stack: ExitStack,
-    report: Report,
-) -> _OpenedModel:
-    """Its engine or its pools, which `stack` closes. kv_bytes: for keys and values; None: a default."""
-    from phasewise.serving.engine_thread import EngineThread
-    from phasewise.serving.open_engine import ModelText
-    from phasewise.workflows.drafts import find_drafts
-    from phasewise.workflows.length_estimator import open_predictor
-    from phasewise.workflows.serve_instance import InstanceSpec
-    from phasewise.workflows.serve_pools import open_pools
-
-    running, db = settings.running, settings.db
-    text = ModelText(found.model, allow_special=settings.accepting.allow_special)
-    drafts = find_drafts(running.draft, found, db, report)
-    predictor = open_predictor(running.predictor, found.model.name, report, text.tokenizer.decode)
-    size = _size(found, kv_bytes, settings, drafts)
-    spec = InstanceSpec(ref, settings.weights, size, None, db)
-    pooled = stack.enter_context(
-        open_pools(settings.pools, found, text, spec, running.context_tokens, report)
-    )
-    if pooled is not None:
-        return _OpenedModel(
-            ref, found, size, pooled, pooled.host, predictor, pooled.lines, pooled.cores, pooled.instances
-        )
-    alone = stack.enter_context(_open_engine(found, size, text, drafts))
-    return _OpenedModel(
-        ref,
-        found,
-        size,
-        alone,
-        partial(EngineThread, alone.engine),
-        predictor,
-        [plan.describe() for plan in found.plans.values()],
-        frozenset(core for plan in found.plans.values() for core in plan.cores),
-    )
-
-
-def _size(
-    found: OpenModel, kv_bytes: int | None, settings: ServeSettings, drafts: DraftSource | None
-) -> EngineSize:
-    from phasewise.serving.open_engine import EngineSize
-
-    running, kv = settings.running, settings.kv
-    size = EngineSize.for_many(
-        found.model,
-        settings.accepting.max_sequences,
-        running.context_tokens,
-        kv_bytes,
-        kv.kv_format,
-        None if drafts is None else drafts.model,
-        kv_shared=settings.pools.is_asked,
-    )
-    return replace(
-        size,
-        max_batch_tokens=running.max_batch_tokens,
-        kv_policy=kv.kv_policy,
-        prefix_reuse=not kv.no_prefix_reuse,
-        tpot_ms=running.tpot_ms,
-        touched=True,
-    )
-
-
-def _open_engine(
-    found: OpenModel, size: EngineSize, text: ModelText, drafts: DraftSource | None
-) -> OpenEngine:
-    from phasewise.serving.open_engine import open_engine
-    from phasewise.serving.rank_teams import keeping_affinity
-
-    with keeping_affinity():
-        return open_engine(found.model, found.plans, size, text, found.schedules, drafts=drafts)
-
-
-def _other_model(one: _OpenedModel, settings: ServeSettings) -> OtherModel:
+def _other_model(one: OpenedModel, settings: ServeSettings) -> OtherModel:
     from phasewise.serving.service import OtherModel
 
-    names = (one.found.model.name, one.ref)
+    names = (one.found.model.name, one.spec.model)
     return OtherModel(one.opened, names, _sampling(one.found, settings), one.predictor)
 
 
-def _explain(one: _OpenedModel, settings: ServeSettings, report: Report, explain: Explain) -> None:
+def _explain(one: OpenedModel, settings: ServeSettings, report: Report, explain: Explain) -> None:
     """The schedules of a model, or of each of its instances."""
-    for instance in one.instances:
-        found = _as_instance(one, instance, settings)
-        report(f"{instance.describe()}: {_fingerprint(one, found, settings)}")
-        explain(_uses(found, one.size))
-    if not one.instances:
-        report(f"{one.found.model.name}: {_fingerprint(one, one.found, settings)}")
-        explain(_uses(one.found, one.size))
+    for instance, found in one.opened_as():
+        name = found.model.name if instance is None else instance.describe()
+        report(f"{name}: {_fingerprint(one, found, settings)}")
+        explain(one.uses(found))
 
 
-def _fingerprint(one: _OpenedModel, found: OpenModel, settings: ServeSettings) -> str:
+def _fingerprint(one: OpenedModel, found: OpenModel, settings: ServeSettings) -> str:
     """The identity of its answers, for people."""
     from phasewise.serving.fingerprint import defaults_told, fingerprint_of
 
-    context = one.opened.size.context_length
-    own = fingerprint_of(
-        found.model, one.size.kv_format, found.schedules, min(context, one.opened.size.kv_slots)
-    )
+    size = one.opened.size
+    context = size.limits.context_length
+    own = fingerprint_of(found.model, size.kv.format, found.schedules, min(context, size.kv.slots))
     defaults = defaults_told(
         _sampling(one.found, settings),
         settings.answering.tool_format,
@@ -314,42 +181,7 @@ def _fingerprint(one: _OpenedModel, found: OpenModel, settings: ServeSettings) -
     return f"fingerprint {own.with_defaults(defaults).told()}, arithmetic {own.arithmetic}"
 
 
-def _as_instance(one: _OpenedModel, instance: PlannedInstance, settings: ServeSettings) -> OpenModel:
-    """The model as an instance of this host opens it."""
-    from phasewise.topology import read_machine
-    from phasewise.workflows.open_model import open_under
-
-    return open_under(instance.plans, one.ref, settings.weights, settings.db, read_machine())
-
-
-def _uses(found: OpenModel, size: EngineSize) -> list[ScheduleUse]:
-    return found.explain(size.step_tokens, size.max_sequences, size.kv_format)
-
-
-def _budgets(models: Sequence[OpenModel], kv: KeysAndValues) -> list[int | None]:
-    """Bytes for keys and values of each model. Of one budget each gets what pays for as many tokens as the
-    others have; without one that is a quarter of the free memory, and no more than a model alone would take.
-    """
-    from phasewise.serving.forward import kv_bytes_per_slot
-    from phasewise.serving.memory import available_bytes
-    from phasewise.serving.open_engine import KV_SHARE_OF_FREE_MEMORY, default_kv_bytes
-
-    if len(models) == 1:
-        return [kv.kv_budget_bytes]
-    per_slot = [kv_bytes_per_slot(one.model, kv.kv_format) for one in models]
-    budget, free = kv.kv_budget_bytes, available_bytes()
-    if budget is None:
-        alone = [default_kv_bytes(one.model) for one in models]
-        if free is None:
-            return list(alone)
-        share = free * KV_SHARE_OF_FREE_MEMORY
-        return [
-            min(most, int(share * own / sum(per_slot))) for most, own in zip(alone, per_slot, strict=True)
-        ]
-    return [budget * own // sum(per_slot) for own in per_slot]
-
-
-def _host_of_all(name: str, first: _OpenedModel, others: Sequence[_OpenedModel]) -> OpenHost:
+def _host_of_all(name: str, first: OpenedModel, others: Sequence[OpenedModel]) -> OpenHost:
     """name: what the first model is called."""
     from phasewise.serving.engine_thread import EngineThread
     from phasewise.serving.open_engine import OpenEngine
@@ -367,18 +199,18 @@ def _host_of_all(name: str, first: _OpenedModel, others: Sequence[_OpenedModel])
 
 
 def _service_settings(
-    ref: str,
-    first: _OpenedModel,
+    first: OpenedModel,
     settings: ServeSettings,
     limits: HttpLimits,
     tls: ssl.SSLContext | None,
     length_log: LengthLog | None,
+    report: Report,
 ) -> ServiceSettings:
     from phasewise.serving.service import ServiceSettings
 
     answering = settings.answering
     return ServiceSettings(
-        names=_names(settings, first.opened.model.name, ref),
+        names=_names(settings, first.opened.model.name, first.spec.model),
         limits=limits,
         tls=tls,
         max_prompt_tokens=settings.accepting.max_prompt_tokens,
@@ -390,6 +222,7 @@ def _service_settings(
         tool_format=answering.tool_format,
         receipts=answering.receipts,
         page=None if answering.no_page else _machine_facts(first, settings),
+        read_keys=reader_of_keys(settings.accepting, report),
     )
 
 
@@ -414,7 +247,7 @@ def _sampling(found: OpenModel, settings: ServeSettings) -> SamplingDefaults:
     return found.model.sampling.with_overrides(answering.temperature, answering.top_p, answering.min_p)
 
 
-def _machine_facts(first: _OpenedModel, settings: ServeSettings) -> MachineFacts:
+def _machine_facts(first: OpenedModel, settings: ServeSettings) -> MachineFacts:
     """Facts of this host; nothing where the model computes on others."""
     from phasewise.serving.http.live import MachineFacts
     from phasewise.topology import read_machine
@@ -423,14 +256,11 @@ def _machine_facts(first: _OpenedModel, settings: ServeSettings) -> MachineFacts
 
     if settings.pools.cluster is not None:
         return MachineFacts()
-    plans, uses = first.found.plans, []
-    if first.instances:
-        plans = joined_plans(first.instances)
-        for instance in first.instances:
-            own = _uses(_as_instance(first, instance, settings), first.size)
-            uses += [use for use in own if instance.computes(use.phase) and use not in uses]
-    else:
-        uses = _uses(first.found, first.size)
+    plans = joined_plans(first.instances) if first.instances else first.found.plans
+    uses: list[ScheduleUse] = []
+    for instance, found in first.opened_as():
+        computed = (use for use in first.uses(found) if instance is None or instance.computes(use.phase))
+        uses += [use for use in computed if instance is None or use not in uses]
     return MachineFacts(picture_of_plans(read_machine(), plans), tuple(schedule_rows(uses)))
 
 
@@ -443,19 +273,29 @@ def _level(name: str) -> Level:
     return levels[name]
 
 
-def _tell(first: _OpenedModel, settings: ServiceSettings, report: Report) -> None:
+def _tell(
+    first: OpenedModel, others: Sequence[OpenedModel], settings: ServiceSettings, report: Report
+) -> None:
     from phasewise.serving.forward import kv_bytes_per_slot, resolve_kv_format
 
     opened = first.opened
     size = opened.size
-    report(f"{opened.model.name} ({opened.model.format}): context {size.context_length} tokens")
-    kv_mib = size.kv_slots * kv_bytes_per_slot(opened.model, size.kv_format) / (1 << 20)
-    kv_format = resolve_kv_format(opened.model, size.kv_format)
-    report(f"KV cache: {size.kv_slots} tokens in {kv_mib:.0f} MiB of {kv_format}, policy {size.kv_policy}")
+    report(f"{opened.model.name} ({opened.model.format}): context {size.limits.context_length} tokens")
+    kv_mib = size.kv.slots * kv_bytes_per_slot(opened.model, size.kv.format) / (1 << 20)
+    kv_format = resolve_kv_format(opened.model, size.kv.format)
+    report(f"KV cache: {size.kv.slots} tokens in {kv_mib:.0f} MiB of {kv_format}, policy {size.kv_policy}")
     for line in first.lines:
         report(line)
     if settings.length_log is not None:
         report(f"length log: token ids of every prompt are kept in {settings.length_log.path}")
     n_connections = settings.limits.max_connections
     if n_connections < _FEW_CONNECTIONS:
-        report(f"warning: room for {n_connections} connections only; raise the limit on open files")
+        report(
+            f"warning: room for {counted(n_connections, 'connection')} only; raise the limit on open files"
+        )
+    for one in others:
+        size = one.opened.size
+        report(
+            f"also {one.found.model.name}: context {size.limits.context_length} tokens, KV cache of "
+            f"{size.kv.slots} tokens"
+        )

@@ -18,8 +18,9 @@ from phasewise.workflows.open_model import Weights, open_under
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from phasewise.serving.engine_size import EngineSize
     from phasewise.serving.instance import Orders
-    from phasewise.serving.open_engine import EngineSize, OpenEngine
+    from phasewise.serving.open_engine import OpenEngine
     from phasewise.topology import Machine
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.workflows.report import Report
@@ -65,8 +66,8 @@ class InstanceSpec:
 
 
 def _read(text: bytes) -> tuple[InstanceSpec, Orders]:
+    from phasewise.serving.engine_size import EngineSize
     from phasewise.serving.instance import Orders
-    from phasewise.serving.open_engine import EngineSize
     from phasewise.serving.sockets import Keys
     from phasewise.tuner.plans import ServicePlan
 
@@ -74,7 +75,7 @@ def _read(text: bytes) -> tuple[InstanceSpec, Orders]:
     known, orders = told["spec"], told["orders"]
     plans = known.pop("plans")
     spec = InstanceSpec(
-        **{**known, "weights": Weights(**known["weights"]), "size": EngineSize(**known["size"])},
+        **{**known, "weights": Weights(**known["weights"]), "size": EngineSize.from_json(known["size"])},
         plans=None if plans is None else tuple(ServicePlan.from_json(plan, "flag") for plan in plans),
     )
     keys = orders.pop("keys")
@@ -135,7 +136,7 @@ def _open(spec: InstanceSpec) -> OpenEngine:
             for plan in plans.values():
                 check_fits(plan, machine)
     found = open_under(plans, spec.model, spec.weights, spec.db, machine, log.warning)
-    size = replace(spec.size, kv_shared=True)
+    size = replace(spec.size, kv=replace(spec.size.kv, shared=True))
     return open_engine(found.model, plans, size, ModelText(found.model), found.schedules, spec.pinned)
 
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from phasewise._words import counted
 from phasewise.workflows.errors import UsageError
 
 if TYPE_CHECKING:
-    from phasewise.cluster.front import FrontSettings
     from phasewise.cluster.routing import Role
+    from phasewise.cluster.supervisor import FrontSettings
     from phasewise.serving.engine_host import OpenHost
+    from phasewise.serving.engine_size import EngineSize
     from phasewise.serving.model import PackedModel
-    from phasewise.serving.open_engine import EngineSize, ModelText
+    from phasewise.serving.open_engine import ModelText
+    from phasewise.serving.sockets import Keys
     from phasewise.topology import Machine
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.workflows.open_model import OpenModel
@@ -215,13 +217,14 @@ def share_of(size: EngineSize, n_instances: int, asked_context: int | None = Non
     """
     from phasewise.serving.pools.contract import ALIGNMENT
 
-    kv_slots = max(ALIGNMENT, size.kv_slots // n_instances // ALIGNMENT * ALIGNMENT)
+    kv_slots = max(ALIGNMENT, size.kv.slots // n_instances // ALIGNMENT * ALIGNMENT)
     if asked_context is not None and kv_slots < asked_context:
         raise UsageError(
-            f"each of {n_instances} pools holds {kv_slots} tokens, less than the context of {asked_context}: "
+            f"each of {counted(n_instances, 'pool')} holds {kv_slots} tokens, less than the context"
+            f" of {asked_context}: "
             "raise --kv-budget, or lower --context"
         )
-    return replace(size, context_length=min(size.context_length, kv_slots), kv_slots=kv_slots)
+    return size.with_slots(kv_slots)
 
 
 @contextmanager
@@ -274,19 +277,24 @@ def _local_front(
     from phasewise.workflows.serve_instance import MODULE
 
     with tempfile.TemporaryDirectory(prefix="phasewise-") as folder:
-        settings = _settings(Path(folder), pools)
+        settings = _settings(
+            f"ipc://{folder}/front", lambda index, life: f"ipc://{folder}/kv-{index}-{life}", pools
+        )
         roles: list[Role] = [instance.role for instance in instances]
         tells = [replace(spec, plans=tuple(one.plans.values())).tell for one in instances]
         launcher = LocalInstances(MODULE, tells)
         yield lambda deliver, on_lost: Front(roles, launcher, settings, deliver, on_lost)
 
 
-def _settings(folder: Path, pools: Pools) -> FrontSettings:
-    from phasewise.cluster.front import FrontSettings
+def _settings(
+    endpoint: str, listen: Callable[[int, int], str], pools: Pools, keys: Keys | None = None
+) -> FrontSettings:
+    from phasewise.cluster.supervisor import FrontSettings
 
     return FrontSettings(
-        endpoint=f"ipc://{folder}/front",
-        listen=lambda index, life: f"ipc://{folder}/kv-{index}-{life}",
+        endpoint=endpoint,
+        listen=listen,
+        keys=keys,
         split_above_tokens=pools.split_above,
         repurpose_after_requests=pools.repurpose_after,
         kv_transfer=pools.kv_transfer,
@@ -296,7 +304,7 @@ def _settings(folder: Path, pools: Pools) -> FrontSettings:
 @contextmanager
 def _ray_front(spec: InstanceSpec, pools: Pools) -> Iterator[tuple[OpenHost, list[str], frozenset[int]]]:
     """Over instances on a Ray cluster; a line for each, and the CPUs that they have of this host."""
-    from phasewise.cluster.front import Front, FrontSettings
+    from phasewise.cluster.front import Front
     from phasewise.cluster.ray_cluster import NODE, RayInstances, WantedInstance, ray_connection
     from phasewise.serving.sockets import Keys
     from phasewise.topology import read_machine
@@ -314,14 +322,7 @@ def _ray_front(spec: InstanceSpec, pools: Pools) -> Iterator[tuple[OpenHost, lis
                 for one, first in zip(wanted, launcher.first_cores, strict=True)
             ]
         )
-        settings = FrontSettings(
-            endpoint=f"tcp://{node}:*",
-            listen=lambda index, life: f"tcp://{NODE}:*",
-            keys=Keys.new(),
-            split_above_tokens=pools.split_above,
-            repurpose_after_requests=pools.repurpose_after,
-            kv_transfer=pools.kv_transfer,
-        )
+        settings = _settings(f"tcp://{node}:*", lambda index, life: f"tcp://{NODE}:*", pools, Keys.new())
         roles: list[Role] = [one.role for one in wanted]
         lines = [f"{one.role} pool: {one.cores} cores of a node of the Ray cluster" for one in wanted]
         n_here = launcher.n_cores_here

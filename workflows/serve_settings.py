@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from phasewise.serving.scheduler_terms import DEFAULT_BATCH_TOKENS, DEFAULT_SEQUENCES
 from phasewise.workflows.open_model import NATIVE, Weights
 from phasewise.workflows.serve_embedding import Embeddings
 from phasewise.workflows.serve_pools import Pools
@@ -37,7 +38,7 @@ class Accepting:
 
     api_key: Sequence[str] | None = field(default=None, repr=False)
     api_key_file: Path | None = None
-    max_sequences: int = 32
+    max_sequences: int = DEFAULT_SEQUENCES
     max_waiting: int = 224
     max_prompt_tokens: int | None = None
     max_body_bytes: int = 4 << 20
@@ -62,7 +63,7 @@ class Running:
     ranks: int | None = None
     context_tokens: int | None = None
     predictor: str = "auto"
-    max_batch_tokens: int = 2048
+    max_batch_tokens: int = DEFAULT_BATCH_TOKENS
     tpot_ms: float = 100
     draft: str | None = None
     also: Sequence[str] | None = None

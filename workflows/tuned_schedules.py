@@ -15,7 +15,7 @@ from phasewise.kerneldb.location import locate
 from phasewise.serving.forward import attention_problem
 from phasewise.serving.schedules import RowRange
 from phasewise.topology import Machine
-from phasewise.tuner.lookup import PhaseSchedules, ScheduleChoice, ScheduleTable
+from phasewise.tuner.lookup import ScheduleChoice, ScheduleTable
 from phasewise.tuner.plans import Phase, ServicePlan, machine_key
 from phasewise.tuner.weights import format_name
 from phasewise.workflows.arithmetic_choice import PATHS, ArithmeticChoice
@@ -35,7 +35,7 @@ TILE_PATH = "bf16_tile"
 class KernelSchedules:
     """The schedules of one phase as the numbers that kernels take; a `serving.schedules.ScheduleLookup`."""
 
-    found: PhaseSchedules
+    table: ScheduleTable
     in_tiles: bool = False
     """Quantised weights are multiplied as bf16 on the tile unit, where there is one."""
     choice: ArithmeticChoice = "tuned"
@@ -43,7 +43,7 @@ class KernelSchedules:
 
     def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
         path = _chosen_path(self.choice, weight)
-        return self.found.arithmetic(weight) if path is None else (path, 1)
+        return self.table.arithmetic_of(weight) if path is None else (path, 1)
 
     def own_path(self, weight: PackedWeight) -> str | None:
         has_tiles = weight.kind in ("f32", "bf16") or (weight.kind == "q8" and weight.group == 0)
@@ -53,14 +53,14 @@ class KernelSchedules:
         """The row ranges of this weight's shape; cached, since a model has many weights and few shapes."""
         key = (format_name(weight), weight.n, weight.k, max_m)
         if key not in self._known:
-            if _chosen_path(self.choice, weight) not in (None, self.found.arithmetic(weight)[0]):
+            if _chosen_path(self.choice, weight) not in (None, self.table.arithmetic_of(weight)[0]):
                 self._known[key] = [RowRange(max_m, None, f"--arithmetic {self.choice}: the default")]
             else:
-                self._known[key] = _row_ranges(self.found.products(weight, max_m))
+                self._known[key] = _row_ranges(self.table.products(weight, max_m))
         return self._known[key]
 
     def attention(self, kv_format: str, n: int, k: int, max_m: int) -> list[RowRange]:
-        return _row_ranges(self.found.attention(kv_format, n, k, max_m))
+        return _row_ranges(self.table.attention(kv_format, n, k, max_m))
 
 
 def _chosen_path(choice: ArithmeticChoice, weight: PackedWeight) -> str | None:
@@ -77,7 +77,7 @@ def _row_ranges(choices: Sequence[ScheduleChoice]) -> list[RowRange]:
     for choice in choices:
         fields = None
         if choice.schedule is not None:
-            from phasewise.tuner.native import kernel_fields  # loads SQLAlchemy, as the row's store has done
+            from phasewise.tuner.native import kernel_fields
 
             fields = kernel_fields(choice.schedule)
         ranges.append(RowRange(choice.last_m, fields, choice.why))
@@ -103,7 +103,7 @@ def schedules_for(
         {phase: ScheduleTable([]) for phase in plans} if absent else _tables(db, machine, plans, report)
     )
     return {
-        phase: KernelSchedules(PhaseSchedules(table), tile_prompts and phase == "prefill", arithmetic)
+        phase: KernelSchedules(table, tile_prompts and phase == "prefill", arithmetic)
         for phase, table in tables.items()
     }
 

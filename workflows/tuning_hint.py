@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from phasewise._places import user_folder
 from phasewise.workflows.report import Report
 
 
@@ -12,13 +11,11 @@ def hint_at_tuning(model: str, db: str | None, report: Report) -> None:
 
     A state file remembers that it was said; where the file cannot be written, nothing is said.
     """
-    import platformdirs
-
     from phasewise.kerneldb.location import locate
 
     if not locate(db).is_absent:
         return
-    said = Path(platformdirs.user_state_path("phasewise")) / "tuning-hint"
+    said = user_folder("state") / "tuning-hint"
     try:
         said.parent.mkdir(parents=True, exist_ok=True)
         said.touch(exist_ok=False)

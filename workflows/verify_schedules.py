@@ -18,7 +18,7 @@ from phasewise.tuner.native import NativeEvaluator
 from phasewise.tuner.obstacles import obstacle
 from phasewise.tuner.plans import PHASES, default_plan, machine_key
 from phasewise.tuner.search.space import arithmetic_of
-from phasewise.tuner.tuning_run import Duel
+from phasewise.tuner.timing import Duel
 from phasewise.tuner.weights import cold_bytes, split_format
 from phasewise.workflows.report import Report, silent
 

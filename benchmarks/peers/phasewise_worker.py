@@ -1,14 +1,18 @@
 """A worker that times phasewise, asked like llama_cpp_worker.py.
 
-Run as `python phasewise_worker.py MODEL THREADS [FORMAT]`.
+Run as `python phasewise_worker.py MODEL THREADS [FORMAT[:SPARSE]]`; MODEL may be an encoder.
 """
 
 import sys
 
-from worker_loop import answer
+from worker_loop import answer, timed_ns
 
+from phasewise.serving.encoder.embedder import Embedder
+from phasewise.serving.encoder.text import Tokens
 from phasewise.serving.forward import AUTO
+from phasewise.serving.loaders import load_model
 from phasewise.serving.throughput import Workload, measure
+from phasewise.topology import read_machine
 from phasewise.workflows.bench.model import MAX_BATCH_TOKENS, open_ranks
 from phasewise.workflows.open_model import Weights, open_model
 
@@ -17,8 +21,15 @@ LARGEST = (Workload(MAX_BATCH_TOKENS, 0, 1), Workload(0, 256, 8))
 
 def main() -> None:
     model, threads = sys.argv[1], int(sys.argv[2])
-    weight_format = sys.argv[3] if len(sys.argv) > 3 else "native"
-    with open_ranks(open_model(model, Weights(weight_format), threads), LARGEST, AUTO) as opened:
+    weight_format, _, sparse = (sys.argv[3] if len(sys.argv) > 3 else "native").partition(":")
+    loaded = load_model(model, weight_format)
+    if loaded.config.encoder is not None:
+        with Embedder(loaded, sorted(read_machine().allowed_pus)[:threads]) as embedder:
+            answer(lambda _phase, n, texts: timed_ns(lambda: embedder.embed(inputs(n, texts))))
+        return
+    with open_ranks(
+        open_model(model, Weights(weight_format, sparse or "auto"), threads), LARGEST, AUTO
+    ) as opened:
 
         def run(phase: str, n: int, sequences: int) -> int:
             workload = Workload(n, 0, sequences) if phase == "prefill" else Workload(0, n, sequences)
@@ -27,6 +38,10 @@ def main() -> None:
             return timed.samples_ns[0]
 
         answer(run)
+
+
+def inputs(tokens: int, texts: int) -> list[Tokens]:
+    return [Tokens([1000 + (at * tokens + j) % 20000 for j in range(tokens)]) for at in range(texts)]
 
 
 if __name__ == "__main__":

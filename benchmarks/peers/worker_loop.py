@@ -5,6 +5,7 @@ Needs nothing but Python, so that it runs under any peer's interpreter.
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from typing import TextIO
 
@@ -20,3 +21,9 @@ def answer(run: Callable[[str, int, int], int], out: TextIO | None = None) -> No
         request = json.loads(line)
         ns = run(request["phase"], request["n"], request["sequences"])
         print(json.dumps({"ns": ns}), file=out, flush=True)
+
+
+def timed_ns(call: Callable[[], object]) -> int:
+    began_ns = time.perf_counter_ns()
+    call()
+    return time.perf_counter_ns() - began_ns

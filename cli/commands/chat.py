@@ -18,11 +18,9 @@ from phasewise.cli.options import (
     SAMPLING,
     DbOption,
     FormatOption,
-    KvFormat,
     KvFormatOption,
     ModelArgument,
     ThreadsOption,
-    WeightFormat,
 )
 from phasewise.cli.present import note, write_text
 from phasewise.cli.render.chat_commands import HELP, ChatCommandError, applied_setting, save_conversation
@@ -46,8 +44,8 @@ def chat(
     context: Annotated[
         int | None, typer.Option(min=32, metavar="N", help="most tokens of the conversation")
     ] = None,
-    weight_format: FormatOption = WeightFormat.native,
-    kv_format: KvFormatOption = KvFormat.auto,
+    weight_format: FormatOption = "native",
+    kv_format: KvFormatOption = "auto",
     threads: ThreadsOption = None,
     db: DbOption = None,
 ) -> None:
@@ -62,8 +60,8 @@ def chat(
     with ChatSession(
         model,
         context_tokens=context,
-        weight_format=weight_format.value,
-        kv_format=kv_format.value,
+        weight_format=weight_format,
+        kv_format=kv_format,
         threads=threads,
         db=db,
         report=note,

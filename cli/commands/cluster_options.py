@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,21 +20,11 @@ TraceArgument = Annotated[
 ]
 
 
-class Lengths(StrEnum):
-    """The lengths of drawn requests."""
+Lengths = Literal["requests", "columns"]
+"""The lengths of drawn requests."""
 
-    requests = "requests"
-    columns = "columns"
-
-
-class RoutingPolicy(StrEnum):
-    """The assignment of requests to machines."""
-
-    splitwise = "splitwise"
-    round_robin = "round-robin"
-    prefix_aware = "prefix-aware"
-    splitwise_sim = "splitwise-sim"
-
+RoutingPolicy = Literal["splitwise", "round-robin", "prefix-aware", "splitwise-sim"]
+"""The assignment of requests to machines."""
 
 INPUTS = option_set(
     ClusterInputs,

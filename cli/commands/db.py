@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from phasewise._version import __version__
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.commands import db_sharing
-from phasewise.cli.options import DbOption, FormatOption, JsonOption, WeightFormat
+from phasewise.cli.options import DbOption, FormatOption, JsonOption
 from phasewise.cli.present import note, print_json, say
 from phasewise.cli.render import db_text
 from phasewise.workflows import database_json
@@ -29,11 +28,8 @@ app.command("verify")(db_sharing.verify)
 app.command("gc")(db_sharing.gc)
 
 
-class PhaseName(StrEnum):
-    """The two phases of a request."""
-
-    prefill = "prefill"
-    decode = "decode"
+PhaseName = Literal["prefill", "decode"]
+"""The two phases of a request."""
 
 
 @app.command()
@@ -166,7 +162,7 @@ def set_plan(
             metavar="LIST", help="cores to pin threads to, e.g. 0,1 or 0-3,8; once for each rank [repeatable]"
         ),
     ],
-    weight_format: FormatOption = WeightFormat.native,
+    weight_format: FormatOption = "native",
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -178,11 +174,11 @@ def set_plan(
 
     machine = read_machine()
     ranks = tuple(plans.rank_on(machine, plans.parse_cores(one)) for one in cores)
-    plan = plans.ServicePlan(phase.value, ranks, "database")
+    plan = plans.ServicePlan(phase, ranks, "database")
     plans.check_fits(plan, machine)
-    key = plans.model_key(model, weight_format.value)
+    key = plans.model_key(model, weight_format)
     origin = Origin(plans.machine_key(machine), __version__, time.time_ns() // 1_000_000)
-    record = PlanRecord(key, phase.value, plan.to_json(), origin)
+    record = PlanRecord(key, phase, plan.to_json(), origin)
     with open_store(db, note) as store:
         store.add_plan(record)
     if as_json:

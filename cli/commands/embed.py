@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from phasewise.cli.options import FormatOption, ModelArgument, ThreadsOption, WeightFormat
+from phasewise.cli.options import FormatOption, ModelArgument, ThreadsOption
 from phasewise.cli.present import note, print_json, read_stdin, say
 from phasewise.workflows.embed import lines_of, open_embedder, texts_in
 
@@ -18,12 +17,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-class VectorForm(StrEnum):
-    """The form in which vectors are written."""
-
-    json = "json"
-    npy = "npy"
-    csv = "csv"
+VectorForm = Literal["json", "npy", "csv"]
+"""The form in which vectors are written."""
 
 
 def embed(
@@ -35,7 +30,7 @@ def embed(
         Path | None, typer.Option("--file", metavar="FILE", help="read texts from FILE, one a line")
     ] = None,
     output: Annotated[VectorForm, typer.Option("-o", "--output", help="form of the vectors on stdout")] = (
-        VectorForm.json
+        "json"
     ),
     dimensions: Annotated[
         int | None,
@@ -44,7 +39,7 @@ def embed(
     truncate: Annotated[
         bool, typer.Option("--truncate", help="cut texts that are too long; else they are an error")
     ] = False,
-    weight_format: FormatOption = WeightFormat.native,
+    weight_format: FormatOption = "native",
     threads: ThreadsOption = None,
 ) -> None:
     """Print a vector of each TEXT by an embedding MODEL.
@@ -56,9 +51,9 @@ def embed(
     found = _texts(texts or [], file)
     with open_embedder(model, weight_format, threads, note) as opened:
         vectors, n_tokens = opened.vectors(found, truncate=truncate, dimensions=dimensions)
-        if output is VectorForm.npy:
+        if output == "npy":
             _write_npy(vectors)
-        elif output is VectorForm.csv:
+        elif output == "csv":
             for vector in vectors:
                 say(",".join(f"{number:.9g}" for number in vector.tolist()))
         else:

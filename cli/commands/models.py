@@ -9,7 +9,7 @@ import typer
 
 from phasewise._words import counted, number, percent
 from phasewise.cli.command_app import CommandApp
-from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, WeightFormat
+from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, complete_name
 from phasewise.cli.present import note, on_one_line, print_json, say
 from phasewise.cli.render.models_text import DownloadBar, list_text, removed_text, size_text
 
@@ -29,7 +29,9 @@ def pull(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="a known name, or a hub name such as org/name or org/name-GGUF:Q4_K_M"
+            metavar="MODEL",
+            help="a known name, or a hub name such as org/name or org/name-GGUF:Q4_K_M",
+            autocompletion=complete_name,
         ),
     ],
     as_json: JsonOption = False,
@@ -76,7 +78,9 @@ def remove(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="a name that models list prints, or a file whose packed form goes"
+            metavar="MODEL",
+            help="a name that models list prints, or a file whose packed form goes",
+            autocompletion=complete_name,
         ),
     ],
     packed: Annotated[
@@ -123,7 +127,7 @@ def inspect(
     density: Annotated[
         bool, typer.Option("--density", help="list the zeros of each weight; reads all of them")
     ] = False,
-    weight_format: FormatOption = WeightFormat.native,
+    weight_format: FormatOption = "native",
     as_json: JsonOption = False,
 ) -> None:
     """Show the shape of MODEL, its tensors by type, and the memory that each weight format takes.
@@ -137,7 +141,7 @@ def inspect(
 
     with open_source(locate(model, cache_root(), note)) as source:
         found = inspection.inspect_source(source)
-        zeros = inspection.densities(source, weight_format.value) if density else []
+        zeros = inspection.densities(source, weight_format) if density else []
     if as_json:
         counted = {"densities": [asdict(one) for one in zeros]} if density else {}
         print_json(inspection.to_json(found) | counted)

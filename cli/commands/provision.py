@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,19 +17,11 @@ from phasewise.workflows.cluster_settings import ClusterInputs, ProvisionWish
 EXIT_FAILURE = 1
 
 
-class Minimised(StrEnum):
-    """The quantity that the cheapest cluster has least of."""
+Minimised = Literal["cost", "power", "machines"]
+"""The quantity that the cheapest cluster has least of."""
 
-    cost = "cost"
-    power = "power"
-    machines = "machines"
-
-
-class Maximised(StrEnum):
-    """The quantity that the best cluster for a budget has most of."""
-
-    rate = "rate"
-
+Maximised = Literal["rate"]
+"""The quantity that the best cluster for a budget has most of."""
 
 _WISH = option_set(
     ProvisionWish,

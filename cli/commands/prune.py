@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from phasewise.cli.options import JsonOption, ModelArgument
 from phasewise.cli.present import print_json, say
 
-
-class Method(StrEnum):
-    """The method that chooses weights."""
-
-    magnitude = "magnitude"
-    wanda = "wanda"
-    sparsegpt = "sparsegpt"
+Method = Literal["magnitude", "wanda", "sparsegpt"]
+"""The method that chooses weights."""
 
 
-class Allocation(StrEnum):
-    """The division of the zeros between layers."""
-
-    uniform = "uniform"
-    owl = "owl"
+Allocation = Literal["uniform", "owl"]
+"""The division of the zeros between layers."""
 
 
-class Storage(StrEnum):
-    """The storage of weights in the file."""
-
-    dense = "dense"
-    bitmask = "bitmask"
+Storage = Literal["dense", "bitmask"]
+"""The storage of weights in the file."""
 
 
 def prune(
@@ -44,7 +32,7 @@ def prune(
             metavar="SHARE", help="share of the pruned weights that become zero, or 2:4: two of every four"
         ),
     ] = "0.5",
-    method: Annotated[Method, typer.Option(help="how weights are chosen")] = Method.magnitude,
+    method: Annotated[Method, typer.Option(help="how weights are chosen")] = "magnitude",
     calibration: Annotated[
         Path | None,
         typer.Option(
@@ -54,14 +42,14 @@ def prune(
     calibration_tokens: Annotated[int, typer.Option(min=64, help="tokens of the calibration text")] = 16384,
     allocation: Annotated[
         Allocation, typer.Option(help="uniform: every layer alike; owl: layers with outliers keep more")
-    ] = Allocation.uniform,
+    ] = "uniform",
     skip: Annotated[
         str, typer.Option(metavar="NAMES", help="weights left as they are, with commas between")
     ] = "embed,lm_head",
     storage: Annotated[
         Storage,
         typer.Option(help="dense, or bitmask: compressed-tensors' sparse-bitmask"),
-    ] = Storage.dense,
+    ] = "dense",
     evaluation: Annotated[
         Path | None, typer.Option("--eval", metavar="FILE", help="text to measure the perplexity on")
     ] = None,
@@ -81,12 +69,12 @@ def prune(
         model=model,
         out=out,
         pattern=parse_pattern(sparsity),
-        method=method.value,
+        method=method,
         calibration=calibration,
         calibration_tokens=calibration_tokens,
-        allocation=allocation.value,
+        allocation=allocation,
         skip=tuple(name for name in skip.split(",") if name),
-        storage=storage.value,
+        storage=storage,
         evaluation=evaluation,
     )
     with status_line() as status:

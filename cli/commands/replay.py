@@ -14,12 +14,9 @@ from phasewise.cli.options import (
     DbOption,
     FormatOption,
     JsonOption,
-    KQuantArithmetic,
     RanksOption,
-    Sparse,
     SparseOption,
     ThreadsOption,
-    WeightFormat,
 )
 from phasewise.cli.present import note, on_one_line, print_json, say
 
@@ -39,9 +36,9 @@ def replay(
             help="a known name, a GGUF file, a Hugging Face directory or a hub name",
         ),
     ],
-    weight_format: FormatOption = WeightFormat.native,
-    sparse: SparseOption = Sparse.auto,
-    arithmetic: ArithmeticOption = KQuantArithmetic.tuned,
+    weight_format: FormatOption = "native",
+    sparse: SparseOption = "auto",
+    arithmetic: ArithmeticOption = "tuned",
     threads: ThreadsOption = None,
     ranks: RanksOption = None,
     db: DbOption = None,
@@ -59,7 +56,7 @@ def replay(
     from phasewise.workflows.open_model import Weights
     from phasewise.workflows.replay_receipts import replay_files
 
-    weights = Weights(weight_format.value, sparse.value, arithmetic=arithmetic.value)
+    weights = Weights(weight_format, sparse, arithmetic=arithmetic)
     verdicts = replay_files(receipts, model, weights, threads=threads, ranks=ranks, db=db, report=note)
     n_refused = sum(not verdict.is_confirmed for verdict in verdicts)
     if as_json:

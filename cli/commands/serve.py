@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from phasewise.cli.option_sets import opt, option_set, spread
+from phasewise.cli.command_app import MOST_USED, RESEARCH
+from phasewise.cli.option_sets import opt, option_set, spread, under
 from phasewise.cli.options import (
     ArithmeticOption,
     DbOption,
     DraftOption,
     ExplainOption,
     FormatOption,
-    KvFormat,
+    KvFormatOption,
     ModelArgument,
     RanksOption,
-    Sparse,
+    SparseOption,
     ThreadsOption,
     TilePromptsOption,
-    kv_format_option,
     parse_bytes,
-    sparse_option,
 )
 from phasewise.cli.present import note
 from phasewise.workflows.open_model import Weights
@@ -41,58 +40,32 @@ from phasewise.workflows.serve_settings import (
 )
 
 _ENGINE = "Engine and memory"
+_in_sight = partial(opt, rich_help_panel=MOST_USED)
+_for_research = partial(opt, rich_help_panel=RESEARCH)
 
 
-class KvPolicy(StrEnum):
-    """The policy that gives KV slots to requests."""
+KvPolicy = Literal["odma", "static", "fixed", "paged"]
+"""The policy that gives KV slots to requests."""
 
-    odma = "odma"
-    static = "static"
-    fixed = "fixed"
-    paged = "paged"
+ToolFormatName = Literal["auto", "hermes", "llama3-json", "pythonic", "mistral", "gpt-oss"]
+"""The form in which a model writes tool calls."""
 
+LogLevel = Literal["debug", "info", "warning", "error", "off"]
+"""The requests that are logged."""
 
-class ToolFormatName(StrEnum):
-    """The form in which a model writes tool calls."""
+LogFormat = Literal["text", "json"]
+"""The form of their lines."""
 
-    auto = "auto"
-    hermes = "hermes"
-    llama3_json = "llama3-json"
-    pythonic = "pythonic"
-    mistral = "mistral"
-    gpt_oss = "gpt-oss"
-
-
-class LogLevel(StrEnum):
-    """The requests that are logged."""
-
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
-    off = "off"
-
-
-class LogFormat(StrEnum):
-    """The form of their lines."""
-
-    text = "text"
-    json = "json"
-
-
-class KvTransferOption(StrEnum):
-    """The way of keys and values from one instance to another."""
-
-    auto = "auto"
-    shm = "shm"
-    tcp = "tcp"
-
+KvTransferOption = Literal["auto", "shm", "tcp"]
+"""The way of keys and values from one instance to another."""
 
 _LISTENING = option_set(
     Listening,
     "Where it listens",
-    host=opt("address to listen on", envvar="PHASEWISE_HOST", metavar="HOST"),
-    port=opt("port to listen on; 0: any free port", min=0, max=65535, envvar="PHASEWISE_PORT", metavar="N"),
+    host=_in_sight("address to listen on", envvar="PHASEWISE_HOST", metavar="HOST"),
+    port=_in_sight(
+        "port to listen on; 0: any free port", min=0, max=65535, envvar="PHASEWISE_PORT", metavar="N"
+    ),
     unix_socket=opt(
         "listen on this Unix socket, mode 0660, instead of a port",
         envvar="PHASEWISE_UNIX_SOCKET",
@@ -123,12 +96,12 @@ _ACCEPTING = option_set(
         envvar="PHASEWISE_API_KEY",
         metavar="KEY",
     ),
-    api_key_file=opt(
+    api_key_file=_in_sight(
         "file with more API keys, one per line; SIGHUP reads it again",
         envvar="PHASEWISE_API_KEY_FILE",
         metavar="FILE",
     ),
-    max_sequences=opt("answers computed at the same time", min=1, max=512, metavar="N"),
+    max_sequences=_in_sight("answers computed at the same time", min=1, max=512, metavar="N"),
     max_waiting=opt("most waiting answers; further requests get 429", min=0, metavar="N"),
     max_prompt_tokens=opt(
         "most tokens of a prompt [default: the context length]", "--max-prompt", min=1, metavar="N"
@@ -180,7 +153,7 @@ _WEIGHTS = option_set(
     Weights,
     _ENGINE,
     weight_format=FormatOption,
-    sparse=Annotated[Sparse, sparse_option(_ENGINE)],
+    sparse=SparseOption,
     checksum=opt(
         "read the whole packed model at the start, and pack it again if any byte has changed",
         "--checksum",
@@ -193,9 +166,9 @@ _WEIGHTS = option_set(
 _RUNNING = option_set(
     Running,
     _ENGINE,
-    threads=ThreadsOption,
+    threads=under(MOST_USED, ThreadsOption),
     ranks=RanksOption,
-    context_tokens=opt(
+    context_tokens=_in_sight(
         "most tokens of a prompt and its answer together [default: the model's]",
         "--context",
         min=1,
@@ -209,9 +182,9 @@ _RUNNING = option_set(
     max_batch_tokens=opt(
         "most tokens of a prefill step; fewer while answers run", min=1, max=65536, metavar="N"
     ),
-    tpot_ms=opt("longest time per token for running answers", "--tpot", min=0.1, metavar="MS"),
+    tpot_ms=_in_sight("longest time per token for running answers", "--tpot", min=0.1, metavar="MS"),
     draft=DraftOption,
-    also=opt(
+    also=_in_sight(
         "serve this model too, chosen by the requests' model field; the KV budget is divided among all "
         "[repeatable]",
         kind=list[str] | None,
@@ -223,16 +196,18 @@ _RUNNING = option_set(
 _KV = option_set(
     KeysAndValues,
     _ENGINE,
-    kv_budget_bytes=opt(
+    kv_budget_bytes=_in_sight(
         "memory for keys and values, e.g. 4G, allocated at the start [default: a quarter of the free memory]",
         "--kv-budget",
         parser=parse_bytes,
         envvar="PHASEWISE_KV_BUDGET",
         metavar="BYTES",
     ),
-    kv_format=Annotated[KvFormat, kv_format_option(_ENGINE)],
-    kv_policy=opt("how KV slots are given to requests", kind=KvPolicy, envvar="PHASEWISE_KV_POLICY"),
-    no_prefix_reuse=opt(
+    kv_format=KvFormatOption,
+    kv_policy=_for_research(
+        "how KV slots are given to requests", kind=KvPolicy, envvar="PHASEWISE_KV_POLICY"
+    ),
+    no_prefix_reuse=_for_research(
         "compute a prompt's beginning again even if its keys and values are still there", "--no-prefix-reuse"
     ),
 )
@@ -342,7 +317,9 @@ _POOLS = option_set(
 _EMBEDDINGS = option_set(
     Embeddings,
     "Embeddings",
-    embed_model=opt("embedding model to serve beside MODEL", envvar="PHASEWISE_EMBED_MODEL", metavar="MODEL"),
+    embed_model=_in_sight(
+        "embedding model to serve beside MODEL", envvar="PHASEWISE_EMBED_MODEL", metavar="MODEL"
+    ),
     embed_instances=opt(
         "embedding processes on the CPU [default: the plan of tune-embed, else one for each NUMA node]",
         min=1,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,13 +13,8 @@ from phasewise.cli.options import JsonOption
 from phasewise.cli.present import check_target, note, owns_stdout, print_json, say, write_target
 from phasewise.workflows.cluster_settings import ClusterInputs, SimulationWish
 
-
-class MachineScheduler(StrEnum):
-    """The scheduler that each machine runs."""
-
-    production = "production"
-    paper = "paper"
-
+MachineScheduler = Literal["production", "paper"]
+"""The scheduler that each machine runs."""
 
 _WISH = option_set(
     SimulationWish,

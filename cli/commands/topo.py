@@ -60,7 +60,7 @@ def topo(
     plan_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="draw the plans that tune-config --json printed")
     ] = None,
-    weight_format: FormatOption = WeightFormat.native,
+    weight_format: FormatOption = "native",
     db: DbOption = None,
     probe: Annotated[
         bool,
@@ -143,7 +143,7 @@ def _plans(
 
     if model is None:
         return resolve_plans(None, machine, "")
-    key = model_key(model_name(model), weight_format.value)
+    key = model_key(model_name(model), weight_format)
     plans = plans_for(db, machine, key, None, note)
     if all(plan.source == "default" for plan in plans.values()):
         note(f"no plan of {key} for this machine is stored: the default is drawn; tune-config finds others")

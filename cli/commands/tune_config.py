@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -32,32 +31,16 @@ if TYPE_CHECKING:
 MAX_TOP_K = 1000
 
 
-class EvaluatorChoice(StrEnum):
-    """The source of step times."""
-
-    measured = "measured"
-    modelled = "modelled"
-    recorded = "recorded"
+EvaluatorChoice = Literal["measured", "modelled", "recorded"]
+"""The source of step times."""
 
 
-class ObjectiveChoice(StrEnum):
-    """The quantity that is made as small, or for goodput as large, as possible."""
-
-    ttft = "ttft"
-    tpot = "tpot"
-    e2e = "e2e"
-    goodput = "goodput"
+ObjectiveChoice = Literal["ttft", "tpot", "e2e", "goodput"]
+"""The quantity that is made as small, or for goodput as large, as possible."""
 
 
-class EmitChoice(StrEnum):
-    """Whose flags a plan can be printed as."""
-
-    llama_cpp = "llama.cpp"
-    vllm = "vllm"
-    numactl = "numactl"
-    taskset = "taskset"
-    openmp = "openmp"
-    kubernetes = "kubernetes"
+EmitChoice = Literal["llama.cpp", "vllm", "numactl", "taskset", "openmp", "kubernetes"]
+"""Whose flags a plan can be printed as."""
 
 
 _SETTINGS = option_set(
@@ -211,14 +194,14 @@ def _print_emitted(tool: EmitChoice, plans: Mapping[Phase, ServicePlan], machine
     from phasewise.cli.render.emit_text import print_emitted
 
     if plans:
-        print_emitted(tool.value, plans, machine)
+        print_emitted(tool, plans, machine)
 
 
 def _emit_fields(tool: EmitChoice, plans: Mapping[Phase, ServicePlan], machine: Machine) -> dict[str, Any]:
     from phasewise.tuner.emit import emit
 
-    emitted = emit(tool.value, plans, machine)
-    return {"emitted": {"tool": tool.value, "text": emitted.text, "notes": list(emitted.notes)}}
+    emitted = emit(tool, plans, machine)
+    return {"emitted": {"tool": tool, "text": emitted.text, "notes": list(emitted.notes)}}
 
 
 def _print_dry_run(wish: Wish, subject: Subject, as_json: bool) -> None:

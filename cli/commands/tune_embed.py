@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, WeightFormat, parse_budget
+from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, parse_budget
 from phasewise.cli.present import note, print_json, say_words
 
 
@@ -20,7 +20,7 @@ def tune_embed(
     instances: Annotated[
         int | None, typer.Option(min=1, max=256, metavar="N", help="try at most N instances [default: cores]")
     ] = None,
-    weight_format: FormatOption = WeightFormat.native,
+    weight_format: FormatOption = "native",
     as_json: JsonOption = False,
 ) -> None:
     """Find how many inputs this host can embed at once within --slo, and how.
@@ -32,7 +32,7 @@ def tune_embed(
     from phasewise.workflows.tune_embed import tune_embed as tune
 
     with user_lock(note).turn():
-        tuned = tune(model, weight_format.value, parse_budget(slo), tokens, instances, note)
+        tuned = tune(model, weight_format, parse_budget(slo), tokens, instances, note)
     if as_json:
         print_json(
             {

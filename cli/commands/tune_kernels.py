@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phasewise.cli.options import (
+    WEIGHT_FORMATS,
     DbOption,
     DefineOption,
     IncludeOption,
     JsonOption,
     PhaseChoice,
     ThreadsOption,
-    WeightFormat,
     parse_budget,
     phases_of,
 )
@@ -37,64 +37,71 @@ LEAST_S = 0.1
 """The time of a run where reading its input took the whole budget."""
 
 
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help="a model, as for `generate`, whose products to tune"),
+]
+ShapesOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,K;N,K;..",
+        help="outputs and inputs of products to tune instead of a model's; with --kernel e.g. n=64..4096",
+    ),
+]
+KernelOption = Annotated[
+    Path | None,
+    typer.Option(metavar="KERNEL.kir", help="tune a kernel's text, as `kernels raise` writes it"),
+]
+IsaOption = Annotated[
+    str | None,
+    typer.Option(help="with --kernel: instruction set [default: the widest of this machine]"),
+]
+AgainstOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.c",
+        help="with --kernel: the C file that it was raised from, which is used where it is faster",
+    ),
+]
+PhaseOption = Annotated[PhaseChoice, typer.Option(help="phase whose cores and numbers of rows to tune for")]
+WeightFormatOption = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        envvar="PHASEWISE_FORMAT",
+        help="a model's weight format in memory; with --shapes a kernel's: f32, bf16, int8, int4m, ..",
+    ),
+]
+MaxMOption = Annotated[
+    int, typer.Option(min=1, max=1 << 20, help="most rows of a product; the engine computes 512 at once")
+]
+BudgetOption = Annotated[
+    str,
+    typer.Option(
+        metavar="TIME",
+        help="wall clock of the command, e.g. 90s, 10m, 1h; what has begun then is ended: a batch of"
+        " timings, and the comparison of the whole model",
+    ),
+]
+ResumeOption = Annotated[bool, typer.Option(help="use stored timings; --no-resume measures everything anew")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="show what would be tuned; measure nothing")]
+
+
 def tune_kernels(
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="a model, as for `generate`, whose products to tune"),
-    ] = None,
-    shapes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,K;N,K;..",
-            help="outputs and inputs of products to tune instead of a model's; with --kernel e.g. n=64..4096",
-        ),
-    ] = None,
-    kernel: Annotated[
-        Path | None,
-        typer.Option(metavar="KERNEL.kir", help="tune a kernel's text, as `kernels raise` writes it"),
-    ] = None,
-    isa: Annotated[
-        str | None,
-        typer.Option(help="with --kernel: instruction set [default: the widest of this machine]"),
-    ] = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.c",
-            help="with --kernel: the C file that it was raised from, which is used where it is faster",
-        ),
-    ] = None,
+    model: ModelArgument = None,
+    shapes: ShapesOption = None,
+    kernel: KernelOption = None,
+    isa: IsaOption = None,
+    against: AgainstOption = None,
     include: IncludeOption = None,
     define: DefineOption = None,
-    phase: Annotated[
-        PhaseChoice, typer.Option(help="phase whose cores and numbers of rows to tune for")
-    ] = PhaseChoice.both,
-    weight_format: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            envvar="PHASEWISE_FORMAT",
-            help="a model's weight format in memory; with --shapes a kernel's: f32, bf16, int8, int4m, ..",
-        ),
-    ] = "native",
-    max_m: Annotated[
-        int, typer.Option(min=1, max=1 << 20, help="most rows of a product; the engine computes 512 at once")
-    ] = 512,
+    phase: PhaseOption = "both",
+    weight_format: WeightFormatOption = "native",
+    max_m: MaxMOption = 512,
     threads: ThreadsOption = None,
-    budget: Annotated[
-        str,
-        typer.Option(
-            metavar="TIME",
-            help="wall clock of the command, e.g. 90s, 10m, 1h; what has begun then is ended: a batch of"
-            " timings, and the comparison of the whole model",
-        ),
-    ] = "10m",
-    resume: Annotated[
-        bool, typer.Option(help="use stored timings; --no-resume measures everything anew")
-    ] = True,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="show what would be tuned; measure nothing")
-    ] = False,
+    budget: BudgetOption = "10m",
+    resume: ResumeOption = True,
+    dry_run: DryRunOption = False,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -181,7 +188,7 @@ def parse_shapes(text: str, kernel_format: str) -> list[Shape]:
     from phasewise.tuner.weights import kind_of
     from phasewise.workflows.tune_kernels.rounds import Shape
 
-    if kernel_format == WeightFormat.native:
+    if kernel_format == "native":
         raise typer.BadParameter("--shapes needs a --format, such as bf16 or int8")
     kind_of(kernel_format)
     found = []
@@ -210,8 +217,8 @@ def _rounds(
     if model is None:
         found = parse_shapes(shapes or "", weight_format)
         return rounds_of_shapes(found, machine, phases, max_m, threads), None
-    if weight_format not in list(WeightFormat):
-        raise typer.BadParameter(f"a model's --format is one of {', '.join(WeightFormat)}")
+    if weight_format not in WEIGHT_FORMATS:
+        raise typer.BadParameter(f"a model's --format is one of {', '.join(WEIGHT_FORMATS)}")
     from phasewise.workflows.open_model import Weights, open_model
 
     opened = open_model(model, Weights(weight_format), threads, db, note)

@@ -39,14 +39,14 @@ class GuestRank:
     """
 
     def __init__(self, model: PackedModel, host: Callable[[], FirstRank], options: RankOptions) -> None:
-        kv_format = resolve_kv_format(model, options.kv_format)
+        kv_format = resolve_kv_format(model, options.kv.format)
         self.vocab_size = model.config.vocab_size
-        self.kv_bytes = options.kv_slots * kv_bytes_per_slot(model, kv_format)
+        self.kv_bytes = options.kv.slots * kv_bytes_per_slot(model, kv_format)
         self._host = host
         at_first = host()
         self._capacity = room_for(options, at_first.teams.most_threads, kv_format)
         self._program = build_program(model, self._capacity, check_memory)
-        if options.touched:
+        if options.kv.touched:
             touch_memory(self._program, at_first.teams.by_phase)
         self._guest, self._guest_of = self._open(at_first), at_first
 

@@ -39,7 +39,7 @@ def open_drafter(
     most_rows = min(ALL_LOGITS_ROWS, max(options.max_batch_tokens, options.max_sequences))
     if source.model is None:
         return LookupDrafter(costs, most_rows)
-    guest = GuestRank(source.model, first_rank, replace(options, ring_slots=0))
+    guest = GuestRank(source.model, first_rank, replace(options, kv=replace(options.kv, rings=None)))
     return ModelDrafter(guest, costs, most_rows, model.config.vocab_size)
 
 

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from phasewise._words import counted
 from phasewise.serving.embedding.pace import DevicePace
 from phasewise.serving.embedding.protocol import Floats, inputs_to_bytes
 from phasewise.serving.embedding.queues import Depth, DeviceQueue, QueueManager
@@ -361,7 +362,10 @@ class EmbeddingClient:
         try:
             vectors = await lane.worker.embed(inputs_to_bytes([one.tokens for one in batch]))
             if len(vectors) != len(batch):
-                raise RanksError(f"{lane.queue.name} gave {len(vectors)} vectors for {len(batch)} inputs")
+                raise RanksError(
+                    f"{lane.queue.name} gave {counted(len(vectors), 'vector')}"
+                    f" for {counted(len(batch), 'input')}"
+                )
         except RanksError as error:
             self._again(at, batch, error)
             return

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from phasewise._words import counted, plural
 from phasewise.topology import Kind, Machine
 
 DeviceKind = Literal["cuda", "ascend", "cpu"]
@@ -71,11 +72,12 @@ def instance_cores(
     usable = free_cores(machine, taken)
     if n_cores is not None:
         if n_cores > len(usable):
-            raise ValueError(f"{n_cores} cores for embeddings: {len(usable)} are there for them")
+            raise ValueError(f"{counted(n_cores, 'core')} for embeddings: {len(usable)} are there for them")
         usable = usable[-n_cores:]
     if not 1 <= n_instances <= len(usable):
         raise ValueError(
-            f"{n_instances} instances of at least one core each: {len(usable)} cores are there for them"
+            f"{counted(n_instances, 'instance')} of at least one core each: "
+            f"{counted(len(usable), 'core')} {plural(len(usable), 'is', 'are')} there for them"
         )
     by_node = _by_node(machine, usable)
     if n_instances <= len(by_node):  # whole nodes, the highest first

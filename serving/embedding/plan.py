@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from phasewise._files import write_file
+from phasewise._places import user_folder
+from phasewise._words import counted, number
 from phasewise.serving.embedding.queues import UNLIMITED, Depth
 from phasewise.serving.errors import ServingError
 
@@ -55,7 +55,7 @@ class EmbeddingPlan:
             )
             for one in self.instances
         ]
-        promise = "" if self.slo_s is None else f" within {self.slo_s:g} s"
+        promise = "" if self.slo_s is None else f" within {number(self.slo_s)} s"
         return f"embeddings{promise}: {'; '.join(parts)} ({self.source})"
 
 
@@ -63,7 +63,7 @@ def plan_file(model_name: str, weight_format: str, placement: str) -> Path:
     """The path of a model's plan for cores of this placement: below the XDG data directory."""
     name = f"{model_name}-{weight_format}-{placement}".lstrip(".")
     safe = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in name)
-    return platformdirs.user_data_path("phasewise") / "embedding" / f"{safe}.json"
+    return user_folder("data") / "embedding" / f"{safe}.json"
 
 
 def save_plan(plan: EmbeddingPlan, path: Path) -> None:
@@ -115,7 +115,7 @@ def _plan(fields: Any, source: str) -> EmbeddingPlan:
         for one in fields["instances"]
     )
     if not 1 <= len(instances) <= MAX_INSTANCES or any(not one.cores for one in instances):
-        raise ValueError(f"{len(instances)} instances")
+        raise ValueError(f"{counted(len(instances), 'instance')}")
     slo = fields["slo_s"]
     if slo is not None and not 0 < float(slo) < 1e6:
         raise ValueError(f"an SLO of {slo!r:.20}")

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from phasewise._words import counted
 from phasewise.serving.encoder.text import Tokens
 
 Floats = npt.NDArray[np.float32]
@@ -55,7 +56,7 @@ def head_of(raw: bytes) -> tuple[int, WorkerFrameKind, int]:
     """(bytes of the body, kind, batch)."""
     n_bytes, kind, batch = HEAD.unpack(raw)
     if n_bytes > MAX_FRAME_BYTES or kind not in tuple(WorkerFrameKind):
-        raise ProtocolError(f"a frame of kind {kind} with {n_bytes} bytes")
+        raise ProtocolError(f"a frame of kind {kind} with {counted(n_bytes, 'byte')}")
     return n_bytes, WorkerFrameKind(kind), batch
 
 
@@ -91,7 +92,9 @@ def inputs_from_bytes(body: bytes) -> list[Tokens]:
     except (struct.error, ValueError) as error:
         raise ProtocolError(f"inputs that cannot be read: {error}") from error
     if len(heads) != count or sum(n for n, _ in heads) != len(tokens):
-        raise ProtocolError(f"{count} inputs with {len(tokens)} tokens in all, which do not fit together")
+        raise ProtocolError(
+            f"{count} inputs with {counted(len(tokens), 'token')} in all, which do not fit together"
+        )
     found, at = [], 0
     for n, second in heads:
         found.append(Tokens(tokens[at : at + n].tolist(), None if second == _ONE_TEXT else second))

@@ -73,7 +73,6 @@ class QueueManager:
     queues: Sequence[DeviceQueue]
     heterogeneous: bool = True
     n_refused: int = 0
-    n_placed: int = 0
 
     def place(self, sizes: Sequence[int], *, is_owed: bool = False) -> list[int] | None:
         """A device for each input of a request, by its tokens; None: busy, and nothing is placed.
@@ -90,7 +89,6 @@ class QueueManager:
             self._take(at, tokens)
             places.append(at)
         if len(places) == len(sizes):
-            self.n_placed += len(places)
             return places
         for at, tokens in zip(places, sizes, strict=False):
             self.release(at, tokens)
@@ -168,5 +166,4 @@ class QueueManager:
             at = min(usable, key=lambda one: self.queues[one].load)
             self._take(at, tokens)
             places.append(at)
-        self.n_placed += len(places)
         return places

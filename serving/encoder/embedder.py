@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
+from phasewise._words import counted
 from phasewise.cython_kernels._native import Program, Team
 from phasewise.cython_kernels.errors import TeamError
 from phasewise.serving.encoder.arithmetic import FASTEST, NEAREST, SHORT_TOKENS, quantises_rows
@@ -123,7 +123,8 @@ class Embedder:
         for at, one in enumerate(inputs):
             if not 1 <= len(one.ids) <= self.embedding.max_tokens:
                 raise ValueError(
-                    f"input {at} has {len(one.ids)} tokens: 1 to {self.embedding.max_tokens} expected"
+                    f"input {at} has {counted(len(one.ids), 'token')}:"
+                    f" 1 to {self.embedding.max_tokens} expected"
                 )
         out = np.empty((len(inputs), self.width), np.float32)
         with keeping_affinity():
@@ -166,9 +167,7 @@ class Embedder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from phasewise._words import counted
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.kv_share import KvShape
 from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK
@@ -105,10 +106,10 @@ class Codec:
         wire_bytes_of_slot: bytes of one slot of one layer.
         """
         if len(parts) != 3:
-            raise FrameError("malformed", f"a message of {len(parts)} parts is no frame")
+            raise FrameError("malformed", f"a message of {counted(len(parts), 'part')} is no frame")
         header, name, data = parts
         if len(header) != HEADER_BYTES:
-            raise FrameError("malformed", f"a header of {len(header)} bytes, not {HEADER_BYTES}")
+            raise FrameError("malformed", f"a header of {counted(len(header), 'byte')}, not {HEADER_BYTES}")
         (
             magic,
             version,
@@ -137,7 +138,7 @@ class Codec:
         if kind not in set(FrameKind):
             raise FrameError("malformed", f"there is no frame of kind {kind}")
         if size != len(data):
-            raise FrameError("truncated", f"{len(data)} bytes where the header says {size}")
+            raise FrameError("truncated", f"{counted(len(data), 'byte')} where the header says {size}")
         frame = Frame(FrameKind(kind), _name(name), epoch, sequence, layer, begin, end)
         self._check_range(frame, size, wire_bytes_of_slot)
         return frame
@@ -147,18 +148,22 @@ class Codec:
             raise FrameError("range", f"positions {frame.begin} to {frame.end} of {self.context_length}")
         if frame.kind is not FrameKind.LAYER:
             if n_bytes != 4 * self.vocab_size:
-                raise FrameError("range", f"{n_bytes} bytes of logits for {self.vocab_size} tokens")
+                raise FrameError(
+                    "range", f"{counted(n_bytes, 'byte')} of logits for {self.vocab_size} tokens"
+                )
             return
         if frame.layer >= self.shape.n_layers:
             raise FrameError("range", f"layer {frame.layer} of {self.shape.n_layers}")
         n_slots = sum(slots for _, slots in runs_of(frame.begin, frame.end))
         if n_bytes != n_slots * wire_bytes_of_slot:
-            raise FrameError("range", f"{n_bytes} bytes for {n_slots} slots of {wire_bytes_of_slot}")
+            raise FrameError(
+                "range", f"{counted(n_bytes, 'byte')} for {counted(n_slots, 'slot')} of {wire_bytes_of_slot}"
+            )
 
 
 def _name(raw: bytes | memoryview) -> str:
     if not 0 < len(raw) <= LONGEST_ID:
-        raise FrameError("malformed", f"a request id of {len(raw)} bytes")
+        raise FrameError("malformed", f"a request id of {counted(len(raw), 'byte')}")
     try:
         return bytes(raw).decode()
     except UnicodeDecodeError:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from phasewise._words import counted
 from phasewise.cython_kernels._native import KvMemory
 from phasewise.serving.handing_over.frames import Codec, Frame, FrameError, FrameKind, runs_of
 from phasewise.serving.messages import Arrived
@@ -93,7 +94,9 @@ class Receiver:
             raise FrameError("sequence", f"frame {frame.sequence} came where {awaited.n_frames} was expected")
         awaited.n_frames += 1
         if frame.end > awaited.n_prompt:
-            raise FrameError("range", f"position {frame.end} of a prompt of {awaited.n_prompt} tokens")
+            raise FrameError(
+                "range", f"position {frame.end} of a prompt of {counted(awaited.n_prompt, 'token')}"
+            )
         if frame.kind is FrameKind.LAYER:
             self._store(frame, awaited, memoryview(data))
             return None
@@ -101,7 +104,7 @@ class Receiver:
             raise FrameError("range", f"an end at position {frame.end} of {awaited.n_prompt}")
         if frame.kind is FrameKind.END and min(awaited.stored) < awaited.n_prompt:
             raise FrameError(
-                "incomplete", f"an end after {min(awaited.stored)} of {awaited.n_prompt} positions"
+                "incomplete", f"an end after {min(awaited.stored)} of {counted(awaited.n_prompt, 'position')}"
             )
         del self._awaited[frame.request_id]
         return Arrived(frame.request_id, _logits(data))

@@ -19,14 +19,12 @@ import numpy.typing as npt
 
 from phasewise.serving.batch import SequenceSlice
 from phasewise.serving.pools.contract import Placement
+from phasewise.serving.scheduler_terms import LAYERWISE_ABOVE_TOKENS
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.001
 """The interval at which a step under way is asked for the layers it has stored."""
-
-LAYERWISE_ABOVE_TOKENS = 32
-"""Shorter prompts are sent when they are computed: layer by layer is no faster (benchmarks/notes/0007)."""
 
 
 class BlockLink(Protocol):

@@ -21,8 +21,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from phasewise.serving.http.connection import refused_status
 from phasewise.serving.http.http_settings import RequestFacts
+from phasewise.serving.http.transport.connection import refused_status
 from phasewise.serving.line_log import LineLog
 from phasewise.serving.messages import Answer, Failure, StepStats, Submit
 

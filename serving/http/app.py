@@ -21,7 +21,6 @@ from phasewise.serving.http.access_log import AccessLog, NameRequests, record_of
 from phasewise.serving.http.body import BodyReader
 from phasewise.serving.http.calls import reading_of
 from phasewise.serving.http.client import EngineClient
-from phasewise.serving.http.connection import connection_of
 from phasewise.serving.http.embeddings import PATHS as EMBEDDING_PATHS
 from phasewise.serving.http.embeddings import EmbeddingModel, EmbeddingRoutes
 from phasewise.serving.http.embeddings import add_routes as add_embedding_routes
@@ -48,6 +47,7 @@ from phasewise.serving.http.schemas import (
     Strict,
     TokenizeRequest,
 )
+from phasewise.serving.http.transport.connection import connection_of
 from phasewise.serving.messages import Evidence, Submit
 from phasewise.serving.receipts import receipt_of
 from phasewise.serving.request import FinishReason

@@ -9,9 +9,9 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from phasewise.serving.http.connection import connection_of
 from phasewise.serving.http.errors import ApiError, bad_request, from_validation
 from phasewise.serving.http.rested_thread import RestedThread
+from phasewise.serving.http.transport.connection import connection_of
 from phasewise.serving.http.unfinished import UnfinishedBodies, UnfinishedBody
 
 Body = TypeVar("Body", bound=BaseModel)

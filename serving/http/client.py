@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from phasewise._words import counted, plural
 from phasewise.serving.errors import QueueFull, RequestError, ServingError, Stopping
 from phasewise.serving.http.http_settings import HttpLimits, RequestFacts
 from phasewise.serving.http.loop_wakeup import LoopWakeup
@@ -330,8 +331,8 @@ class EngineClient:
         if n_own + n_new > share:
             after_s = self.retry_after_s(n_own + n_new - share)
             raise QueueFull(
-                f"{n_own} requests of yours are in progress or waiting, and {share} may be; "
-                f"try again in {after_s} s",
+                f"{counted(n_own, 'request')} of yours {plural(n_own, 'is', 'are')} in progress or waiting,"
+                f" and {share} may be; try again in {after_s} s",
                 after_s,
             )
         n_missing = max(self.n_live + n_new - most, self._n_too_many_waiting(n_new))
@@ -339,7 +340,8 @@ class EngineClient:
             return
         after_s = self.retry_after_s(n_missing)
         full = QueueFull(
-            f"{self.n_live} requests are in progress or waiting and no more may be; try again in {after_s} s",
+            f"{counted(self.n_live, 'request')} {plural(self.n_live, 'is', 'are')} in progress or waiting"
+            f" and no more may be; try again in {after_s} s",
             after_s,
         )
         waiting = [stream for stream in self._answers if not stream.has_begun]

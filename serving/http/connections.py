@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.loop_share import LoopShare
 from phasewise.serving.http.turn_queue import TurnQueue
-
-if TYPE_CHECKING:
-    from phasewise.serving.http.connection import Connection
 
 _RECEIVE_BYTES = 64 * 1024
 """The most that is taken from a socket at once."""
@@ -34,6 +32,31 @@ _FULL_FOR_YOU = ApiError(
 )
 
 
+class HeldConnection(Protocol):
+    """A connection, as all of one server are held."""
+
+    @property
+    def is_answering(self) -> bool:
+        """True if the client has yet to get the rest of an answer."""
+        ...
+
+    def turn_away(self) -> None:
+        """Answer 503 to a connection too many, and close."""
+        ...
+
+    def close(self) -> None:
+        """Close once all is written."""
+        ...
+
+    def abort(self) -> None:
+        """Close now."""
+        ...
+
+    def end_after_answer(self) -> None:
+        """Close once the answer in progress is written; at once without one."""
+        ...
+
+
 class ConnectionObserver(Protocol):
     """Sees what becomes of connections, for metrics."""
 
@@ -52,11 +75,13 @@ class Connections:
 
     limits: HttpLimits
     observer: ConnectionObserver
-    open: set[Connection] = field(default_factory=set)
-    turned_away: dict[Connection, None] = field(default_factory=dict)
+    open: set[HeldConnection] = field(default_factory=set)
+    turned_away: dict[HeldConnection, None] = field(default_factory=dict)
     """Connections too many that have yet to be told so, or to leave, the oldest first; not among `open`."""
     n_by_address: Counter[str] = field(default_factory=Counter)
     """Open connections; those of a Unix socket have no address."""
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    """Requests that the application works on."""
     loop_share: LoopShare = field(default_factory=LoopShare)
     turns: TurnQueue = field(default_factory=TurnQueue)
     received: memoryview = field(default_factory=lambda: memoryview(bytearray(_RECEIVE_BYTES)))
@@ -66,7 +91,7 @@ class Connections:
     comes from above all that is in use, and memory grows with every request.
     """
 
-    def add(self, connection: Connection, client: tuple[str, int] | None) -> ApiError | None:
+    def add(self, connection: HeldConnection, client: tuple[str, int | None] | None) -> ApiError | None:
         """Count a new connection; why it cannot be held, or None. One that cannot may stay to hear it, for
         as long as few others come."""
         refusal = self._refusal(connection, client)
@@ -76,10 +101,10 @@ class Connections:
                 oldest = next(iter(self.turned_away))
                 del self.turned_away[oldest]
                 oldest.turn_away()
-                oldest.transport.close()
+                oldest.close()
         return refusal
 
-    def _refusal(self, connection: Connection, client: tuple[str, int] | None) -> ApiError | None:
+    def _refusal(self, connection: HeldConnection, client: tuple[str, int | None] | None) -> ApiError | None:
         if len(self.open) >= self.limits.max_connections:
             return _FULL
         address = _address_of(client)
@@ -90,7 +115,7 @@ class Connections:
         self.open.add(connection)
         return None
 
-    def remove(self, connection: Connection, client: tuple[str, int] | None) -> None:
+    def remove(self, connection: HeldConnection, client: tuple[str, int | None] | None) -> None:
         """A connection that has ended, whether it was counted or not."""
         self.turned_away.pop(connection, None)
         if connection not in self.open:
@@ -103,7 +128,7 @@ class Connections:
                 del self.n_by_address[address]
 
 
-def _address_of(client: tuple[str, int] | None) -> str | None:
+def _address_of(client: tuple[str, int | None] | None) -> str | None:
     """The address that counts as one client: an IPv4 address, or the 64 bits of network that an IPv6 host is
     given.
     """

@@ -25,13 +25,13 @@ from phasewise.serving.encoder.text import EncoderText, Text, Tokens, too_long
 from phasewise.serving.errors import QueueFull, ServingError
 from phasewise.serving.http.access_log import record_of
 from phasewise.serving.http.body import BodyReader
-from phasewise.serving.http.connection import connection_of
 from phasewise.serving.http.errors import bad_request, from_engine, other_purpose, unknown_model
 from phasewise.serving.http.fair_lane import FairLane
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.middleware import client_of
 from phasewise.serving.http.preparation import while_there
 from phasewise.serving.http.schemas import MOST_INT, Strict, kind_of
+from phasewise.serving.http.transport.connection import connection_of
 
 Floats = npt.NDArray[np.float32]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
+from phasewise.serving.client_turns import ClientTurns
 from phasewise.serving.errors import QueueFull
 
 Made = TypeVar("Made")
@@ -16,8 +17,8 @@ Made = TypeVar("Made")
 class FairLane:
     """`n_threads` jobs run at a time, and at most `most_waiting` wait. Used on one event loop.
 
-    Each client has a queue of its own, and the queues take turns. Where too many wait, the last job of the
-    longest queue is refused, so no client can keep another one out.
+    Where too many wait, the last job of the client with most jobs is refused, so no client can keep another
+    one out.
     """
 
     def __init__(self, name: str, n_threads: int, most_waiting: int) -> None:
@@ -26,11 +27,11 @@ class FairLane:
         self._most_waiting = most_waiting
         self._executor = ThreadPoolExecutor(n_threads, thread_name_prefix=f"phasewise-{name}")
         self._n_running = 0
-        self._queues: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._waiting: ClientTurns[asyncio.Future[None]] = ClientTurns()
 
     @property
     def n_waiting(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return len(self._waiting)
 
     async def run(self, client: str, work: Callable[[], Made]) -> Made:
         """Return the result of `work`, run on a thread once it is this client's turn. QueueFull: too many
@@ -55,34 +56,28 @@ class FairLane:
         if self.n_waiting >= self._most_waiting:
             self._refuse_one_for(client)
         turn: asyncio.Future[None] = loop.create_future()
-        self._queues.setdefault(client, deque()).append(turn)
+        self._waiting.join(client, turn)
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self._pass_on()  # the turn came after its client had left
             else:
-                self._leave(client, turn)
+                with suppress(ValueError):  # it was refused
+                    self._waiting.remove(client, turn)
             raise
 
     def _refuse_one_for(self, client: str) -> None:
         """Make room for one more job of `client`; QueueFull where its own queue is the longest."""
-        longest = max(self._queues, key=lambda one: len(self._queues[one]), default=client)
-        if len(self._queues.get(longest, ())) <= len(self._queues.get(client, ())) + 1:
+        longest = self._waiting.longest
+        if longest is None or self._waiting.count(longest) <= self._waiting.count(client) + 1:
             raise self._full()
-        last = self._queues[longest].pop()
+        last = self._waiting.take_last(longest)
         if not last.done():
             last.set_exception(self._full())
 
     def _full(self) -> QueueFull:
         return QueueFull(f"too many requests wait for their {self._name}; try again later", 1)
-
-    def _leave(self, client: str, turn: asyncio.Future[None]) -> None:
-        queue = self._queues.get(client)
-        if queue is not None and turn in queue:
-            queue.remove(turn)
-            if not queue:
-                del self._queues[client]
 
     def _next(self, done: asyncio.Future[Made]) -> None:
         if not done.cancelled():
@@ -91,11 +86,8 @@ class FairLane:
 
     def _pass_on(self) -> None:
         """The thread that has become free goes to the client that has waited longest for a turn."""
-        while self._queues:
-            client, queue = self._queues.popitem(last=False)
-            turn = queue.popleft()
-            if queue:
-                self._queues[client] = queue
+        while self._waiting:
+            turn = self._waiting.take()
             if not turn.done():
                 turn.set_result(None)
                 return

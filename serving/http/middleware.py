@@ -11,9 +11,9 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from phasewise.serving.http.connection import refused_status
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.metrics import Metrics
+from phasewise.serving.http.transport.connection import refused_status
 
 _CLIENT = "phasewise.client"
 """The place in an ASGI scope that names the client."""

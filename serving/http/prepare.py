@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pydantic_core import to_json
 
 from phasewise.serving.confined import Abandoned, Patience
-from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError
+from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError, check_context
 from phasewise.serving.guides import ANY_OBJECT, Grammar, Guide, GuideCompiler
 from phasewise.serving.http.calls import (
     called_by,
@@ -148,14 +148,7 @@ def _refuse_too_long(prompt: tuple[int, ...], max_tokens: int | None, model: Ser
     if most is not None and len(prompt) > most:
         asked = f", of which a prompt may take {most} (--max-prompt), but this prompt has {len(prompt)}"
         raise ContextLengthExceeded.beyond(model.context_length, asked, "prompt")
-    n_needed = len(prompt) + (max_tokens or 1)
-    if n_needed > model.context_length:
-        raise ContextLengthExceeded.beyond(
-            model.context_length,
-            f", but {n_needed} are asked for: {len(prompt)} in the prompt and {max_tokens or 1} for the "
-            "answer",
-            "prompt",
-        )
+    check_context(model.context_length, len(prompt), max_tokens or 1)
 
 
 def _prompts(prompt: str | Sequence[Any]) -> Sequence[str | list[int]]:

@@ -12,11 +12,11 @@ from starlette.types import Receive, Scope, Send
 
 from phasewise.serving.errors import RankLost, ServingError
 from phasewise.serving.http.client import AnswerStream, EngineClient, Pieces
-from phasewise.serving.http.connection import Connection, connection_of
 from phasewise.serving.http.errors import ClientLeft, from_engine
 from phasewise.serving.http.events import Events, encode
 from phasewise.serving.http.middleware import client_of
 from phasewise.serving.http.render import Choice, EventWriter, Reply, Used
+from phasewise.serving.http.transport.connection import Connection, connection_of
 from phasewise.serving.messages import Answer, Failure
 
 COMMENTS_HEADER = "X-Stream-Comments"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from phasewise._words import meant
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.packed_file import STALE_S, read_head
 from phasewise.serving.loaders.registry import KNOWN_ON_HUB, TEMPORARY
@@ -122,6 +123,7 @@ def remove(name: str, root: Path, *, packed_only: bool = False) -> list[Removed]
     if not stored and not packed:
         raise ModelError(
             f"nothing in {root} is called {name!r:.200}: phasewise models list shows what is there"
+            f"{meant(name, [one.name for one in stored_models(root)])}"
         )
     removed = [Removed(cache.path, cache.n_bytes, "packed") for cache in packed]
     if not packed_only:

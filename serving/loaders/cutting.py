@@ -12,7 +12,8 @@ import numpy as np
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families import Names, TensorCut
-from phasewise.serving.loaders.source import RowReader, Rows, SourceTensor, take_rows
+from phasewise.serving.loaders.forms import Rows
+from phasewise.serving.loaders.source import RowReader, SourceTensor, take_rows
 
 Shapes = Mapping[str, tuple[int, ...]]
 

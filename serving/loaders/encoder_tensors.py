@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.encoder_layout import SEGMENTS
-from phasewise.serving.loaders.source import Rows, SourceTensor
+from phasewise.serving.loaders.forms import Rows
+from phasewise.serving.loaders.source import SourceTensor
 from phasewise.serving.model import ModelConfig
 
 
@@ -19,7 +21,7 @@ def flattened(tensor: SourceTensor, first_row: int, n_rows: int, what: str) -> S
         return tensor  # GGUF files leave out dimensions of one
     if len(tensor.shape) != 2 or tensor.shape[0] < first_row + n_rows or tensor.form.is_quantised:
         raise ModelError(
-            f"{what} is {tensor.type_name} {tensor.shape}: {n_rows} rows of plain numbers from"
+            f"{what} is {tensor.type_name} {tensor.shape}: {counted(n_rows, 'row')} of plain numbers from"
             f" row {first_row} on expected"
         )
     read, width = tensor.rows, tensor.shape[1]

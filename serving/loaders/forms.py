@@ -9,20 +9,18 @@ in int8, as GGUF files of that size do: they cost little and carry much of the q
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from phasewise.cython_kernels import packing
 from phasewise.cython_kernels.blocks import BLOCKS, BlockRows, joined
-from phasewise.cython_kernels.packing import BLOCK_KINDS, Kind, PackedWeight, QuantRows
+from phasewise.cython_kernels.packing import BLOCK_KINDS, Array, Kind, PackedWeight, QuantRows
 from phasewise.serving.errors import ModelError
-
-if TYPE_CHECKING:
-    from phasewise.serving.loaders.source import Rows
 
 EMBEDDINGS = ("embed", "lm_head")
 INT8_ZERO_POINT = 128
+
+Rows = QuantRows | BlockRows | Array  # float32 [rows, k] where the file holds plain numbers
 
 
 @dataclass(frozen=True)

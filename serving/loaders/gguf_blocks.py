@@ -13,8 +13,7 @@ import numpy as np
 
 from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.cython_kernels.packing import Array, QuantRows, from_bf16
-from phasewise.serving.loaders.forms import BF16, F32, WeightForm, form_of
-from phasewise.serving.loaders.source import Rows
+from phasewise.serving.loaders.forms import BF16, F32, Rows, WeightForm, form_of
 
 
 @dataclass(frozen=True)

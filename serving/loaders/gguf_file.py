@@ -3,8 +3,8 @@
 Every count, length, dimension and offset is checked against the file before it is believed, and the whole
 header is bounded in bytes and in values, so a damaged or malicious file costs little and ends in one
 `ModelError`. The `gguf` package's own reader trusts its input and makes several numpy objects per token of
-the vocabulary (seconds for 50,000), so only its tables of types are used here; the tests hold the two
-readers against each other.
+the vocabulary (seconds for 50,000); the tests hold the two readers and their tables of types against each
+other.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.source import SourceFile
 
@@ -31,14 +31,22 @@ MAX_NAME_BYTES = 1 << 16
 MAX_DIMS = 4
 MAX_ALIGNMENT = 1 << 20
 
-_STRING, _ARRAY, _BOOL = int(GGUFValueType.STRING), int(GGUFValueType.ARRAY), int(GGUFValueType.BOOL)
+_BOOL, _STRING, _ARRAY = 7, 8, 9
 _SCALARS: dict[int, str] = {
-    int(GGUFValueType[name]): dtype
-    for name, dtype in {
-        "UINT8": "<u1", "INT8": "<i1", "UINT16": "<u2", "INT16": "<i2", "UINT32": "<u4", "INT32": "<i4",
-        "UINT64": "<u8", "INT64": "<i8", "FLOAT32": "<f4", "FLOAT64": "<f8", "BOOL": "<u1",
-    }.items()
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "<u1",
+    10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
+TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8),
+    28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+}  # fmt: skip
+"""By the number in the file: a type's name, the values of a block, and its bytes."""
 _LENGTH = struct.Struct("<Q")
 
 
@@ -96,7 +104,9 @@ class _Parser:
             raise self._bad(f"has GGUF version {version}{hint}; versions 2 and 3 are readable")
         n_tensors, n_pairs = self._scalar("<u8"), self._scalar("<u8")
         if max(n_tensors, n_pairs) > MAX_COUNT:
-            raise self._bad(f"claims {n_tensors} tensors and {n_pairs} metadata keys, more than {MAX_COUNT}")
+            raise self._bad(
+                f"claims {counted(n_tensors, 'tensor')} and {n_pairs} metadata keys, more than {MAX_COUNT}"
+            )
         metadata: dict[str, Any] = {}
         for _ in range(n_pairs):
             key = self._string(MAX_NAME_BYTES)
@@ -178,14 +188,12 @@ class _Parser:
         name = self._string(MAX_NAME_BYTES)
         n_dims = self._scalar("<u4")
         if not 1 <= n_dims <= MAX_DIMS:
-            raise self._bad(f"gives tensor {name!r:.80} {n_dims} dimensions")
+            raise self._bad(f"gives tensor {name!r:.80} {counted(n_dims, 'dimension')}")
         shape = tuple(self._scalar("<u8") for _ in range(n_dims))[::-1]
         type_id, offset = self._scalar("<u4"), self._scalar("<u8")
-        try:
-            ggml_type = GGMLQuantizationType(type_id)
-        except ValueError:
-            raise self._bad(f"gives tensor {name!r:.80} the unknown type {type_id}") from None
-        block, block_bytes = GGML_QUANT_SIZES[ggml_type]
+        if type_id not in TENSOR_TYPES:
+            raise self._bad(f"gives tensor {name!r:.80} the unknown type {type_id}")
+        type_name, block, block_bytes = TENSOR_TYPES[type_id]
         n_values = 1
         for size in shape:
             n_values *= size
@@ -193,7 +201,7 @@ class _Parser:
             raise self._bad(
                 f"gives tensor {name!r:.80} the shape {shape}, not whole blocks of {block} values"
             )
-        return TensorInfo(name, shape, ggml_type.name, offset, n_values // block * block_bytes)
+        return TensorInfo(name, shape, type_name, offset, n_values // block * block_bytes)
 
     def _placed(self, infos: list[TensorInfo], metadata: dict[str, Any]) -> dict[str, TensorInfo]:
         """Absolute offsets, checked: aligned, inside the file, apart from each other."""

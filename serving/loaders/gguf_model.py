@@ -11,16 +11,18 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import encoder_gguf
 from phasewise.serving.loaders.cutting import our_tensors
 from phasewise.serving.loaders.families import Family, family_of_gguf
 from phasewise.serving.loaders.families.bert import ENCODERS_BY_GGUF, EncoderFamily
+from phasewise.serving.loaders.forms import Rows
 from phasewise.serving.loaders.gguf_blocks import BLOCK_TYPES, decode_rows
 from phasewise.serving.loaders.gguf_file import GgufHeader, TensorInfo, open_gguf
 from phasewise.serving.loaders.hf_config import yarn_magnitude
 from phasewise.serving.loaders.layout import shapes_of_all
-from phasewise.serving.loaders.source import ModelSource, Rows, SourceFile, SourceTensor, take_rows
+from phasewise.serving.loaders.source import ModelSource, SourceFile, SourceTensor, take_rows
 from phasewise.serving.model import (
     FrequencyFactors,
     LinearScaling,
@@ -295,7 +297,9 @@ def _tensor(file: SourceFile, info: TensorInfo) -> SourceTensor:
     if len(info.shape) == 1 and kind.form.is_quantised:
         raise ModelError(f"{file.path} has the vector {info.name} in {info.type_name}, which no writer does")
     if len(info.shape) > 3:
-        raise ModelError(f"{file.path} has {info.name} in {len(info.shape)} dimensions: 1 to 3 expected")
+        raise ModelError(
+            f"{file.path} has {info.name} in {counted(len(info.shape), 'dimension')}: 1 to 3 expected"
+        )
 
     def rows(start: int, stop: int) -> Rows:
         raw = file.read(info.offset + start * row_bytes, (stop - start) * row_bytes)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.bitmask_tensors import Found, bitmask_tensor, part_of
 from phasewise.serving.loaders.cutting import one_more, our_tensors
@@ -107,7 +108,8 @@ def _shards(directory: ModelDirectory) -> list[str]:
     if len(names) == 1:
         return names
     raise ModelError(
-        f"{directory.path} has {len(names)} safetensors files and no {INDEX}: one file, or an index, expected"
+        f"{directory.path} has {counted(len(names), 'safetensors file')} and no {INDEX}:"
+        " one file, or an index, expected"
     )
 
 
@@ -121,7 +123,9 @@ def _indexed(directory: Path, index: Mapping[str, Any]) -> list[str]:
             )
     files = sorted(set(names.values()))
     if not 1 <= len(files) <= MAX_SHARDS:
-        raise ModelError(f"{directory / INDEX} names {len(files)} files: from 1 to {MAX_SHARDS} expected")
+        raise ModelError(
+            f"{directory / INDEX} names {counted(len(files), 'file')}: from 1 to {MAX_SHARDS} expected"
+        )
     return files
 
 

@@ -16,8 +16,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.download import DownloadError, Progress, RemoteFile, fetch_file, open_url
+from phasewise.serving.loaders.download import (
+    DownloadError,
+    NotAsPromised,
+    Progress,
+    RemoteFile,
+    fetch_file,
+    read_url,
+)
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 DEFAULT_TAGS = ("Q4_K_M", "Q4_0", "Q8_0", "Q5_K_M", "Q6_K", "BF16", "F16")
@@ -132,19 +140,11 @@ def _remember(folder: Path, fields: dict[str, Any]) -> None:
 
 
 def _fetch_unless_whole(file: RemoteFile, target: Path, progress: Progress) -> None:
-    import hashlib
-
-    if target.is_file() and target.stat().st_size == file.n_bytes and file.sha256 is not None:
-        with target.open("rb") as stored:
-            if hashlib.file_digest(stored, "sha256").hexdigest() == file.sha256:
-                progress(file.n_bytes)
-                return
-    fetch_file(file, target, progress, _secrets())
-
-
-def _secrets() -> dict[str, str]:
-    token = os.environ.get("HF_TOKEN")
-    return {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        file.check(target)
+        progress(file.n_bytes)
+    except (FileNotFoundError, NotAsPromised):
+        fetch_file(file, target, progress)
 
 
 def _endpoint() -> str:
@@ -152,11 +152,7 @@ def _endpoint() -> str:
 
 
 def _list(repository: str) -> Listing:
-    url = f"{_endpoint()}/api/models/{repository}?blobs=true"
-    with open_url(url, {"Accept": "application/json"}, _secrets()) as response:
-        text = response.read(MOST_LISTING_BYTES + 1)
-    if len(text) > MOST_LISTING_BYTES:
-        raise DownloadError("the hub's list of its files is too long")
+    text = read_url(f"{_endpoint()}/api/models/{repository}?blobs=true", MOST_LISTING_BYTES)
     try:
         fields = json.loads(text)
         commit, siblings = fields["sha"], fields["siblings"]
@@ -229,7 +225,9 @@ def _has_tag(path: str, tag: str) -> bool:
 
 def _one_file(found: list[RemoteFile]) -> list[RemoteFile]:
     if re.search(r"-of-\d{5}\.gguf$", found[0].name):
-        raise DownloadError(f"{found[0].name} is one of {len(found)} parts: models in parts are not read")
+        raise DownloadError(
+            f"{found[0].name} is one of {counted(len(found), 'part')}: models in parts are not read"
+        )
     return found[:1]
 
 
@@ -238,7 +236,7 @@ def _size(n_bytes: int) -> str:
 
 
 def _described(files: list[RemoteFile]) -> str:
-    return files[0].name if len(files) == 1 else f"{len(files)} files"
+    return files[0].name if len(files) == 1 else counted(len(files), "file")
 
 
 def _check_room(folder: Path, n_bytes: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import encoder_layout
 from phasewise.serving.loaders.forms import WeightForm, target_form
@@ -227,7 +228,8 @@ def _expert_plans(source: ModelSource, stem: str, weight_format: str) -> list[We
         forms = {target_form(tensor.form, weight_format, name) for tensor in tensors}
         if len(forms) > 1:
             raise ModelError(
-                f"{source.path} has the experts of {stem} in {len(forms)} formats under {weight_format}:"
+                f"{source.path} has the experts of {stem} in {counted(len(forms), 'format')}"
+                f" under {weight_format}:"
                 " give one format to all with --format int8"
             )
         plans.append(WeightPlan(f"{stem}.{name}", tuple(tensors), forms.pop()))

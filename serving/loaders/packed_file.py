@@ -37,7 +37,7 @@ from phasewise.cython_kernels._native import watch_mapping
 from phasewise.cython_kernels.division import columns
 from phasewise.cython_kernels.packing import PACKING_VERSION, PANEL, Array, PackedWeight
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.forms import WeightForm, check_finite, convert_rows, pack_rows
+from phasewise.serving.loaders.forms import Rows, WeightForm, check_finite, convert_rows, pack_rows
 from phasewise.serving.loaders.layout import (
     VectorPlan,
     WeightPlan,
@@ -45,7 +45,7 @@ from phasewise.serving.loaders.layout import (
     plan_vectors,
     plan_weights,
 )
-from phasewise.serving.loaders.source import ModelSource, Rows
+from phasewise.serving.loaders.source import ModelSource
 from phasewise.serving.loaders.storage import NEARLY_DENSE, StorageChoice, can_be_sparse
 from phasewise.serving.model import Embedding, MappedFile, PackedModel, config_from_json, config_to_json
 from phasewise.serving.sampling_defaults import SamplingDefaults
@@ -454,7 +454,7 @@ def _checksum(slots: list[_Slot], mapped: mmap.mmap) -> str:
         for start in range(0, weight.panels, step):
             chunk = columns(weight, start, min(start + step, weight.panels))
             assert chunk is not None
-            for array in sparse.to_dense(chunk).arrays:
+            for array in packing.to_dense(chunk).arrays:
                 content.update(_bytes_of(array))
     return content.hexdigest()
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from phasewise._places import user_folder
+from phasewise._words import meant
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.model_directory import ModelDirectory
 from phasewise.serving.loaders.registry import KNOWN, KNOWN_ON_HUB, is_here, known_path, pull
@@ -34,9 +36,7 @@ def cache_root(override: Path | None = None) -> Path:
         return override
     if named := os.environ.get("PHASEWISE_CACHE"):
         return Path(named)
-    import platformdirs
-
-    return platformdirs.user_cache_path("phasewise")
+    return user_folder("cache")
 
 
 def locate(ref: str, root: Path, report: Report) -> Located:
@@ -52,7 +52,7 @@ def locate(ref: str, root: Path, report: Report) -> Located:
 
         path = hub.here(hub_name, root) or hub.pull(hub_name, root, report, _in_tenths(ref, report))
         return Located(ref, path)
-    raise _unknown(ref)
+    raise _unknown(ref, root)
 
 
 def fetch(ref: str, root: Path, report: Report, progress: DownloadProgress | None = None) -> Located:
@@ -66,7 +66,14 @@ def fetch(ref: str, root: Path, report: Report, progress: DownloadProgress | Non
         from phasewise.serving.loaders import hub
 
         return Located(ref, hub.pull(hub_name, root, report, progress or _in_tenths(ref, report)))
-    raise _unknown(ref)
+    raise _unknown(ref, root)
+
+
+def known_names(root: Path) -> set[str]:
+    """The names that need no path: those that phasewise knows, and those of models in the cache."""
+    from phasewise.serving.loaders.cache import stored_models
+
+    return {*KNOWN, *KNOWN_ON_HUB, *(one.name for one in stored_models(root))}
 
 
 def _hub_name(ref: str) -> str | None:
@@ -91,13 +98,25 @@ def _in_tenths(ref: str, report: Report) -> DownloadProgress:
     return progress
 
 
-def _unknown(ref: str) -> ModelError:
+def _unknown(ref: str, root: Path) -> ModelError:
     is_path = ref.endswith(".gguf") or ref.startswith(("/", "./", "../", "~"))
     missing = "there is no file or folder" if is_path else "no model"
     return ModelError(
         f"{missing} {ref!r:.200}: give a known name ({', '.join([*KNOWN, *KNOWN_ON_HUB])}), a .gguf file,"
         " a Hugging Face directory or a hub name such as org/name or org/name-GGUF:Q4_K_M"
+        f"{meant(ref, _like(ref, is_path, root))}"
     )
+
+
+def _like(ref: str, is_path: bool, root: Path) -> set[str]:
+    """Names that could have been meant: models by name, or what lies in the folder that a path names."""
+    if not is_path:
+        return known_names(root)
+    head, slash, _ = ref.rpartition("/")
+    try:
+        return {f"{head}{slash}{path.name}" for path in Path(head or slash or ".").expanduser().iterdir()}
+    except (OSError, RuntimeError, ValueError):
+        return set()
 
 
 def _existing(ref: str) -> Path | None:

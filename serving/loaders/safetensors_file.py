@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from phasewise._words import counted
 from phasewise.cython_kernels.packing import Array, from_bf16
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.forms import BF16, F32, WeightForm
+from phasewise.serving.loaders.forms import BF16, F32, Rows, WeightForm
 from phasewise.serving.loaders.gguf_blocks import BLOCK_TYPES, decode_rows
 from phasewise.serving.loaders.model_directory import ModelDirectory
 from phasewise.serving.loaders.source import (
     MAX_JSON_BYTES,
-    Rows,
     SourceFile,
     SourceTensor,
     parse_json_object,
@@ -77,7 +77,7 @@ def _entry(fields: Any, start: int, what: str) -> TensorEntry:
         raise ModelError(f"{what} has the byte range {fields.get('data_offsets')!r:.60}")
     n_bytes = math.prod(shape) * ITEM_BYTES[dtype]
     if n_bytes != offsets[1] - offsets[0]:
-        raise ModelError(f"{what} needs {n_bytes} bytes and is given {offsets[1] - offsets[0]}")
+        raise ModelError(f"{what} needs {counted(n_bytes, 'byte')} and is given {offsets[1] - offsets[0]}")
     return TensorEntry(dtype, shape, start + offsets[0], n_bytes)
 
 

@@ -12,17 +12,15 @@ import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.cython_kernels.packing import Array, QuantRows
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.forms import WeightForm
+from phasewise.serving.loaders.forms import Rows, WeightForm
 from phasewise.serving.model import Embedding, ModelConfig
 from phasewise.serving.sampling_defaults import SamplingDefaults
 
-Rows = QuantRows | BlockRows | Array  # float32 [rows, k] where the file holds plain numbers
 RowReader = Callable[[int, int], Rows]  # of rows [start, stop)
 
 MAX_JSON_BYTES = 16 << 20
@@ -68,9 +66,7 @@ class SourceFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
 
@@ -120,9 +116,7 @@ class ModelSource:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
 

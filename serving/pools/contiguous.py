@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from phasewise._words import counted
 from phasewise.serving.batch import KvCopy
 from phasewise.serving.pools.arena import Arena, Block, aligned
 from phasewise.serving.pools.contract import (
@@ -150,7 +151,7 @@ class ContiguousPool:
         held = self._holding(owner)
         if n_positions > held.demand.most_tokens or held.is_pinned:
             pinned = " while it is pinned" if held.is_pinned else ""
-            raise PoolError(f"{owner!r} of {held.demand} asks for {n_positions} positions{pinned}")
+            raise PoolError(f"{owner!r} of {held.demand} asks for {counted(n_positions, 'position')}{pinned}")
         before = held.block
         moves: tuple[Move, ...] = ()
         if n_positions > before.n_slots:

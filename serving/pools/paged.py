@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from phasewise._words import counted
 from phasewise.serving.pools.contract import (
     ALIGNMENT,
     KV_CHUNK,
@@ -33,7 +34,9 @@ class PagedPool:
         self._page_slots = page_slots
         self._free = list(range((n_slots // page_slots - 1) * page_slots, -1, -page_slots))
         if not self._free:
-            raise PoolError(f"a pool of pages of {page_slots} needs one at least, not {n_slots} slots")
+            raise PoolError(
+                f"a pool of pages of {page_slots} needs one at least, not {counted(n_slots, 'slot')}"
+            )
         self.n_slots = len(self._free) * page_slots
         self._held: dict[str, _Pages] = {}
         self._slots_ended = self._slots_wasted = 0
@@ -57,7 +60,9 @@ class PagedPool:
     def grow(self, owner: str, n_positions: int) -> Grant | None:
         pages = self._pages(owner)
         if n_positions > pages.demand.most_tokens:
-            raise PoolError(f"{owner!r} asks for {n_positions} positions, more than its {pages.demand}")
+            raise PoolError(
+                f"{owner!r} asks for {counted(n_positions, 'position')}, more than its {pages.demand}"
+            )
         return Grant(self._placement(pages)) if self._add(pages, n_positions) else None
 
     def release(self, owner: str, answer_tokens: int | None = None) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from phasewise.serving.tools.parts import (
     Begun,
+    BufferedReader,
     Call,
     NamedArguments,
     Part,
@@ -21,7 +22,15 @@ from phasewise.serving.tools.parts import (
     n_begun,
     parsed,
 )
-from phasewise.serving.tools.tool_format import Function, Wanted, arguments_rule, grammar_of, literal, mark
+from phasewise.serving.tools.tool_format import (
+    Function,
+    ToolFormat,
+    Wanted,
+    arguments_rule,
+    grammar_of,
+    literal,
+    mark,
+)
 
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -31,7 +40,7 @@ _RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.-]{1,128})")
 _LONGEST_HEADER = 512
 
 
-class GptOss:
+class GptOss(ToolFormat):
     """See the module."""
 
     name = "gpt-oss"
@@ -62,32 +71,18 @@ class GptOss:
         rules.append(("THOUGHT", r"/(.|\n)*/"))
         return grammar_of("thought? call", rules, wanted)
 
-    def call_id(self, serial: str) -> str:
-        return f"call_{serial[:24]}"
 
-    def known_id(self, given: str) -> str:
-        return given
-
-
-class _ChannelReader:
+class _ChannelReader(BufferedReader):
     """`_kind`: what the message at hand is; None within its header."""
 
     def __init__(self, names: frozenset[str], *, is_held: bool) -> None:
         self._names, self._is_held = names, is_held
         self._coming: NamedArguments | None = None
         """While the arguments of a call are given out as they come."""
-        self._buffer = ""
         self._kind: type[Text] | type[Reasoning] | type[Call] | None = None
         self._called = ""
         self._is_first = True
         self._body = ""
-
-    def feed(self, text: str) -> list[Part]:
-        self._buffer += text
-        return self._drain(final=False)
-
-    def finish(self) -> list[Part]:
-        return self._drain(final=True)
 
     def _drain(self, *, final: bool) -> list[Part]:
         parts: list[Part] = []

@@ -9,6 +9,7 @@ from typing import Any
 from phasewise.serving.tools.parts import Call, MarkedReader, Reader, call_of, held_begins
 from phasewise.serving.tools.tool_format import (
     Function,
+    ToolFormat,
     Wanted,
     arguments_rule,
     grammar_of,
@@ -20,7 +21,7 @@ from phasewise.serving.tools.tool_format import (
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
-class Hermes:
+class Hermes(ToolFormat):
     """See the module."""
 
     name = "hermes"
@@ -50,9 +51,3 @@ class Hermes:
             rules.append((f"body_{at}", f'{head} arguments_{at} "}}"'))
             rules.append((f"arguments_{at}", arguments_rule(function)))
         return grammar_of(repeated("call", "SPACE?", wanted.most_calls), rules, wanted)
-
-    def call_id(self, serial: str) -> str:
-        return f"call_{serial[:24]}"
-
-    def known_id(self, given: str) -> str:
-        return given

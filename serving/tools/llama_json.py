@@ -8,9 +8,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from phasewise.serving.tools.parts import Coming, JsonEnd, Part, Reader, Text, call_of, held_begins, parsed
+from phasewise.serving.tools.parts import (
+    BufferedReader,
+    Coming,
+    JsonEnd,
+    Part,
+    Reader,
+    Text,
+    call_of,
+    held_begins,
+    parsed,
+)
 from phasewise.serving.tools.tool_format import (
     Function,
+    ToolFormat,
     Wanted,
     arguments_rule,
     grammar_of,
@@ -23,7 +34,7 @@ _BEFORE = re.compile(r"\s*(?:<\|python_tag\|>)?\s*")
 _BETWEEN = re.compile(r"[\s;,]*(?:<\|python_tag\|>)?\s*")
 
 
-class LlamaJson:
+class LlamaJson(ToolFormat):
     """See the module."""
 
     name = "llama3-json"
@@ -48,29 +59,15 @@ class LlamaJson:
         tag = f"<[{control[PYTHON_TAG]}]>? " if PYTHON_TAG in control else ""
         return grammar_of(tag + repeated("call", '"; "', wanted.most_calls), rules, wanted)
 
-    def call_id(self, serial: str) -> str:
-        return f"call_{serial[:24]}"
 
-    def known_id(self, given: str) -> str:
-        return given
-
-
-class _JsonAnswerReader:
+class _JsonAnswerReader(BufferedReader):
     def __init__(self, names: frozenset[str], *, is_held: bool) -> None:
         self._names = names
         self._begins = held_begins(names, "parameters") if is_held else None
         self._coming: Coming | None = None
-        self._buffer = ""
         self._gap = _BEFORE
         self._json = JsonEnd()
         self._is_text = False
-
-    def feed(self, text: str) -> list[Part]:
-        self._buffer += text
-        return self._drain(final=False)
-
-    def finish(self) -> list[Part]:
-        return self._drain(final=True)
 
     def _drain(self, *, final: bool) -> list[Part]:
         parts: list[Part] = []

@@ -20,6 +20,7 @@ from phasewise.serving.tools.parts import (
 )
 from phasewise.serving.tools.tool_format import (
     Function,
+    ToolFormat,
     Wanted,
     arguments_rule,
     grammar_of,
@@ -34,7 +35,7 @@ _ID_CHARACTERS = 9
 """Mistral's templates refuse ids of any other length."""
 
 
-class Mistral:
+class Mistral(ToolFormat):
     """`is_named`: each call has its name before its arguments, as since the tokenizer of version 11."""
 
     name = "mistral"

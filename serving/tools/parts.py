@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -59,6 +60,23 @@ class Reader(Protocol):
     def finish(self) -> list[Part]:
         """The rest: no more text comes."""
         ...
+
+
+class BufferedReader(ABC):
+    """Keeps the text of which it is not certain yet what it is, in `_buffer`."""
+
+    _buffer = ""
+
+    def feed(self, text: str) -> list[Part]:
+        self._buffer += text
+        return self._drain(final=False)
+
+    def finish(self) -> list[Part]:
+        return self._drain(final=True)
+
+    @abstractmethod
+    def _drain(self, *, final: bool) -> list[Part]:
+        """Take off the buffer what is certain; final: all of it."""
 
 
 class PlainReader:
@@ -256,7 +274,7 @@ def held_begins(names: frozenset[str], key: str = "arguments") -> Callable[[str,
     return begins
 
 
-class MarkedReader:
+class MarkedReader(BufferedReader):
     """Calls that follow a mark, as JSON.
 
     `opening` begins one and `closing`, which may be left out, ends it. `head`: reads what stands between the
@@ -275,20 +293,12 @@ class MarkedReader:
     ) -> None:
         self._opening, self._closing, self._head, self._calls_of = opening, closing, head, calls_of
         self._begins = begins
-        self._buffer = ""
         self._json: JsonEnd | None = None
         """While a call is read; the buffer begins with its mark then."""
         self._coming: Coming | None = None
         """While the arguments of a call are given out; the buffer begins within them then."""
         self._may_close = False
         """True if a call has just ended."""
-
-    def feed(self, text: str) -> list[Part]:
-        self._buffer += text
-        return self._drain(final=False)
-
-    def finish(self) -> list[Part]:
-        return self._drain(final=True)
 
     def _drain(self, *, final: bool) -> list[Part]:
         parts: list[Part] = []

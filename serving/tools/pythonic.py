@@ -8,8 +8,26 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phasewise.serving.tools.parts import Begun, Call, JsonEnd, Part, Piece, Reader, Text, call
-from phasewise.serving.tools.tool_format import Function, Wanted, grammar_of, json_rule, literal, repeated
+from phasewise.serving.tools.parts import (
+    Begun,
+    BufferedReader,
+    Call,
+    JsonEnd,
+    Part,
+    Piece,
+    Reader,
+    Text,
+    call,
+)
+from phasewise.serving.tools.tool_format import (
+    Function,
+    ToolFormat,
+    Wanted,
+    grammar_of,
+    json_rule,
+    literal,
+    repeated,
+)
 
 START, END = "<|python_start|>", "<|python_end|>"
 _BEFORE = re.compile(r"\s*(?:<\|python_start\|>)?\s*")
@@ -21,7 +39,7 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 _DEFINITIONS = ("$defs", "definitions")
 
 
-class Pythonic:
+class Pythonic(ToolFormat):
     """See the module."""
 
     name = "pythonic"
@@ -44,12 +62,6 @@ class Pythonic:
         return grammar_of(
             f'"[" {repeated("call", chr(34) + ", " + chr(34), wanted.most_calls)} "]"', rules, wanted
         )
-
-    def call_id(self, serial: str) -> str:
-        return f"call_{serial[:24]}"
-
-    def known_id(self, given: str) -> str:
-        return given
 
 
 def _rules_of(name: str, function: Function) -> list[tuple[str, str]]:
@@ -95,20 +107,12 @@ def _first(name: str, keys: list[str], needed: set[str]) -> str:
     return f"({' | '.join(options)})"
 
 
-class _PythonReader:
+class _PythonReader(BufferedReader):
     def __init__(self, names: frozenset[str], *, is_held: bool) -> None:
         self._names, self._is_held = names, is_held
         self._coming: _HeldList | None = None
-        self._buffer = ""
         self._scan = _ListEnd()
         self._is_text = False
-
-    def feed(self, text: str) -> list[Part]:
-        self._buffer += text
-        return self._drain(final=False)
-
-    def finish(self) -> list[Part]:
-        return self._drain(final=True)
 
     def _drain(self, *, final: bool) -> list[Part]:
         parts: list[Part] = []

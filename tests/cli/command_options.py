@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
-import typer
-
-from phasewise.cli.main import app
+from tests.cli import command
 
 
+@cache
 def commands() -> dict[str, Any]:
     """Each command as it is typed after `phasewise`, and what runs it."""
-    return dict(_below(typer.main.get_command(app), ()))
+    return dict(_below(command.tree(), ()))
 
 
-def _below(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    children = getattr(command, "commands", None)
+def _below(node: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    children = getattr(node, "commands", None)
     if children is None:
-        yield " ".join(path), command
+        yield " ".join(path), node
         return
     for name, child in children.items():
         yield from _below(child, (*path, name))

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from phasewise.cli.main import app
 from phasewise.serving.embedding.devices import Device
 from phasewise.serving.instance import Orders
 from phasewise.serving.open_engine import ModelText, OpenEngine
 from phasewise.serving.pools.contract import Estimate
 from phasewise.serving.service import Predictor
 from phasewise.topology import Machine
+from tests.cli import command
 from tests.support.paper_machines import xeon
 
 ESTIMATE = Estimate(7, 0.0)
@@ -82,7 +81,7 @@ class Boundary:
         set_("phasewise.topology.read_machine", lambda *_: self._machine)
         set_("phasewise.serving.headroom.use_one_heap", lambda: None)
         set_("phasewise.serving.memory.available_bytes", lambda: 1 << 36)
-        set_("phasewise.serving.open_engine.available_bytes", lambda: 1 << 36)
+        set_("phasewise.serving.engine_size.available_bytes", lambda: 1 << 36)
         set_("phasewise.serving.http.listening.allow_many_connections", lambda: 1 << 14)
         set_("phasewise.serving.http.listening.TcpAddress", self._tcp)
         set_("phasewise.serving.http.listening.UnixAddress", self._unix)
@@ -201,12 +200,5 @@ class Boundary:
     def serve(self, *arguments: object, **environment: str) -> Run:
         """Run the command in this process."""
         self.opened = {}
-        done = CliRunner().invoke(
-            app, ["serve", *map(str, arguments)], env={"PHASEWISE_CONFIG": "/dev/null", **environment}
-        )
-        if done.exception is not None and not isinstance(done.exception, SystemExit):
-            code = getattr(done.exception, "exit_code", None)
-            if code is None:
-                raise done.exception
-            return Run(code, str(done.exception), self.opened)
+        done = command.run("serve", *arguments, env={"PHASEWISE_CONFIG": "/dev/null", **environment})
         return Run(done.exit_code, " ".join(done.stderr.split()), self.opened)

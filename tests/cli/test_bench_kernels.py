@@ -7,39 +7,30 @@ import io
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from phasewise.cli.main import app
 from phasewise.cli.render.kernel_formats import as_csv, as_json, as_md, draw_rows
 from phasewise.cython_kernels import _native
-from phasewise.kerneldb.records import (
-    Comparison,
-    MachineKey,
-    Measurement,
-    Origin,
-    Problem,
-    Promotion,
-    Sample,
-    Schedule,
-)
-from phasewise.kerneldb.store import open_store
-from phasewise.topology import core_signature, placement_signature, read_machine
-from phasewise.tuner.plans import default_plan
+from phasewise.kerneldb.records import Problem, Schedule
+from phasewise.topology import read_machine
 from phasewise.workflows.bench.kernel_rows import rows_from_json
 from phasewise.workflows.bench.peers import processes as kernel_peers
 from phasewise.workflows.bench.peers.processes import NAMES, PeerError, opened_peers
+from tests.cli import command
 from tests.support.kernel_rows import kernel_row
+from tests.support.tuned_here import here, keep_in_use, timed
 
 SMALL = ("bench", "kernels", "--threads", "1", "--shape", "48,64", "-r", "2", "--cold-mib", "1")
 ISSUED = (
     "format", "n", "k", "m", "threads", "median_ns", "gflops", "gbps", "peak_fraction", "bandwidth_fraction",
     "schedule", "peers",
 )  # fmt: skip
+pytestmark = pytest.mark.usefixtures("own_places")
+
 SVG = "{http://www.w3.org/2000/svg}"
 
 # A peer that says what it is asked to be, dies of a product with 13 rows, and of being timed at one with 11.
@@ -84,16 +75,7 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phasewise.workflows.bench.kernels.TURN_NS", 100_000)
 
 
-@pytest.fixture(autouse=True)
-def own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PHASEWISE_DB", str(tmp_path / "tuned.db"))
-    monkeypatch.setenv("PHASEWISE_CONFIG", "/dev/null")
-
-
-def bench(*arguments: str) -> str:
-    result = CliRunner().invoke(app, [*SMALL, *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+bench = partial(command.text_of, *SMALL)
 
 
 def test_json_rows_hold_what_was_asked_and_agree_with_themselves() -> None:
@@ -112,18 +94,10 @@ def test_json_rows_hold_what_was_asked_and_agree_with_themselves() -> None:
         assert r["peak_fraction"] == pytest.approx(r["gflops"] * 1e9 / r["peak_flops_per_s"])
 
 
-def test_a_product_runs_by_what_was_tuned_for_it(tmp_path: Path) -> None:
+def test_a_product_runs_by_what_was_tuned_for_it(db: Path) -> None:
     """And says so; a number of rows that nothing was tuned near runs by the default."""
-    machine = read_machine()
-    cores = default_plan(machine, "decode", 1).ranks[0].cores
-    key = MachineKey(core_signature(machine), placement_signature(machine, cores))
-    origin = Origin(key, "0.1.0", 1_795_000_000_000)
-    problem, abi = Problem("gemm", "f32", 48, 64, 4), _native.kernel_abi("gemm")
     schedule = Schedule(1, 1, 3, 16, 32, 1, 1, 1, _native.compute_paths("f32")[0], 1, 640, "mn")
-    with open_store(tmp_path / "tuned.db") as store:
-        store.add_measurements([Measurement(problem, Sample(schedule, (9,), 9, None, 9), abi, origin)])
-        won = Comparison(1.5, 1.25, 2.0, 0.95, 40)
-        store.add_promotions([Promotion(problem, schedule, None, won, abi, origin)])
+    keep_in_use(db, [timed(Problem("gemm", "f32", 48, 64, 4), schedule, machine=here(1))])
 
     rows = json.loads(bench("--format", "f32", "--m", "4,64", "--peers", "none", "-o", "json"))
 
@@ -173,9 +147,7 @@ def test_a_peer_that_was_named_must_be_there() -> None:
     ],
 )
 def test_impossible_grids_are_wrong_usage(arguments: list[str]) -> None:
-    result = CliRunner().invoke(app, [*SMALL, "--peers", "none", *arguments])
-
-    assert result.exit_code == 2
+    assert command.run(*SMALL, "--peers", "none", *arguments).usage_error
 
 
 def test_every_form_has_every_row() -> None:
@@ -257,9 +229,7 @@ def test_a_file_of_something_else_is_wrong_usage(tmp_path: Path) -> None:
     kept = tmp_path / "notes.txt"
     kept.write_text("no rows\n")
 
-    result = CliRunner().invoke(app, [*SMALL, "--peers", "none", "--rows", str(kept)])
-
-    assert result.exit_code == 2
+    assert command.run(*SMALL, "--peers", "none", "--rows", kept).usage_error
     assert kept.read_text() == "no rows\n"
 
 
@@ -270,7 +240,3 @@ def test_the_plot_is_written_beside_the_rows(tmp_path: Path) -> None:
 
     assert "48x64" in out
     assert ElementTree.fromstring(plot.read_text()).tag == f"{SVG}svg"
-
-
-pairs = st.tuples(st.integers(1, 1 << 16), st.floats(1e-3, 1e7))
-points = st.lists(pairs, min_size=1, max_size=12, unique_by=lambda pair: pair[0]).map(sorted)

@@ -8,11 +8,11 @@ import json
 import lzma
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from phasewise.cli.main import app
+from tests.cli import command
 from tests.support.tiers import first_is_smoke
 from tests.support.tiny_models import TinyShape, hf_config
 
@@ -22,10 +22,8 @@ TRACE = "lognormal:40,0.4/90,0.7"
 
 
 def rows_of(*args: str) -> list[dict[str, object]]:
-    result = CliRunner().invoke(app, ["bench", "kv", *args, "-o", "json"])
-    assert result.exit_code == 0, result.output
-    found: list[dict[str, object]] = json.loads(result.stdout)
-    return found
+    rows: list[dict[str, object]] = json.loads(command.text_of("bench", "kv", *args, "-o", "json"))
+    return rows
 
 
 def test_the_figure_by_speeds_is_tokens_over_seconds() -> None:
@@ -71,10 +69,10 @@ def test_a_trace_may_be_packed(tmp_path: Path) -> None:
 
 
 def test_forms_hold_the_same_rows() -> None:
-    args = ["bench", "kv", TRACE, "-n", "30", "--max-tokens", "200", "--policies", "odma,static"]
-    as_csv = CliRunner().invoke(app, [*args, "-o", "csv"]).stdout
-    as_md = CliRunner().invoke(app, args).stdout
-    as_json = rows_of(*args[2:])
+    args = [TRACE, "-n", "30", "--max-tokens", "200", "--policies", "odma,static"]
+    as_csv = command.text_of("bench", "kv", *args, "-o", "csv")
+    as_md = command.text_of("bench", "kv", *args)
+    as_json = rows_of(*args)
 
     assert [row["policy"] for row in csv.DictReader(io.StringIO(as_csv))] == ["odma", "static"]
     assert [row["schema_version"] for row in as_json] == [1, 1]
@@ -95,10 +93,10 @@ def test_forms_hold_the_same_rows() -> None:
     ],
 )
 def test_a_mistake_is_named(args: list[str], words: list[str]) -> None:
-    result = CliRunner().invoke(app, ["bench", "kv", *args])
+    done = command.run("bench", "kv", *args)
 
-    assert result.exit_code != 0
-    told = " ".join((result.output + str(result.exception)).split())
+    assert done.exit_code != 0
+    told = " ".join(done.output.split())
     assert all(word in told for word in words), told
 
 
@@ -141,16 +139,11 @@ def test_memory_and_a_model_give_slots_and_speeds(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     shape = TinyShape(16, 256, 704, 8, 4, 32, 1000, 2048, tied=False)
     config.write_text(json.dumps(hf_config("llama", shape)))
-    options = ["bench", "kv", "fixed:256/256", "-n", "300", "--model", str(tmp_path), "-o", "json"]
+    options = ["fixed:256/256", "-n", "100", "--model", str(tmp_path), "--memory"]
 
-    small = CliRunner().invoke(app, [*options, "--memory", "64M"])
-    large = CliRunner().invoke(app, [*options, "--memory", "128M"])
-    none = CliRunner().invoke(app, [*options, "--memory", "1M"])
-    in_4_bits = CliRunner().invoke(app, [*options, "--memory", "64M", "--kv-format", "int4"])
-
-    rows = [json.loads(one.stdout)[0] for one in (small, large, in_4_bits)]
+    sizes = (["64M"], ["128M"], ["64M", "--kv-format", "int4"])
+    rows: list[dict[str, Any]] = [rows_of(*options, *size)[0] for size in sizes]
     assert 0 < rows[0]["n_slots"] < rows[1]["n_slots"]
     assert rows[2]["n_slots"] == pytest.approx(16 / 5 * rows[0]["n_slots"], rel=0.02)
     assert all(row["tokens_per_s"] > 0 and row["failed"] == 0 for row in rows)
-    assert none.exit_code == 2
-    assert "--memory" in none.stderr
+    assert "--memory" in command.run("bench", "kv", *options, "1M").usage_error

@@ -6,20 +6,17 @@ import asyncio
 import csv
 import io
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
-from typer.testing import CliRunner, Result
 
-from phasewise.cli.main import app
+from tests.cli import command
 from tests.support.fake_server import fake_server
 from tests.support.scripted_server import (
     Script,
@@ -32,16 +29,12 @@ from tests.support.scripted_server import (
     whole_answer,
 )
 
-
-def invoke(url: str, *arguments: str) -> Result:
-    return CliRunner().invoke(app, ["bench", "serve", url, *arguments])
+invoke = partial(command.run, "bench", "serve")
 
 
 def bench(url: str, *arguments: str) -> dict[str, Any]:
     """The JSON of one run."""
-    result = invoke(url, "-o", "json", *arguments)
-    assert result.exit_code == 0, result.output
-    fields: dict[str, Any] = json.loads(result.stdout)
+    fields: dict[str, Any] = json.loads(command.text_of("bench", "serve", url, "-o", "json", *arguments))
     return fields
 
 
@@ -264,9 +257,7 @@ def test_a_server_that_is_not_there_is_one_line_or_counted() -> None:
     """Without a model to ask for there is nothing to do; with one, each refusal is counted."""
     url = f"http://127.0.0.1:{free_port()}"
 
-    result = invoke(url)
-    assert result.exit_code == 1
-    assert "does not answer" in str(result.exception)
+    assert "does not answer" in invoke(url).refusal
     fields = bench(url, "--model", "any", "-n", "3", "--warmup", "0")
     assert fields["failures"] == {"refused": 3}
 
@@ -306,18 +297,12 @@ def test_a_duration_ends_a_closed_loop_that_has_no_number() -> None:
     ],
 )
 def test_options_without_meaning_are_wrong_usage(arguments: list[str], said: str) -> None:
-    result = invoke("http://127.0.0.1:1", *arguments)
-
-    assert result.exit_code == 2
-    assert said in result.stderr
+    assert said in invoke("http://127.0.0.1:1", *arguments).usage_error
 
 
 @pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:99999", "http://[::1"])
 def test_what_is_no_address_is_refused(url: str) -> None:
-    result = invoke(url)
-
-    assert result.exit_code == 1
-    assert "is no address of a server" in str(result.exception)
+    assert "is no address of a server" in invoke(url).refusal
 
 
 def queueing(service_s: float) -> Script:
@@ -363,16 +348,8 @@ def test_csv_is_one_row_of_scalars() -> None:
 def test_an_interrupt_prints_what_was_measured() -> None:
     """Within a moment, with the requests under way counted as unfinished; the exit code says it."""
     with scripted_server(timed_answer(0.05, 0.0)) as server:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "phasewise", "bench", "serve", server.url, "-o", "json"),
-                *("-n", "100000", "--concurrency", "2", "--output-len", "2", "--warmup", "0"),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "COLUMNS": "80"},
-        )
+        load = ("-n", 100000, "--concurrency", 2, "--output-len", 2, "--warmup", 0)
+        process = command.start("bench", "serve", server.url, "-o", "json", *load, env={"COLUMNS": "80"})
         deadline_s = time.monotonic() + 30
         while len(server.streamed) < 6 and time.monotonic() < deadline_s:
             time.sleep(0.02)

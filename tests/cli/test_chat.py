@@ -13,75 +13,61 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from phasewise.cli.main import app
 from phasewise.cli.render.chat_commands import ChatCommandError, applied_setting, save_conversation
-from tests.support.tiny_models import TinyShape, tiny_gguf
+from tests.cli import command
 
 pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    path.write_bytes(tiny_gguf(shape=TinyShape(context_length=4096)).to_bytes())
-    return path
+pytestmark = pytest.mark.usefixtures("own_places")
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "chat-cache"))
-    monkeypatch.setenv("PHASEWISE_DB", str(tmp_path_factory.getbasetemp() / "none.db"))
-    monkeypatch.setenv("PHASEWISE_CONFIG", "/dev/null")
+def chat(tiny: Path, *lines: str, options: tuple[str, ...] = ()) -> command.Done:
+    stdin = "".join(f"{line}\n" for line in lines)
+    return command.run("chat", tiny, "-n", 8, "--temperature", 0, *options, stdin=stdin)
 
 
-def chat(model: Path, *lines: str, options: tuple[str, ...] = ()) -> Result:
-    arguments = ["chat", str(model), "-n", "8", "--temperature", "0", *options]
-    return CliRunner().invoke(app, arguments, input="".join(f"{line}\n" for line in lines))
-
-
-def saved(model: Path, path: Path, *lines: str) -> list[dict[str, str]]:
-    result = chat(model, *lines, f"/save {path}")
+def saved(tiny: Path, path: Path, *lines: str) -> list[dict[str, str]]:
+    result = chat(tiny, *lines, f"/save {path}")
     assert result.exit_code == 0, result.output
     return list(json.loads(path.read_text(encoding="utf-8"))["messages"])
 
 
-def test_a_conversation_keeps_every_turn(model: Path, tmp_path: Path) -> None:
-    messages = saved(model, tmp_path / "talk.json", "/system be brief", "one", "two")
+def test_a_conversation_keeps_every_turn(tiny: Path, tmp_path: Path) -> None:
+    messages = saved(tiny, tmp_path / "talk.json", "/system be brief", "one", "two")
 
     assert [one["role"] for one in messages] == ["system", "user", "assistant", "user", "assistant"]
     assert [one["content"] for one in messages if one["role"] == "user"] == ["one", "two"]
 
 
-def test_only_answers_go_to_stdout(model: Path, tmp_path: Path) -> None:
-    (_, answer) = saved(model, tmp_path / "talk.json", "one")
+def test_only_answers_go_to_stdout(tiny: Path, tmp_path: Path) -> None:
+    (_, answer) = saved(tiny, tmp_path / "talk.json", "one")
 
-    assert chat(model, "one").stdout == answer["content"] + "\n"
+    assert chat(tiny, "one").stdout == answer["content"] + "\n"
 
 
-def test_lines_between_quotes_are_one_message(model: Path, tmp_path: Path) -> None:
-    messages = saved(model, tmp_path / "talk.json", '"""', "a", "b", '"""')
+def test_lines_between_quotes_are_one_message(tiny: Path, tmp_path: Path) -> None:
+    messages = saved(tiny, tmp_path / "talk.json", '"""', "a", "b", '"""')
 
     assert messages[0] == {"role": "user", "content": "a\nb"}
 
 
-def test_clear_begins_anew_but_for_the_system_message(model: Path, tmp_path: Path) -> None:
-    messages = saved(model, tmp_path / "talk.json", "/system S", "one", "/clear", "two")
+def test_clear_begins_anew_but_for_the_system_message(tiny: Path, tmp_path: Path) -> None:
+    messages = saved(tiny, tmp_path / "talk.json", "/system S", "one", "/clear", "two")
 
     assert [one["role"] for one in messages] == ["system", "user", "assistant"]
 
 
-def test_a_conversation_that_fills_the_context_goes_on_after_clear(model: Path) -> None:
-    result = chat(model, "x" * 400, "/clear", "y", options=("--context", "64"))
+def test_a_conversation_that_fills_the_context_goes_on_after_clear(tiny: Path) -> None:
+    result = chat(tiny, "x" * 400, "/clear", "y", options=("--context", "64"))
 
     assert result.exit_code == 0
     assert "/clear begins a new one" in result.stderr
     assert result.stdout.count("\n") == 1
 
 
-def test_unknown_commands_and_values_are_told(model: Path) -> None:
-    result = chat(model, "/dance", "/set top_p 7", "/set temperature 0.5")
+def test_unknown_commands_and_values_are_told(tiny: Path) -> None:
+    result = chat(tiny, "/dance", "/set top_p 7", "/set temperature 0.5")
 
     assert "no command /dance" in result.stderr
     assert "top_p is a number" in result.stderr
@@ -104,11 +90,11 @@ def test_a_conversation_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_answer_and_not_the_program(model: Path) -> None:
+def test_ctrl_c_ends_the_answer_and_not_the_program(roomy: Path) -> None:
     """On a real terminal: an endless answer is interrupted, then the conversation goes on and ends."""
     parent, child = pty.openpty()
-    command = [sys.executable, "-m", "phasewise", "chat", str(model), "--temperature", "0"]
-    process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, start_new_session=True)
+    words = [sys.executable, "-m", "phasewise", "chat", str(roomy), "--temperature", "0"]
+    process = subprocess.Popen(words, stdin=child, stdout=child, stderr=child, start_new_session=True)
     os.close(child)
     seen = b""
 

@@ -6,42 +6,31 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from phasewise.cli.main import app
 from phasewise.serving.loaders.hub import folder_of
+from tests.cli import command
 
 
-def phasewise(*arguments: str, config: Path | None = None, stdout: int = subprocess.PIPE) -> tuple[int, str]:
-    environment = {**os.environ, "PHASEWISE_CONFIG": str(config or "/dev/null")}
-    done = subprocess.run(
-        [sys.executable, "-m", "phasewise", *arguments],
-        env=environment,
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    return done.returncode, done.stderr
+def phasewise(*arguments: str, config: Path | None = None) -> tuple[int, str]:
+    done = command.run(*arguments, env={"PHASEWISE_CONFIG": str(config or "/dev/null")})
+    return done.exit_code, done.stderr
 
 
 @pytest.mark.parametrize("flags", [("--json",), ("-o", "json")])
-@pytest.mark.parametrize("command", [("topo",), ("bench", "kv", "fixed:8/8", "-n", "5")])
-def test_json_is_asked_for_in_two_ways(command: tuple[str, ...], flags: tuple[str, ...]) -> None:
-    result = CliRunner().invoke(app, [*command, *flags], env={"PHASEWISE_CONFIG": "/dev/null"})
-
-    assert result.exit_code == 0, result.output
-    json.loads(result.stdout)
+@pytest.mark.parametrize("words", [("topo",), ("bench", "kv", "fixed:8/8", "-n", "5")])
+def test_json_is_asked_for_in_two_ways(words: tuple[str, ...], flags: tuple[str, ...]) -> None:
+    json.loads(command.text_of(*words, *flags, env={"PHASEWISE_CONFIG": "/dev/null"}))
 
 
 def test_a_full_disk_is_one_line() -> None:
     with open("/dev/full", "w", encoding="utf-8") as full:
-        code, said = phasewise("topo", stdout=full.fileno())
+        line = command.run_process("topo", stdout=full.fileno()).refusal
 
-    assert (code, said) == (1, "phasewise: the results cannot be written: No space left on device\n")
+    assert line == "phasewise: the results cannot be written: No space left on device"
 
 
 @pytest.mark.parametrize(
@@ -63,6 +52,8 @@ def test_a_full_disk_is_one_line() -> None:
             1,
             "/no/keys cannot be read: No such file or directory\n",
         ),
+        (("serve", "smolm2-135m"), 1, "'smolm2-135m': give a known name"),
+        (("serve", "smolm2-135m"), 1, "; did you mean smollm2-135m-instruct?\n"),
         (("generate", "x.gguf", "-p", "x", "--top-p", "3"), 2, "--top-p"),
         (("bench", "serve", "http://127.0.0.1:9", "--slo", "foo"), 2, "--slo"),
         (("bench", "run", "x.gguf", "-p", "abc"), 2, "-p"),
@@ -80,18 +71,20 @@ def test_the_reason_is_named_and_the_thing_that_it_concerns(
 
 
 @pytest.mark.parametrize(
-    ("begun", "offered"),
+    ("typed", "offered"),
     [
-        ("smol", ["smollm2-135m-instruct"]),
-        ("./m", ["./m.gguf", "./models/"]),
-        ("org/", ["org/own-GGUF:Q4_K_M"]),
-        ("nothing-", []),
+        ("generate smol", ["smollm2-135m-instruct"]),
+        ("pull smol", ["smollm2-135m-instruct"]),
+        ("serve ./m", ["./m.gguf", "./models/"]),
+        ("pull ./m", []),
+        ("generate org/", ["org/own-GGUF:Q4_K_M"]),
+        ("generate nothing-", []),
     ],
 )
 def test_the_shell_completes_names_of_models_and_files(
-    tmp_path: Path, begun: str, offered: list[str]
+    tmp_path: Path, typed: str, offered: list[str]
 ) -> None:
-    """Known names, what is in the cache, and files that could be models."""
+    """Known names, what is in the cache, and, where a command takes a path, files that could be models."""
     (tmp_path / "m.gguf").touch()
     (tmp_path / "m.txt").touch()
     (tmp_path / "models").mkdir()
@@ -104,7 +97,7 @@ def test_the_shell_completes_names_of_models_and_files(
             **os.environ,
             "XDG_CACHE_HOME": str(tmp_path / "cache"),
             "_PHASEWISE_COMPLETE": "complete_bash",
-            "COMP_WORDS": f"phasewise generate {begun}",
+            "COMP_WORDS": f"phasewise {typed}",
             "COMP_CWORD": "2",
         },
         cwd=tmp_path,
@@ -157,12 +150,7 @@ def test_a_config_file_that_nests_without_end_is_one_line(tmp_path: Path, text: 
 def test_a_value_is_set_shown_and_removed_and_the_rest_of_the_file_stays(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text("# mine\n[topo]\nlimit = 3  # few\n", encoding="utf-8")
-    environment = {"PHASEWISE_CONFIG": str(config)}
-
-    def config_command(*arguments: str) -> str:
-        result = CliRunner().invoke(app, ["config", *arguments], env=environment)
-        assert result.exit_code == 0, result.output
-        return result.stdout
+    config_command = partial(command.text_of, "config", env={"PHASEWISE_CONFIG": str(config)})
 
     config_command("set", "bench.run.repetitions", "7")
     config_command("set", "generate.prompt", "two words")

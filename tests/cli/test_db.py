@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sqlite3
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from phasewise.cli.main import app
 from phasewise.kerneldb.records import (
-    MachineKey,
     Measurement,
     Origin,
     PlanRecord,
@@ -26,41 +19,21 @@ from phasewise.kerneldb.records import (
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import plans_for
+from tests.cli import command
+from tests.support.kerneldb_examples import OTHER_MACHINE
 
 CORE = str(read_machine().allowed_pus[0])
-FAR = MachineKey("ARM 8/0xd4f asimd L1d 64K L2 1M", "4 threads: 1 node x 1 L3 x 4 cores")
+pytestmark = pytest.mark.usefixtures("own_places")
 
 
-@pytest.fixture
-def db(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the database of this test would be; nothing is there yet."""
-    monkeypatch.setenv("PHASEWISE_DB", str(tmp_path / "tuned.db"))
-    monkeypatch.setenv("PHASEWISE_CONFIG", "/dev/null")
-    return tmp_path / "tuned.db"
-
-
-def run(*arguments: str) -> str:
-    """stdout of a command that must succeed."""
-    result = CliRunner().invoke(app, ["db", *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def run_json(*arguments: str) -> dict[str, Any]:
-    fields = json.loads(run(*arguments, "--json"))
-    assert fields.pop("schema_version") == 1
-    return dict(fields)
-
-
-def shell(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command as a script runs it."""
-    command = [sys.executable, "-m", "phasewise", "db", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+run = partial(command.text_of, "db")
+run_json = partial(command.fields_of, "db")
+invoke = partial(command.run, "db")
 
 
 def fill(db: Path) -> None:
     """Plans and schedules from another kind of machine, with the longest names."""
-    origin = Origin(FAR, "0.1.0", 1_795_000_000_000)
+    origin = Origin(OTHER_MACHINE, "0.1.0", 1_795_000_000_000)
     sample = Sample(
         Schedule(12, 2, 144, 6144, 4096, 1, 64, 2, "vnni_group32", 2, 65_536, "mn"),
         (98_765_432,),
@@ -83,11 +56,9 @@ def test_path_prints_the_file_and_nothing_else(db: Path) -> None:
 
 def test_a_password_is_never_printed(db: Path) -> None:
     url = "postgresql+nothing://me:secret@host/db"
-    shown = shell("stats", "--db", url)
 
     assert run("path", "--db", url) == "postgresql+nothing://me:***@host/db\n"
-    assert shown.returncode == 1
-    assert "secret" not in shown.stdout + shown.stderr
+    assert "secret" not in invoke("stats", "--db", url).refusal
 
 
 def test_a_machine_has_one_label_in_every_listing(db: Path) -> None:
@@ -101,14 +72,11 @@ def test_a_machine_has_one_label_in_every_listing(db: Path) -> None:
     assert all(one["machines"] == listings[0]["machines"] for one in listings)
 
 
-@pytest.mark.parametrize("command", ["show", "stats"])
-def test_looking_creates_nothing(db: Path, command: str) -> None:
+@pytest.mark.parametrize("verb", ["show", "stats"])
+def test_looking_creates_nothing(db: Path, verb: str) -> None:
     """No database yet is a state, not a failure."""
-    result = shell(command, "--json")
-
-    assert result.returncode == 0
-    assert f"there is no database at {db} yet" in result.stderr
-    assert json.loads(result.stdout)["database"] == str(db)
+    assert run_json(verb)["database"] == str(db)
+    assert f"there is no database at {db} yet" in invoke(verb).stderr
     assert not db.exists()
 
 
@@ -148,18 +116,12 @@ def test_the_newest_plan_is_marked_as_in_use(db: Path) -> None:
     [("65535", "may not use core 65535"), ("0,0", "twice"), ("all", "0-3,8"), ("", "0-3,8")],
 )
 def test_a_plan_that_cannot_run_here_is_refused(db: Path, cores: str, reason: str) -> None:
-    result = shell("set-plan", "m", "--phase", "decode", "--cores", cores)
-
-    assert result.returncode == 1
-    assert result.stdout == ""
-    assert result.stderr.startswith("phasewise: ")
-    assert reason in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert reason in invoke("set-plan", "m", "--phase", "decode", "--cores", cores).refusal
     assert not db.exists()
 
 
 def test_a_wrong_phase_is_wrong_usage(db: Path) -> None:
-    assert shell("set-plan", "m", "--phase", "train", "--cores", "0").returncode == 2
+    assert invoke("set-plan", "m", "--phase", "train", "--cores", "0").usage_error
 
 
 def test_stats_count_rows_by_machine(db: Path) -> None:
@@ -176,17 +138,19 @@ def test_stats_count_rows_by_machine(db: Path) -> None:
     }
     assert fields["rows"] == counts
     assert fields["by_machine"] == [{"machine": "#1", "measurements": 1, "service_plans": 1, "step_times": 0}]
-    assert fields["machines"] == [{"machine": "#1", "core": FAR.core_sig, "placement": FAR.placement_sig}]
+    assert fields["machines"] == [
+        {"machine": "#1", "core": OTHER_MACHINE.core_sig, "placement": OTHER_MACHINE.placement_sig}
+    ]
     assert fields["file_bytes"] >= db.stat().st_size
     assert fields["schema"] == run_json("upgrade")["to"]
 
 
-@pytest.mark.parametrize("command", ["show", "stats"])
-def test_tables_fit_eighty_columns(db: Path, tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize("verb", ["show", "stats"])
+def test_tables_fit_eighty_columns(db: Path, tmp_path: Path, verb: str) -> None:
     """The longest names and numbers, and this machine's own signature."""
     fill(db)
     run("set-plan", "m", "--phase", "prefill", "--cores", CORE)
-    lines = run(command).replace(str(tmp_path), "").splitlines()
+    lines = run(verb).replace(str(tmp_path), "").splitlines()
 
     assert max(map(len, lines)) <= 80
     assert "...ion_decode bf16" in run("show")
@@ -195,20 +159,18 @@ def test_tables_fit_eighty_columns(db: Path, tmp_path: Path, command: str) -> No
 def test_a_plan_that_cannot_be_read_is_shown_as_such(db: Path) -> None:
     """The reason goes to stderr, so that the table and the JSON stay data."""
     fill(db)
-    result = shell("show", "--json")
 
-    assert json.loads(result.stdout)["plans"][0]["ranks"] is None
-    assert "cannot be read" in result.stderr
+    assert run_json("show")["plans"][0]["ranks"] is None
+    assert "cannot be read" in invoke("show").stderr
 
 
-@pytest.mark.parametrize("command", ["show", "stats", "upgrade"])
-def test_a_file_that_is_no_database_is_one_line_and_exit_code_one(db: Path, command: str) -> None:
+@pytest.mark.parametrize("verb", ["show", "stats", "upgrade"])
+def test_a_file_that_is_no_database_is_one_line_and_exit_code_one(db: Path, verb: str) -> None:
     db.write_text("my notes")
-    result = shell(command)
 
-    assert result.returncode == 1
-    assert result.stdout == ""
-    assert result.stderr == f"phasewise: {db} is not a database; name another with --db, or move it away\n"
+    line = invoke(verb).refusal
+
+    assert line == f"phasewise: {db} is not a database; name another with --db, or move it away"
     assert db.read_text() == "my notes"
 
 
@@ -217,17 +179,15 @@ def test_a_newer_database_is_one_line_and_exit_code_one(db: Path) -> None:
     with sqlite3.connect(db) as raw:
         raw.execute("UPDATE phasewise_schema SET version_num = '0999'")
     raw.close()
-    result = shell("show")
 
-    assert result.returncode == 1
-    assert result.stderr.count("\n") == 1
-    assert "newer than this phasewise knows" in result.stderr
+    assert "newer than this phasewise knows" in invoke("show").refusal
 
 
 def test_two_commands_at_once_both_work(db: Path) -> None:
     """The first start of two servers, say."""
-    command = [sys.executable, "-m", "phasewise", "db", "set-plan", "m", "--phase", "decode", "--cores", CORE]
-    both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ) for _ in range(2)]
+    both = [command.start("db", "set-plan", "m", "--phase", "decode", "--cores", CORE) for _ in range(2)]
+    for process in both:
+        process.communicate(timeout=60)
 
-    assert [process.wait(60) for process in both] == [0, 0]
+    assert [process.returncode for process in both] == [0, 0]
     assert run_json("stats")["rows"]["service_plan"] == 2

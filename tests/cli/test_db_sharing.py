@@ -4,117 +4,55 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from phasewise.cli.main import app
 from phasewise.cython_kernels import _native
-from phasewise.kerneldb.records import (
-    Comparison,
-    MachineKey,
-    Measurement,
-    Origin,
-    Problem,
-    Promotion,
-    Sample,
-    Schedule,
-    ServedStep,
-    StepTime,
-)
+from phasewise.kerneldb.records import Comparison, Problem, Sample, Schedule, ServedStep, StepTime
 from phasewise.kerneldb.store import open_store
-from phasewise.topology import core_signature, placement_signature, read_machine
-from phasewise.tuner.plans import default_plan
 from phasewise.workflows import verify_schedules
-from tests.support.tiers import first_is_smoke
+from tests.cli import command
+from tests.support.kerneldb_examples import OTHER_MACHINE
+from tests.support.tuned_here import here, in_use, timed
 
 ABI = _native.kernel_abi("gemm")
 STALE_ABI = ABI.rpartition("-")[0] + "-000000000000"
-FAR = MachineKey("ARM 8/0xd4f asimd L1d 64K L2 1M", "4 threads: 1 node x 1 L3 x 4 cores")
 PROBLEM = Problem("gemm", "int8", 256, 128, 4)
 SCHEDULE = Schedule(4, 2, 64, 128, 128, 1, 1, 1, _native.compute_paths("q8")[0], 1, 0, "nm")
 OTHER_SCHEDULE = dataclasses.replace(SCHEDULE, block_k=64)
 
+pytestmark = pytest.mark.usefixtures("own_places")
 
-def here() -> MachineKey:
-    machine = read_machine()
-    cores = default_plan(machine, "decode").ranks[0].cores
-    return MachineKey(core_signature(machine), placement_signature(machine, cores))
-
-
-def measured(
-    estimate_ns: int,
-    schedule: Schedule = SCHEDULE,
-    problem: Problem = PROBLEM,
-    kernel_abi: str = ABI,
-    machine: MachineKey | None = None,
-) -> Measurement:
-    origin = Origin(machine or here(), "0.1.0", 1_795_000_000_000)
-    return Measurement(problem, Sample(schedule, (estimate_ns,), estimate_ns, None, 0), kernel_abi, origin)
+invoke = partial(command.run, "db")
+run = partial(command.text_of, "db")
+run_json = partial(command.fields_of, "db")
+measured = partial(timed, PROBLEM, SCHEDULE)
 
 
 @pytest.fixture
-def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tuned(db: Path) -> Path:
     """The database by default: a schedule in use, rows of another machine and of an earlier build."""
-    file = tmp_path / "tuned.db"
-    monkeypatch.setenv("PHASEWISE_DB", str(file))
-    monkeypatch.setenv("PHASEWISE_CONFIG", "/dev/null")
-    promotion = Promotion(
-        PROBLEM, SCHEDULE, None, Comparison(1.5, 1.25, 2.0, 0.95, 40), ABI, measured(1).origin
-    )
-    with open_store(file) as store:
+    with open_store(db) as store:
         store.add_measurements(
             [
                 measured(900),
-                measured(800, OTHER_SCHEDULE),
-                measured(7, machine=FAR, kernel_abi="gemm-neon-00"),
-                measured(5, kernel_abi=STALE_ABI),
+                timed(PROBLEM, OTHER_SCHEDULE, 800),
+                measured(7, "gemm-neon-00", OTHER_MACHINE),
+                measured(5, STALE_ABI),
             ]
         )
-        store.add_promotions([promotion])
-    return file
+        store.add_promotions([in_use(measured(1))])
+    return db
 
 
 @pytest.fixture
 def exported(tuned: Path, tmp_path: Path) -> Path:
     file = tmp_path / "tuned.jsonl"
-    file.write_text(shell("export").stdout)
+    file.write_text(run("export"))
     return file
-
-
-def shell(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """The command as a script runs it."""
-    command = [sys.executable, "-m", "phasewise", "db", *arguments]
-    return subprocess.run(
-        command, input=stdin, capture_output=True, text=True, check=False, timeout=60, env=os.environ
-    )
-
-
-def run(*arguments: str, exit_code: int = 0) -> str:
-    """stdout of the command, in this process."""
-    result = CliRunner().invoke(app, ["db", *arguments], catch_exceptions=False)
-    assert result.exit_code == exit_code, result.output
-    return result.stdout
-
-
-def run_json(*arguments: str, exit_code: int = 0) -> dict[str, Any]:
-    fields = json.loads(run(*arguments, "--json", exit_code=exit_code))
-    assert fields.pop("schema_version") == 1
-    return dict(fields)
-
-
-def assert_one_line(result: subprocess.CompletedProcess[str], reason: str) -> None:
-    assert result.returncode == 1
-    assert result.stdout == ""
-    assert result.stderr.startswith("phasewise: ")
-    assert reason in result.stderr
-    assert result.stderr.count("\n") == 1
 
 
 def test_an_import_exports_the_same_bytes_and_prefers_the_same_schedules(
@@ -134,7 +72,7 @@ def test_an_import_exports_the_same_bytes_and_prefers_the_same_schedules(
 
 
 def test_an_export_is_data_on_stdout_and_a_count_on_stderr(tuned: Path) -> None:
-    result = shell("export")
+    result = invoke("export")
 
     assert result.stderr == "5 rows of 2 kinds of machine\n"
     assert [json.loads(line) for line in result.stdout.splitlines()][-1]["rows"] == 5
@@ -148,11 +86,13 @@ def test_an_export_may_be_of_some_machines(tuned: Path, signature: str, rows: in
 
 
 def test_a_signature_that_nothing_has_is_said(tuned: Path) -> None:
-    assert_one_line(shell("export", "--signature", "PDP-11"), "no rows are of a machine with PDP-11")
+    line = invoke("export", "--signature", "PDP-11").refusal
+
+    assert "no rows are of a machine with PDP-11" in line
 
 
 def test_an_import_comes_from_a_pipe_too(exported: Path, tmp_path: Path) -> None:
-    result = shell("import", "-", "--db", str(tmp_path / "copy.db"), stdin=exported.read_text())
+    result = invoke("import", "-", "--db", tmp_path / "copy.db", stdin=exported.read_text())
 
     assert result.stdout == "-: 5 rows added, 0 known already\n"
     assert "is not used before `phasewise db verify`" in result.stderr
@@ -161,18 +101,17 @@ def test_an_import_comes_from_a_pipe_too(exported: Path, tmp_path: Path) -> None
 def test_what_is_refused_is_said_line_by_line_and_in_the_exit_code(exported: Path, tmp_path: Path) -> None:
     lines = exported.read_text().splitlines()
     exported.write_text("\n".join([lines[0], *["garbage"] * 30, *lines[1:3]]))
-    result = shell("import", str(exported), "--db", str(tmp_path / "copy.db"))
+    result = invoke("import", exported, "--db", tmp_path / "copy.db")
 
-    assert result.returncode == 1
+    assert result.exit_code == 1
     assert result.stdout == f"{exported}: 2 rows added, 0 known already, 31 lines refused\n"
     assert f"{exported}:2: refused: the line is not JSON" in result.stderr
     assert f"{exported}: 11 more lines were refused" in result.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "reason"),
-    first_is_smoke(
+    (
         [
             (("import", "missing.jsonl"), "missing.jsonl cannot be read: No such file"),
             (("import", "."), ". cannot be read: Is a directory"),
@@ -190,7 +129,7 @@ def test_what_cannot_be_read_is_one_line_and_creates_nothing(
 ) -> None:
     before = sorted(tuned.parent.iterdir())
 
-    assert_one_line(shell(*arguments), reason)
+    assert reason in invoke(*arguments).refusal
     assert sorted(tuned.parent.iterdir()) == before
     assert not Path("missing.db").exists()
 
@@ -198,19 +137,15 @@ def test_what_cannot_be_read_is_one_line_and_creates_nothing(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_an_export_to_a_full_disk_is_one_line(tuned: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-m", "phasewise", "db", "export"]
-        result = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60
-        )
+        line = command.run_process("db", "export", stdout=full.fileno()).refusal
 
-    assert result.returncode == 1
-    assert result.stderr == "phasewise: the export cannot be written: No space left on device\n"
+    assert line == "phasewise: the export cannot be written: No space left on device"
 
 
 def test_merging_adds_what_is_missing_once(tuned: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.db"
     with open_store(other) as store:
-        store.add_measurements([measured(900), measured(3, problem=Problem("gemm", "f32", 16, 32, 1))])
+        store.add_measurements([measured(900), timed(Problem("gemm", "f32", 16, 32, 1), SCHEDULE, 3)])
     first, again = run_json("merge", str(other)), run_json("merge", str(other))
 
     assert (first["added"], first["known"]) == (1, 1)
@@ -237,7 +172,7 @@ def test_step_times_go_out_only_where_they_are_asked_for_and_merge_with_the_rest
 def test_a_difference_is_shown_and_in_the_exit_code(tuned: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.db"
     with open_store(other) as store:
-        store.add_measurements([measured(800, OTHER_SCHEDULE)])
+        store.add_measurements([timed(PROBLEM, OTHER_SCHEDULE, 800)])
     found = run_json("diff", str(other), exit_code=1)
 
     assert found["same"] == 0
@@ -287,20 +222,12 @@ def test_verifying_measures_on_the_real_kernels(exported: Path, tmp_path: Path) 
     huge = Problem("gemm", "int8", 2**31 - 1, 2**31 - 1, 2**31 - 1)
     attention = Problem("attention", "f16", 128, 64, 4)
     schedule = dataclasses.replace(SCHEDULE, compute_path="fma", mr=2, panels=1, block_m=4, block_n=16)
+    imported = ((PROBLEM, SCHEDULE), (huge, SCHEDULE), (attention, schedule))
     with open_store(copy) as store:
-        unverified = dataclasses.replace(measured(1).origin, verified=False)
-        store.add_missing(
-            [
-                dataclasses.replace(measured(1), origin=unverified),
-                dataclasses.replace(measured(1, problem=huge), origin=unverified),
-                dataclasses.replace(
-                    measured(1, schedule, attention, _native.kernel_abi("attention")), origin=unverified
-                ),
-            ]
-        )
-    result = shell("verify", "--db", copy)
+        store.add_missing([timed(*row, 1, verified=False) for row in imported])
+    result = invoke("verify", "--db", copy)
 
-    assert result.returncode == 0, result.stderr
+    assert result.exit_code == 0, result.stderr
     assert "larger than that of any model" in result.stderr
     assert "gemm int8" in result.stdout
     assert "attention f16" in result.stdout
@@ -356,19 +283,18 @@ def test_rows_of_an_earlier_build_are_shown_apart(tuned: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [("diff", "other.db"), ("show",), ("stats",), ("verify", "--db", "other.db")]
+    "words", [("diff", "other.db"), ("show",), ("stats",), ("verify", "--db", "other.db")]
 )
 def test_tables_fit_eighty_columns(
-    tuned: Path, monkeypatch: pytest.MonkeyPatch, command: Sequence[str]
+    tuned: Path, monkeypatch: pytest.MonkeyPatch, words: Sequence[str]
 ) -> None:
     monkeypatch.chdir(tuned.parent)
     monkeypatch.setattr(verify_schedules, "NativeBench", FakeBench)
     wide = Schedule(12, 16, 144, 6144, 4096, 16, 64, 4, "int8_tile_of_somebody", 4, 65_536, "mn")
     widest = Problem("attention", "int8g16", 14336, 14336, 2048)
     with open_store("other.db") as store:
-        unverified = dataclasses.replace(measured(1).origin, verified=False)
-        store.add_missing([dataclasses.replace(measured(987_654_321, wide), origin=unverified)])
-        store.add_measurements([measured(987_654_321, wide, widest, _native.kernel_abi("attention"))])
-    lines = run(*command, exit_code=1 if command[0] == "diff" else 0).splitlines()
+        store.add_missing([timed(PROBLEM, wide, 987_654_321, verified=False)])
+        store.add_measurements([timed(widest, wide, 987_654_321)])
+    lines = run(*words, exit_code=1 if words[0] == "diff" else 0).splitlines()
 
     assert max(len(line) for line in lines if "/" not in line) <= 80

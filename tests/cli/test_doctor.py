@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from phasewise.cli.render.doctor_text import doctor_lines
 from phasewise.tuner.doctor import CHECKS, examine
+from tests.cli import command
 from tests.support.fake_host import CGROUP, CPU, Plant, clean_host, write_files
 
 BAD = Plant(
@@ -24,19 +22,15 @@ BAD = Plant(
 )
 
 
-def _doctor(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "phasewise", "doctor", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=os.environ | environment, check=False
-    )
+_text = partial(command.text_of, "doctor")
 
 
 def test_findings_in_a_pipe_are_80_columns_of_plain_text(tmp_path: Path) -> None:
     write_files(tmp_path, BAD)
 
-    done = _doctor("--root", tmp_path, PYTHONIOENCODING="ascii")
+    done = command.run_process("doctor", "--root", tmp_path, env={"PYTHONIOENCODING": "ascii"})
 
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert done.stdout.isascii()
     assert "\x1b" not in done.stdout
     assert "1. high: a quota of 1.5 CPUs' time on 4 cores" in done.stdout
@@ -56,9 +50,8 @@ def test_text_stays_within_80_columns(tmp_path: Path, plant: Plant) -> None:
 def test_json_has_every_finding_with_evidence_and_remedy(tmp_path: Path) -> None:
     write_files(tmp_path, BAD)
 
-    fields = json.loads(_doctor("--root", tmp_path, "--json").stdout)
+    fields = command.fields_of("doctor", "--root", tmp_path)
 
-    assert fields["schema_version"] == 1
     assert fields["checks"] == list(CHECKS)
     assert [(one["id"], one["severity"]) for one in fields["findings"]] == [
         ("cpu-quota", "high"),
@@ -76,20 +69,17 @@ def test_only_strict_fails_on_findings(tmp_path: Path) -> None:
     write_files(tmp_path / "bad", BAD)
     write_files(tmp_path / "clean", Plant())
 
-    assert _doctor("--root", tmp_path / "bad").returncode == 0
-    assert _doctor("--root", tmp_path / "bad", "--strict").returncode == 1
-    clean = _doctor("--root", tmp_path / "clean", "--strict")
-    assert clean.returncode == 0
-    assert "Nothing found" in clean.stdout
+    assert _text("--root", tmp_path / "bad")
+    assert _text("--root", tmp_path / "bad", "--strict", exit_code=1)
+    assert "Nothing found" in _text("--root", tmp_path / "clean", "--strict")
 
 
 def test_this_host_is_examined_and_left_alone(tmp_path: Path) -> None:
     database = tmp_path / "absent.db"
 
-    done = _doctor("--json", "--db", database, PHASEWISE_ISA="portable")
+    fields = command.fields_of("doctor", "--db", database, env={"PHASEWISE_ISA": "portable"})
 
-    assert done.returncode == 0, done.stderr
-    found = {one["id"]: one for one in json.loads(done.stdout)["findings"]}
+    found = {finding["id"]: finding for finding in fields["findings"]}
     assert "absent" in found["untuned"]["evidence"][0]["source"]
     assert not database.exists()
 
@@ -98,8 +88,4 @@ def test_this_host_is_examined_and_left_alone(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_snapshot_is_one_line(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
 
-    done = _doctor("--root", tmp_path / name)
-
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("phasewise: ")
-    assert done.stderr.count("\n") == 1
+    assert command.run("doctor", "--root", tmp_path / name).refusal

@@ -4,51 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner, Result
 
+from tests.cli import command
 from tests.support.tiers import examples
-from tests.support.tiny_models import tiny_gguf
 
 pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
 
-from phasewise.cli.main import app
 from phasewise.cython_kernels._native import kernel_abi
-from phasewise.kerneldb.records import (
-    Comparison,
-    Measurement,
-    Origin,
-    PlanRecord,
-    Problem,
-    Promotion,
-    Sample,
-    Schedule,
-)
+from phasewise.kerneldb.records import Measurement, Origin, PlanRecord, Problem, Schedule
 from phasewise.kerneldb.store import open_store
 from phasewise.serving.loaders import load_model
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import default_plan, machine_key, model_key
 from phasewise.tuner.weights import format_name
-
-WON = Comparison(1.5, 1.25, 2.0, 0.95, 40)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    path.write_bytes(tiny_gguf().to_bytes())
-    return path
+from tests.support.tuned_here import keep_in_use, timed
 
 
-def generate(model: Path, db: Path) -> Result:
-    command = ["generate", str(model), "-p", "hello", "-n", "3", "--ignore-eos", "--db", str(db)]
+def generate(model: Path, db: Path) -> command.Done:
     environment = {"XDG_CACHE_HOME": str(model.parent / "cache"), "PHASEWISE_CONFIG": "/dev/null"}
-    return CliRunner().invoke(app, command, env=environment)
+    words = ("-p", "hello", "-n", 3, "--ignore-eos", "--db", db)
+    return command.run("generate", model, *words, env=environment)
+
+
+def row_of(problem: Problem, schedule: Schedule) -> Measurement:
+    family = problem.family if problem.family in ("gemm", "attention") else "gemm"
+    return timed(problem, schedule, abi=kernel_abi(family))
 
 
 PATHS = st.sampled_from(["fma", "int8_dot", "bf16_dot", "bf16_tile", "int8_tile", "warp", "x"])
@@ -77,45 +62,35 @@ def shapes(model: Path) -> list[tuple[str, str, int, int]]:
     return [*sorted(own), *strange]
 
 
-def keep(db: Path, rows: Sequence[tuple[Problem, Schedule]]) -> None:
-    machine = read_machine()
-    origin = Origin(machine_key(machine, default_plan(machine, "decode").cores), "0.1.0", 1_795_000_000_000)
-    with open_store(db) as store:
-        for problem, schedule in rows:
-            abi = kernel_abi(problem.family if problem.family in ("gemm", "attention") else "gemm")
-            sample = Sample(schedule, (900,), 900, None, 1000)
-            store.add_measurements([Measurement(problem, sample, abi, origin)])
-            store.add_promotions([Promotion(problem, schedule, None, WON, abi, origin)])
-
-
 @given(st.data())
 @examples(60)
 def test_no_row_stops_a_start(
-    model: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    tiny: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """Schedules by paths, of formats, families and sizes that do not exist, beside those that do."""
     db = tmp_path_factory.mktemp("rows") / "drawn.db"
-    problems = st.builds(lambda key, m: Problem(*key, m), st.sampled_from(shapes(model)), st.integers(1, 9))
-    keep(db, data.draw(st.lists(st.tuples(problems, schedules()), min_size=1, max_size=6)))
-    done = generate(model, db)
+    problems = st.builds(lambda key, m: Problem(*key, m), st.sampled_from(shapes(tiny)), st.integers(1, 9))
+    rows = st.lists(st.builds(row_of, problems, schedules()), min_size=1, max_size=6)
+    keep_in_use(db, data.draw(rows))
+    done = generate(tiny, db)
 
     assert done.exit_code == 0, done.output
 
 
 @pytest.mark.parametrize("path", ["warp", "x"])
 def test_a_row_with_an_unknown_compute_path_is_left_out_with_a_line(
-    model: Path, tmp_path: Path, path: str
+    tiny: Path, tmp_path: Path, path: str
 ) -> None:
     """And the rows beside it stay in use: the answer is the one without a database."""
-    own = next(shape for shape in shapes(model) if shape[0] == "gemm")
+    own = next(shape for shape in shapes(tiny) if shape[0] == "gemm")
     schedule = Schedule(1, 1, 3, 16, 32, 1, 1, 1, path, 1, 640, "mn")
-    keep(tmp_path / "one.db", [(Problem(*own, 1), schedule)])
-    done = generate(model, tmp_path / "one.db")
+    keep_in_use(tmp_path / "one.db", [row_of(Problem(*own, 1), schedule)])
+    done = generate(tiny, tmp_path / "one.db")
 
     assert done.exit_code == 0, done.output
     (line,) = [line for line in done.stderr.splitlines() if "left out" in line]
     assert f"there is no compute path {path}" in line
-    assert done.stdout == generate(model, tmp_path / "none.db").stdout
+    assert done.stdout == generate(tiny, tmp_path / "none.db").stdout
 
 
 VALUES = ["9223372036854775807", "'text'", "x'ff00'", "-1", "9e999", "NULL", "'[[['", "'{}'", "''"]
@@ -125,12 +100,12 @@ TABLES = ("problem", "schedule", "measurement", "promotion", "service_plan")
 @given(st.data())
 @examples(60)
 def test_no_value_of_a_row_stops_a_start(
-    model: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    tiny: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """Every column of every row that a start reads, of any type that SQLite lets into it."""
     db = tmp_path_factory.mktemp("values") / "drawn.db"
-    own = next(shape for shape in shapes(model) if shape[0] == "gemm")
-    keep(db, [(Problem(*own, 1), Schedule(1, 1, 3, 16, 32, 1, 1, 1, "fma", 1, 640, "mn"))])
+    own = next(shape for shape in shapes(tiny) if shape[0] == "gemm")
+    keep_in_use(db, [row_of(Problem(*own, 1), Schedule(1, 1, 3, 16, 32, 1, 1, 1, "fma", 1, 640, "mn"))])
     machine = read_machine()
     origin = Origin(machine_key(machine), "0.1.0", 1_795_000_000_000)
     with open_store(db) as store:
@@ -146,6 +121,6 @@ def test_no_value_of_a_row_stops_a_start(
         column, value = data.draw(st.sampled_from(columns)), data.draw(st.sampled_from(VALUES))
         with contextlib.suppress(sqlite3.IntegrityError):
             raw.execute(f"UPDATE {table} SET {column} = {value}")
-    done = generate(model, db)
+    done = generate(tiny, db)
 
-    assert done.exit_code == 0, (table, column, value, done.output, done.exception)
+    assert done.exit_code == 0, (table, column, value, done.output)

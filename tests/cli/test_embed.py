@@ -3,55 +3,29 @@
 from __future__ import annotations
 
 import io
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
 
-from phasewise.cli.main import app
+from tests.cli import command
 from tests.support.encoder_models import HIDDEN, MAX_TOKENS, poison_weights, write_encoder
-from tests.support.tiny_models import tiny_gguf
 
 pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
 
+pytestmark = pytest.mark.usefixtures("own_places")
+
 TEXTS = ["the cat sat", "a dog.", "naïve 北京"]
+
+invoke = partial(command.run, "embed")
+as_json = partial(command.fields_of, "embed")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_encoder(tmp_path_factory.mktemp("model") / "bert", "bert")
-
-
-@pytest.fixture(autouse=True)
-def _own_places(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = tmp_path_factory.getbasetemp()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(base / "embed-cache"))
-    monkeypatch.setenv("XDG_DATA_HOME", str(base / "embed-data"))
-    monkeypatch.setenv("PHASEWISE_CONFIG", "/dev/null")
-
-
-def invoke(*arguments: object, stdin: str | bytes | None = None) -> Result:
-    return CliRunner().invoke(app, ["embed", *map(str, arguments)], input=stdin)
-
-
-def refusal(result: Result) -> str:
-    """The one line that `phasewise` prints of an expected failure."""
-    assert result.exception is not None
-    if isinstance(result.exception, SystemExit):
-        assert result.exit_code == 1
-        (line,) = result.stderr.splitlines()
-        return line
-    assert getattr(result.exception, "exit_code", None) == 1, (result.output, result.exception)
-    return " ".join(str(result.exception).split())
-
-
-def as_json(*arguments: object, stdin: str | None = None) -> dict[str, Any]:
-    result = invoke(*arguments, stdin=stdin)
-    assert result.exit_code == 0, (result.output, result.exception)
-    return dict(json.loads(result.stdout))
 
 
 def vectors(fields: dict[str, Any]) -> np.ndarray:
@@ -64,7 +38,7 @@ def test_json_csv_and_npy_hold_the_same_bits(model: Path) -> None:
     csv = invoke(model, *TEXTS, "-o", "csv")
 
     whole = vectors(fields)
-    assert (fields["schema_version"], fields["dimensions"], whole.shape) == (1, HIDDEN, (3, HIDDEN))
+    assert (fields["dimensions"], whole.shape) == (HIDDEN, (3, HIDDEN))
     assert fields["prompt_tokens"] > len(TEXTS)
     loaded = np.load(io.BytesIO(npy.stdout_bytes))
     assert loaded.dtype == np.float32
@@ -127,30 +101,17 @@ def test_what_cannot_be_embedded_is_one_line(
     (tmp_path / "EMPTY").write_bytes(b"")
     places = {"FOLDER": tmp_path, "LATIN": tmp_path / "LATIN", "EMPTY": tmp_path / "EMPTY"}
 
-    result = invoke(model, *(places.get(str(one), one) for one in arguments), stdin=stdin)
+    done = invoke(model, *(places.get(str(word), word) for word in arguments), stdin=stdin)
 
-    assert result.exit_code == code, (result.output, result.exception)
-    assert result.stdout == ""
-    if code == 1:
-        assert says in refusal(result)
-    else:
-        assert says in " ".join(result.stderr.replace("│", " ").split())
+    assert says in (done.refusal if code == 1 else done.usage_error)
 
 
-def test_a_model_that_generates_text_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "tiny.gguf"
-    path.write_bytes(tiny_gguf().to_bytes())
-
-    result = invoke(path, "hello")
-
-    assert "no embedding model" in refusal(result)
+def test_a_model_that_generates_text_is_refused(tiny: Path) -> None:
+    assert "no embedding model" in invoke(tiny, "hello").refusal
 
 
 def test_weights_that_are_no_numbers_are_an_error(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path / "bert", "bert")
     poison_weights(folder)
 
-    result = invoke(folder, "the cat sat")
-
-    assert "NaN or infinity" in refusal(result)
-    assert result.stdout == ""
+    assert "NaN or infinity" in invoke(folder, "the cat sat").refusal

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from functools import cache
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from phasewise.cli.main import app
+from tests.cli import command
+from tests.cli.command_options import commands
 
 COLUMNS = 80
 READ_TWICE = (
@@ -23,34 +21,13 @@ READ_TWICE = (
 """Words of a help text that a reader stumbles over."""
 
 
-def commands(command: Any, path: str = "") -> Iterator[str]:
-    """The full name of every command that does something."""
-    children = getattr(command, "commands", None)
-    if children is None:
-        yield path
-        return
-    for name in children:
-        yield from commands(children[name], f"{path} {name}".strip())
-
-
-def command_at(path: str) -> Any:
-    found: Any = typer.main.get_command(app)
-    for name in path.split():
-        found = found.commands[name]
-    return found
-
-
-EVERY = sorted(commands(typer.main.get_command(app)))
-
-
+@cache
 def help_of(path: str) -> str:
     environment = {"COLUMNS": str(COLUMNS), "PHASEWISE_CONFIG": "/dev/null"}
-    result = CliRunner().invoke(app, [*path.split(), "--help"], env=environment)
-    assert result.exit_code == 0
-    return result.stdout
+    return command.text_of(*path.split(), "--help", env=environment)
 
 
-@pytest.mark.parametrize("path", ["", *EVERY])
+@pytest.mark.parametrize("path", ["", *commands()])
 def test_help_fits_the_terminal(path: str) -> None:
     text = help_of(path)
 
@@ -58,20 +35,20 @@ def test_help_fits_the_terminal(path: str) -> None:
     assert "\x1b" not in text
 
 
-@pytest.mark.parametrize("path", EVERY)
+@pytest.mark.parametrize("path", commands())
 def test_a_command_and_each_of_its_options_are_explained(path: str) -> None:
-    command = command_at(path)
+    explained = commands()[path]
 
-    assert (command.help or "").strip(), "no help"
+    assert (explained.help or "").strip(), "no help"
     silent = [
         one.name
-        for one in command.params
+        for one in explained.params
         if not re.sub(r"\[[^]]*\]", "", getattr(one, "help", None) or "").strip()
     ]
     assert silent == []
 
 
-@pytest.mark.parametrize("path", ["", *EVERY])
+@pytest.mark.parametrize("path", ["", *commands()])
 def test_no_help_has_words_that_one_reads_twice(path: str) -> None:
     text = " ".join(help_of(path).split())
 

@@ -18,10 +18,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 import phasewise._files
-from phasewise.cli.main import app
 from phasewise.cli.present import on_one_line
 from phasewise.cluster.spec_file import read_cluster
 from phasewise.cluster.steps import read_profile
@@ -45,6 +43,7 @@ from phasewise.workflows.report import silent
 from phasewise.workflows.serve_front import http_limits, tls_of
 from phasewise.workflows.serve_settings import Accepting, Listening
 from phasewise.workflows.user_kernels.files import read_text
+from tests.cli import command
 from tests.ir.samples import NAMES, text_of
 from tests.support.tiers import examples, first_is_smoke
 from tests.support.tiny_models import TinyShape, hf_config
@@ -193,14 +192,8 @@ def given_files(tmp_path: Path) -> dict[str, str]:
 
 
 def _run(arguments: list[str]) -> tuple[int, str]:
-    """Exit code and line, as `main` has them."""
-    result = CliRunner().invoke(app, arguments)
-    error = result.exception
-    if error is None or isinstance(error, SystemExit):
-        return result.exit_code, result.stderr
-    code = getattr(error, "exit_code", None)
-    assert code is not None, (arguments, repr(error))
-    return code, str(error)
+    done = command.run(*arguments)
+    return done.exit_code, done.stderr
 
 
 def _is_refused(run: Callable[[], tuple[int, str]], file: Path) -> None:
@@ -217,12 +210,12 @@ def _is_refused(run: Callable[[], tuple[int, str]], file: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "kind"),
-    first_is_smoke((command, kind) for kind in FILES for command in COMMANDS if (command, kind) not in RIGHT),
+    ("name", "kind"),
+    first_is_smoke((name, kind) for kind in FILES for name in COMMANDS if (name, kind) not in RIGHT),
 )
-def test_a_file_from_a_stranger_is_refused_in_one_line(command: str, kind: str, tmp_path: Path) -> None:
+def test_a_file_from_a_stranger_is_refused_in_one_line(name: str, kind: str, tmp_path: Path) -> None:
     file, names = FILES[kind](tmp_path / "hostile"), given_files(tmp_path)
-    arguments = [names.get(word, word.replace("FILE", str(file))) for word in COMMANDS[command]]
+    arguments = [names.get(word, word.replace("FILE", str(file))) for word in COMMANDS[name]]
 
     _is_refused(lambda: _run(arguments), file)
     assert not (tmp_path / "OUT").exists()

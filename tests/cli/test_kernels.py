@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from phasewise.cli.main import app
+from tests.cli import command
 from tests.ir.samples import HOME, path_of, why_not
 
-runner = CliRunner()
+
+def _words(*words: str) -> list[str]:
+    return list(words) if words[0] == "tune-kernels" else ["kernels", *words]
 
 
 def _run(*words: str, db: Path | None = None) -> str:
-    environment = {"PHASEWISE_DB": str(db)} if db else {}
-    found = runner.invoke(app, ["kernels", *words] if words[0] != "tune-kernels" else words, env=environment)
-    assert found.exit_code == 0, found.output + str(found.exception)
-    return found.stdout
+    return command.text_of(*_words(*words), env={"PHASEWISE_DB": str(db)} if db else {})
 
 
 def _json(*words: str, db: Path) -> Any:
-    return json.loads(_run(*words, "--json", db=db))
+    return command.fields_of(*_words(*words), env={"PHASEWISE_DB": str(db)})
 
 
 def test_raise_prints_a_text_and_lower_takes_it(tmp_path: Path) -> None:
@@ -51,10 +48,9 @@ def test_raise_prints_a_text_and_lower_takes_it(tmp_path: Path) -> None:
 def test_what_cannot_be_is_an_error_with_a_reason(
     words: tuple[str, ...], code: int, reason: str, tmp_path: Path
 ) -> None:
-    found = runner.invoke(app, ["kernels", *words], env={"PHASEWISE_DB": str(tmp_path / "db")})
+    done = command.run("kernels", *words, env={"PHASEWISE_DB": str(tmp_path / "db")})
 
-    assert reason in found.output + str(found.exception)
-    assert found.exit_code == 2 or getattr(found.exception, "exit_code", None) == code
+    assert reason in (done.refusal if code == 1 else done.usage_error)
 
 
 @pytest.mark.slow
@@ -74,23 +70,12 @@ def test_a_kernel_is_tuned_once_and_emitted_as_c_that_builds_alone(tmp_path: Pat
     assert _json("show", "silu_gate", db=db)["shapes"]
     out, header = tmp_path / "silu.c", tmp_path / "silu.h"
     _run("emit", str(kernel), "-o", str(out), "--header", str(header), db=db)
+    strict = ("cc", "-O2", "-Wall", "-Wextra", "-Werror", "-c", str(out), "-o", str(tmp_path / "o"))
     for flags in ((), ("-mavx2", "-mfma", "-mf16c"), ("-march=native",)):
-        command = [
-            "cc",
-            "-O2",
-            "-Wall",
-            "-Wextra",
-            "-Werror",
-            *flags,
-            "-c",
-            str(out),
-            "-o",
-            str(tmp_path / "o"),
-        ]
-        subprocess.run(command, check=True, cwd=tmp_path)
+        subprocess.run([*strict, *flags], check=True, cwd=tmp_path)
     kernel.write_text(kernel.read_text().replace("87.0", "86.0"))
-    changed = runner.invoke(app, ["kernels", "emit", str(kernel)], env={"PHASEWISE_DB": str(db)})
-    assert "has not been tuned here as it is now" in str(changed.exception)
+    changed = command.run("kernels", "emit", kernel, env={"PHASEWISE_DB": str(db)})
+    assert "has not been tuned here as it is now" in changed.refusal
 
 
 @pytest.mark.skipif(why_not(HOME) is not None, reason=str(why_not(HOME)))
@@ -106,12 +91,11 @@ def test_checking_against_a_file_names_the_function_that_it_lacks(tmp_path: Path
         ("float h(float);\n" + body.replace("x[i] * 2.0f", "h(x[i])"), "h"),
     ):
         source.write_text(text)
-        refused = runner.invoke(app, ["kernels", "check", str(kernel), "--against", str(source)])
+        line = command.run("kernels", "check", kernel, "--against", source).refusal
 
-        assert refused.exit_code == 1
-        assert f"nothing defines `{name}`" in str(refused.exception)
-        assert str(source) in str(refused.exception)
-        assert "ld returned" not in str(refused.exception)
+        assert f"nothing defines `{name}`" in line
+        assert str(source) in line
+        assert "ld returned" not in line
 
 
 @pytest.mark.slow
@@ -134,6 +118,5 @@ def test_headers_and_macros_of_a_c_file_are_named_alike_wherever_it_is_read(tmp_
     _run(*tune, "--against", str(source), *given, db=db)
     _run("emit", str(kernel), "--against", str(source), *given, db=db)
 
-    refused = runner.invoke(app, [*tune, "-D", "FACTOR=3.0f"], env={"PHASEWISE_DB": str(db)})
-    assert refused.exit_code == 2
-    assert "--define has no effect without --against" in " ".join(refused.output.split())
+    refused = command.run(*tune, "-D", "FACTOR=3.0f", env={"PHASEWISE_DB": str(db)})
+    assert "--define has no effect without --against" in refused.usage_error

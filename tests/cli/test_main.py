@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,27 +11,18 @@ from pathlib import Path
 import pytest
 
 from phasewise import __version__
+from tests.cli import command
+from tests.support.scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def phasewise(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "phasewise", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment},
-    )
+def phasewise(*arguments: object, **environment: str) -> command.Done:
+    return command.run_process(*arguments, env=environment)
 
 
 def _reference_pages() -> object:
-    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs" / "make_reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("docs/make_reference.py")
 
 
 @pytest.mark.parametrize("flag", ["--version", "-V"])
@@ -42,20 +32,11 @@ def test_version_is_the_package_version(flag: str) -> None:
 
 @pytest.mark.parametrize("arguments", [["no-such-command"], ["topo", "--no-such-option"], ["bench", "run"]])
 def test_wrong_usage_ends_with_2_and_says_so_on_stderr(arguments: list[str]) -> None:
-    result = phasewise(*arguments)
-
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert "Usage:" in result.stderr
+    assert "Usage:" in phasewise(*arguments).usage_error
 
 
 def test_an_expected_failure_is_one_line_and_1(tmp_path: Path) -> None:
-    result = phasewise("models", "inspect", str(tmp_path / "absent.gguf"))
-
-    assert result.returncode == 1
-    assert result.stdout == ""
-    assert result.stderr.startswith("phasewise: ")
-    assert result.stderr.count("\n") == 1
+    assert phasewise("models", "inspect", tmp_path / "absent.gguf").refusal
 
 
 def test_options_come_from_flag_then_environment_then_file_then_default(tmp_path: Path) -> None:
@@ -73,11 +54,7 @@ def test_a_broken_configuration_file_is_one_line(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text("[serve\n")
 
-    result = phasewise("topo", PHASEWISE_CONFIG=str(config))
-
-    assert result.returncode == 1
-    assert str(config) in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert str(config) in phasewise("topo", PHASEWISE_CONFIG=str(config)).refusal
 
 
 def test_help_asks_for_no_heavy_library() -> None:
@@ -90,6 +67,43 @@ def test_help_asks_for_no_heavy_library() -> None:
     assert result.stdout.strip() == "[]"
 
 
+def _headings(text: str) -> dict[str, list[str]]:
+    """The first word of each entry, by heading, of a help text."""
+    parts = re.split(r"^([^\s].*):$", text, flags=re.M)
+    return {
+        heading: re.findall(r"^  (\S+)", body, flags=re.M)
+        for heading, body in zip(parts[1::2], parts[2::2], strict=True)
+    }
+
+
+def test_help_lists_every_command_once_the_first_hour_first() -> None:
+    headings = _headings(phasewise("--help").stdout)
+    listed = [name for heading, names in headings.items() if heading != "Options" for name in names]
+    registered = {name for name, one in command.tree().commands.items() if not one.hidden}
+
+    assert list(headings)[:2] == ["Options", "The first hour"]
+    assert headings["The first hour"][:4] == ["pull", "chat", "serve", "embed"]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == registered
+
+
+def test_help_of_serve_begins_with_ten_options_and_ends_with_research() -> None:
+    headings = _headings(phasewise("serve", "--help").stdout)
+    of_options = [heading for heading in headings if not heading.startswith(("Arguments", "Without effect"))]
+
+    assert of_options[0] == "Most used"
+    assert len(headings["Most used"]) == 10
+    assert "--kv-policy" in headings[of_options[-1]]
+
+
+def test_pull_is_models_pull() -> None:
+    help_texts = {
+        phasewise(*command, "--help").stdout.partition("\n")[2] for command in (["pull"], ["models", "pull"])
+    }
+
+    assert len(help_texts) == 1
+
+
 def test_every_command_is_documented_as_it_is() -> None:
     """`make docs` writes the page; a command or an option that changed without it fails here."""
     module = _reference_pages()
@@ -99,25 +113,20 @@ def test_every_command_is_documented_as_it_is() -> None:
 
 def test_ctrl_c_is_one_line_and_130() -> None:
     """`bench machine` runs for seconds: time enough to be interrupted."""
-    command = subprocess.Popen(
-        [sys.executable, "-m", "phasewise", "bench", "machine"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert command.stderr is not None
-    assert command.stderr.readline().startswith("measuring")
+    process = command.start("bench", "machine")
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("measuring")
 
-    command.send_signal(signal.SIGINT)
-    _, rest = command.communicate(timeout=60)
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=60)
 
-    assert command.returncode == 130
+    assert process.returncode == 130
     assert rest == "phasewise: interrupted\n"
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
-    command = f"{sys.executable} -m phasewise topo --json | head -c 1"
+    line = f"{sys.executable} -m phasewise topo --json | head -c 1"
 
-    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    result = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
 
     assert "Traceback" not in result.stderr

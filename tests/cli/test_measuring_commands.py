@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from phasewise.cython_kernels import _native
-from phasewise.kerneldb.records import MachineKey, Measurement, Origin, Problem, Sample, Schedule
+from phasewise.kerneldb.records import Problem, Schedule
 from phasewise.kerneldb.store import open_store
-from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.tuner.measurement_lock import LOCK_NAME, FileLock
-from phasewise.tuner.plans import default_plan
+from tests.cli import command
 from tests.support.tiny_models import write_tiny_gguf
+from tests.support.tuned_here import timed
 
 PATIENCE_S = 120
 DATABASE = "tuning.db"
 
 
 def start(tmp_path: Path, *arguments: str | Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "phasewise", *map(str, arguments)]
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PHASEWISE_DB": str(tmp_path / DATABASE)}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    places = {"TMPDIR": str(tmp_path), "PHASEWISE_DB": str(tmp_path / DATABASE)}
+    return command.start(*arguments, env=places)
 
 
 def until_it_measures(lock: FileLock, process: subprocess.Popen[str]) -> None:
@@ -41,15 +36,9 @@ def until_it_measures(lock: FileLock, process: subprocess.Popen[str]) -> None:
 
 def add_unverified_schedule(database: Path) -> None:
     """A row of this machine as `db import` leaves it, for `db verify` to measure."""
-    machine = read_machine()
-    cores = default_plan(machine, "decode").ranks[0].cores
-    here = MachineKey(core_signature(machine), placement_signature(machine, cores))
     schedule = Schedule(4, 2, 64, 128, 128, 1, 1, 1, _native.compute_paths("q8")[0], 1, 0, "nm")
-    origin = Origin(here, "0.1.0", 1_795_000_000_000, verified=False)
-    sample = Sample(schedule, (1000,), 1000, None, 0)
-    row = Measurement(Problem("gemm", "int8", 256, 128, 4), sample, _native.kernel_abi("gemm"), origin)
     with open_store(database) as store:
-        store.add_missing([row])
+        store.add_missing([timed(Problem("gemm", "int8", 256, 128, 4), schedule, verified=False)])
 
 
 @pytest.mark.slow

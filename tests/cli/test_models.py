@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from phasewise.cli.main import app
-from phasewise.cli.options import WeightFormat
+from phasewise.cli.options import WEIGHT_FORMATS
 from phasewise.cli.render.models_text import DownloadBar
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.hub import folder_of
 from phasewise.serving.loaders.registry import KNOWN, known_path
 from phasewise.serving.model import FORMATS
+from tests.cli import command
 from tests.support.stand_in_hub import serving
 from tests.support.tiny_models import TinyShape, write_tiny_gguf, write_tiny_hf
 
-runner = CliRunner()
+run = partial(command.text_of, "models")
+fields_of = partial(command.fields_of, "models")
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def run(*arguments: str) -> str:
-    result = runner.invoke(app, ["models", *arguments])
-    assert result.exit_code == 0, result.output
-    return result.stdout
 
 
 def test_list_shows_what_is_known_and_how_to_get_it() -> None:
@@ -51,9 +43,8 @@ def test_list_json_tells_present_from_absent_and_shows_packed_files(tmp_path: Pa
     packed = load_model(str(write_tiny_gguf(tmp_path / "tiny.gguf")), "int8", cache)
     (cache / "packed" / "damaged.packed").write_bytes(b"no")
 
-    found = json.loads(run("list", "--json"))
+    found = fields_of("list")
 
-    assert found["schema_version"] == 1
     assert found["models"][0]["path"] == str(known_path(model, cache))
     (listed,) = found["packed"]
     assert (listed["name"], listed["format"]) == ("tiny", "int8")
@@ -75,7 +66,7 @@ def test_list_tells_models_from_what_is_packed_from_them(cache: Path) -> None:
     path, name = _fetched(cache)
     load_model(name, "native", cache)
 
-    found, text = json.loads(run("list", "--json")), run("list")
+    found, text = fields_of("list"), run("list")
 
     (stored,), (packed,) = found["stored"], found["packed"]
     assert (stored["name"], stored["format"], stored["path"]) == (name, "GGUF", str(path))
@@ -94,7 +85,7 @@ def test_rm_takes_a_model_and_what_was_packed_from_it(cache: Path) -> None:
     assert not list((cache / "packed").glob("*.packed"))
 
     load_model(name, "native", cache)
-    (gone_first, gone_last) = json.loads(run("rm", name, "--json"))["removed"]
+    (gone_first, gone_last) = fields_of("rm", name)["removed"]
     assert (gone_first["why"], gone_last["why"]) == ("packed", "model")
     assert not path.parent.exists()
     assert not list((cache / "packed").glob("*.packed"))
@@ -108,7 +99,7 @@ def test_rm_leaves_files_of_the_user(cache: Path, tmp_path: Path) -> None:
 
     assert path.exists()
     assert not list((cache / "packed").glob("*.packed"))
-    assert runner.invoke(app, ["models", "rm", "own"]).exit_code == 1
+    assert command.run("models", "rm", "own").refusal
 
 
 def test_prune_takes_what_no_start_will_use(cache: Path, tmp_path: Path) -> None:
@@ -121,9 +112,9 @@ def test_prune_takes_what_no_start_will_use(cache: Path, tmp_path: Path) -> None
     part.parent.mkdir(parents=True)
     part.write_bytes(b"half")
 
-    would = json.loads(run("prune", "--dry-run", "--json"))
+    would = fields_of("prune", "--dry-run")
     assert part.exists()
-    did = json.loads(run("prune", "--json"))
+    did = fields_of("prune")
 
     assert would["removed"] == did["removed"]
     assert len(did["removed"]) == 3
@@ -140,7 +131,7 @@ def test_pull_by_a_hub_name_prints_the_path_and_says_the_size(
     with serving() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         hub.repositories["org/tiny-GGUF"] = {"tiny-Q4_0.gguf": bytes(2_000_000)}
-        result = runner.invoke(app, ["models", "pull", "org/tiny-GGUF:Q4_0"])
+        result = command.run("models", "pull", "org/tiny-GGUF:Q4_0")
 
     assert result.exit_code == 0
     assert result.stdout.strip() == str(folder_of("org/tiny-GGUF:Q4_0", cache) / "tiny-Q4_0.gguf")
@@ -179,9 +170,8 @@ def test_inspect_prints_the_shape_within_80_columns(
 def test_inspect_json_counts_what_packing_will_take(tmp_path: Path, cache: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf", types="Q4_1", shape=TinyShape(vocab_size=261))
 
-    found = json.loads(run("inspect", str(path), "--json"))
+    found = fields_of("inspect", str(path))
 
-    assert found["schema_version"] == 1
     assert found["config"]["n_layers"] == 2
     for weight_format, n_bytes in found["format_bytes"].items():
         assert load_model(str(path), weight_format, cache).weight_bytes == n_bytes
@@ -190,29 +180,18 @@ def test_inspect_json_counts_what_packing_will_take(tmp_path: Path, cache: Path)
 
 
 def test_the_command_line_offers_the_formats_that_loaders_know() -> None:
-    assert tuple(WeightFormat) == FORMATS
+    assert WEIGHT_FORMATS == FORMATS
 
 
-@pytest.mark.parametrize("arguments", [["inspect", "no-such-model"], ["pull", "no-such-model"]])
-def test_an_unknown_model_is_one_line_and_exit_1(arguments: list[str], cache: Path) -> None:
-    command = [sys.executable, "-m", "phasewise", "models", *arguments]
-    environment = {**os.environ, "PHASEWISE_CACHE": str(cache)}
+@pytest.mark.parametrize("word", ["inspect", "pull"])
+def test_an_unknown_model_is_one_line_and_exit_1(word: str) -> None:
+    line = command.run("models", word, "no-such-model").refusal
 
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-
-    assert result.returncode == 1
-    assert result.stdout == ""
-    assert result.stderr.startswith("phasewise: no model 'no-such-model'")
-    assert result.stderr.count("\n") == 1
+    assert line.startswith("phasewise: no model 'no-such-model'")
 
 
-def test_inspecting_a_cut_file_is_one_line_and_exit_1(tmp_path: Path, cache: Path) -> None:
+def test_inspecting_a_cut_file_is_one_line_and_exit_1(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     path.write_bytes(path.read_bytes()[:-1000])
-    command = [sys.executable, "-m", "phasewise", "models", "inspect", str(path)]
 
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-
-    assert result.returncode == 1
-    assert "cut short" in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert "cut short" in command.run("models", "inspect", path).refusal

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from typing import Literal
 
 import pytest
 import typer
@@ -50,20 +50,15 @@ def test_each_option_reaches_its_field() -> None:
     assert (code, output) == (0, f"it {Tank(1024, True, ['a', 'b'])} True\n")
 
 
-class Shape(Enum):
-    round = "round"
-    square = "square"
-
-
 @dataclass(frozen=True)
 class Lid:
-    own: Shape = Shape.round
+    own: Literal["round", "square"] = "round"
     text: str = "round"
 
 
-def test_a_choice_reaches_its_field_as_the_field_is_declared() -> None:
-    """An enumeration where the dataclass names it, its text where the dataclass has a string."""
-    options = option_set(Lid, own=opt("own"), text=opt("text", kind=Shape))
+def test_a_choice_reaches_its_field_and_nothing_else_is_one() -> None:
+    """Choices where the dataclass names them, and where the dataclass has a string."""
+    options = option_set(Lid, own=opt("own"), text=opt("text", kind=Literal["round", "square"]))
     reached: list[Lid] = []
 
     @spread(lid=options)
@@ -75,7 +70,8 @@ def test_a_choice_reaches_its_field_as_the_field_is_declared() -> None:
     for arguments in ([], ["--own", "square", "--text", "square"]):
         assert CliRunner().invoke(app, arguments).exit_code == 0
 
-    assert reached == [Lid(), Lid(Shape.square, "square")]
+    assert reached == [Lid(), Lid("square", "square")]
+    assert CliRunner().invoke(app, ["--text", "oval"]).exit_code == 2
 
 
 def test_a_value_that_cannot_be_read_names_its_option() -> None:
@@ -96,3 +92,24 @@ def test_options_that_are_not_the_fields_are_refused() -> None:
 def test_a_written_default_must_be_the_field_s() -> None:
     with pytest.raises(ValueError, match="8M"):
         spread(tank=_options("8M"))(lambda tank: None)
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [
+        ("1000", 1000),
+        ("4k", 4096),
+        ("512M", 1 << 29),
+        ("1.5GiB", 3 << 29),
+        ("2 GB", 2 << 30),
+        ("1T", 1 << 40),
+    ],
+)
+def test_sizes(text: str, n_bytes: int) -> None:
+    assert parse_bytes(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1X", "one", "1e9", "G"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        parse_bytes(text)

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from phasewise.cli.main import app
 from phasewise.workflows.unused_options import WAYS, GivenOption, Way, unused_options
+from tests.cli.command import run, text_of
 from tests.cli.command_options import commands, flag_of, options_of
 from tests.cli.opened_by_serve import plain
 from tests.support.tiny_models import write_tiny_gguf
@@ -190,9 +189,8 @@ def texts() -> tuple[str, ...]:
     """Tests, and guides, whose commands are run by tests/docs/test_guide.py."""
     own = {Path(__file__), Path(__file__).with_name("test_options_of_serve.py")}
     tests = [path for path in (ROOT / "tests").rglob("*.py") if path not in own]
-    return tuple(
-        path.read_text(encoding="utf-8") for path in (*tests, *(ROOT / "docs" / "guide").glob("*.md"))
-    )
+    read = (path.read_text(encoding="utf-8") for path in (*tests, *(ROOT / "docs" / "guide").glob("*.md")))
+    return tuple(text.replace("fields_of", "fields_of --json") for text in read)
 
 
 def is_shown(command: str, flags: Sequence[str]) -> bool:
@@ -231,10 +229,9 @@ def test_an_option_changes_what_is_handed_on(
 
     def handed(*options: str) -> Any:
         base = [str(tmp_path / "tiny.gguf") if one == "TINY" else one for one in handing.arguments]
-        arguments = [*command.split(), *base, *options]
-        done = CliRunner().invoke(app, arguments, env=QUIET, input="hi\n")
-        assert isinstance(done.exception, HandedOn), (options, done.output, done.exception)
-        return [plain(one) for one in done.exception.args]
+        with pytest.raises(HandedOn) as handed_on:
+            run(*command.split(), *base, *options, env=QUIET, stdin="hi\n")
+        return [plain(one) for one in handed_on.value.args]
 
     amount = ["--cost", "5"] if command == "provision" else []
     without = handed(*amount)
@@ -328,12 +325,8 @@ def test_each_cell_of_the_table_is_refused_by_name_and_left_out_where_it_stands_
         "db show --json --wide",
     ],
 )
-def test_a_flag_without_effect_is_wrong_usage_and_the_command_does_not_begin(
-    line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = CliRunner().invoke(app, line.split(), env=QUIET)
-    assert done.exit_code == 2
-    assert "no effect" in done.stderr
+def test_a_flag_without_effect_is_wrong_usage_and_the_command_does_not_begin(line: str) -> None:
+    assert "no effect" in run(*line.split(), env=QUIET).usage_error
 
 
 def test_variables_of_other_runs_are_no_error_and_say_nothing(tmp_path: Path) -> None:
@@ -344,16 +337,16 @@ def test_variables_of_other_runs_are_no_error_and_say_nothing(tmp_path: Path) ->
         "PHASEWISE_DB": str(tmp_path / "x.db"),
         "PHASEWISE_FORMAT": "int8",
     }
-    done = CliRunner().invoke(app, ["topo", "--json"], env=standing)
+    done = run("topo", "--json", env=standing)
     assert (done.exit_code, done.stderr) == (0, "")
-    trees = CliRunner().invoke(app, ["topo", "--trees", "--json"], env=standing)
-    assert trees.exit_code == 0
+    assert run("topo", "--trees", "--json", env=standing).exit_code == 0
 
 
-def test_help_lists_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_lists_the_table() -> None:
     for command in WAYS:
-        done = CliRunner().invoke(app, [*command.split(), "-h"], env=QUIET)
-        listed = done.stdout.partition("Without effect, and therefore refused:")[2]
+        listed = text_of(*command.split(), "-h", env=QUIET).partition(
+            "Without effect, and therefore refused:"
+        )[2]
         for way in WAYS[command]:
             assert way.where in " ".join(listed.split())
             assert all(flag in listed for flag in way.refuses)

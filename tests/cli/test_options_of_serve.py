@@ -303,7 +303,7 @@ def test_each_of_several_models_follows_what_is_said_of_models(places: Places, b
     assert len(engines) == 2
     for _name, _format, _plans, size, _special, multiplied, drafter in engines:  # type: ignore[misc]
         assert drafter == "lookup"
-        assert size["kv_format"] == "int8"
+        assert size["kv"]["format"] == "int8"
         assert multiplied == {"prefill": [True, "blocks"], "decode": [False, "blocks"]}
     assert only(run, "predictor") == [["auto", "tiny"], ["auto", "other"]]
     ((_names, _sampling, predictor),) = only(run, "others")[0]  # type: ignore[misc]
@@ -318,3 +318,26 @@ def test_every_model_and_every_instance_is_explained(places: Places, boundary: B
     pools = boundary.serve(places.model, "--prompt-pool", "0-3", "--token-pool", "4-9", "--explain")
     assert len(only(pools, "explained")) == 2
     assert "prompt pool: cores 0-3:" in pools.said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--also", "MODEL"), "tiny is served already"),
+        (("--served-model-name", "other", "--also", "OTHER"), "two models are called other"),
+        (("--served-model-name", ""), "--served-model-name must not be empty"),
+        (("--ranks", 200), "200 ranks cannot divide"),
+        (("--ranks", 2, "--mixed-pool", "0"), "--ranks has no effect with pools"),
+        (("--ranks", 2, "--pools", "auto"), "--ranks has no effect with pools"),
+    ],
+)
+def test_names_and_ranks_that_cannot_be_are_refused(
+    places: Places, boundary: Boundary, arguments: tuple[object, ...], says: str
+) -> None:
+    paths = {"MODEL": places.model, "OTHER": places.other}
+
+    run = boundary.serve(places.model, *(paths.get(str(word), word) for word in arguments))
+
+    assert run.exit_code in (1, 2)
+    assert says in run.said
+    assert "service" not in run.opened

@@ -5,68 +5,42 @@ from __future__ import annotations
 import json
 import lzma
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from phasewise.cli.main import app
 from phasewise.workflows.predict_len.prompt_vectors import find_encoder_to_learn
+from tests.cli import command
 from tests.support.length_examples import made_up, write_log
 from tests.support.stand_in_hub import serving
-from tests.support.tiers import first_is_smoke
 from tests.support.tiny_models import tiny_gguf
 
 pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
 
+pytestmark = pytest.mark.usefixtures("own_places")
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    path.write_bytes(tiny_gguf().to_bytes())
-    return path
-
-
-@pytest.fixture(autouse=True)
-def _own_places(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = tmp_path_factory.getbasetemp()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(base / "predict-len-cache"))
-    monkeypatch.setenv("XDG_DATA_HOME", str(base / "predict-len-data"))
-    monkeypatch.setenv("PHASEWISE_DB", str(base / "none.db"))
-    monkeypatch.setenv("PHASEWISE_CONFIG", "/dev/null")
-
-
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["predict-len", *map(str, arguments)])
-
-
-def run_json(*arguments: object) -> dict[str, Any]:
-    result = invoke(*arguments, "--json")
-    assert result.exit_code == 0, (result.output, result.exception)
-    fields = dict(json.loads(result.stdout))
-    assert fields["schema_version"] == 1
-    return fields
+invoke = partial(command.run, "predict-len")
+run_json = partial(command.fields_of, "predict-len")
 
 
 def lines_of(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def test_collect_logs_every_prompt_once_and_goes_on_where_it_was(model: Path, tmp_path: Path) -> None:
+def test_collect_logs_every_prompt_once_and_goes_on_where_it_was(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n\none\n")
     rows = [{"prompt": "three"}, {"instruction": "four"}, {"question": "five"}]
     (tmp_path / "b.jsonl.xz").write_bytes(lzma.compress("\n".join(map(json.dumps, rows)).encode()))
     log, few = tmp_path / "log.jsonl", ["--max-tokens", 6]
 
-    first = run_json("collect", model, tmp_path / "a.txt", "-o", log, *few)
+    first = run_json("collect", tiny, tmp_path / "a.txt", "-o", log, *few)
     log.write_bytes(log.read_bytes() + b'{"model": "tiny", "prom')  # killed in the middle of a line
-    second = run_json("collect", model, tmp_path / "a.txt", tmp_path / "b.jsonl.xz", "-o", log, *few)
-    third = run_json("collect", model, tmp_path / "a.txt", tmp_path / "b.jsonl.xz", "-o", log, *few)
+    second = run_json("collect", tiny, tmp_path / "a.txt", tmp_path / "b.jsonl.xz", "-o", log, *few)
+    third = run_json("collect", tiny, tmp_path / "a.txt", tmp_path / "b.jsonl.xz", "-o", log, *few)
 
     assert (first["prompts"], first["answered_now"]) == (2, 2)
     assert (second["prompts"], second["answered_before"], second["answered_now"]) == (5, 2, 3)
@@ -76,22 +50,20 @@ def test_collect_logs_every_prompt_once_and_goes_on_where_it_was(model: Path, tm
     assert log.stat().st_mode & 0o777 == 0o600  # prompts are in it
 
 
-def test_other_settings_are_other_answers(model: Path, tmp_path: Path) -> None:
+def test_other_settings_are_other_answers(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\nthree\n")
     log = tmp_path / "log.jsonl"
-    run_json("collect", model, tmp_path / "a.txt", "-o", log, "--max-tokens", 4, "--limit", 2)
+    run_json("collect", tiny, tmp_path / "a.txt", "-o", log, "--max-tokens", 4, "--limit", 2)
 
-    fields = run_json(
-        "collect", model, tmp_path / "a.txt", "-o", log, "--max-tokens", 5, "--temperature", 0.7
-    )
+    fields = run_json("collect", tiny, tmp_path / "a.txt", "-o", log, "--max-tokens", 5, "--temperature", 0.7)
 
     assert (fields["answered_before"], fields["answered_now"]) == (0, 3)
 
 
-def test_a_prompt_that_leaves_no_room_is_counted(model: Path, tmp_path: Path) -> None:
+def test_a_prompt_that_leaves_no_room_is_counted(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 250 + "\nshort\n")
 
-    fields = run_json("collect", model, tmp_path / "a.txt", "-o", tmp_path / "log", "--max-tokens", 100)
+    fields = run_json("collect", tiny, tmp_path / "a.txt", "-o", tmp_path / "log", "--max-tokens", 100)
 
     assert (fields["answered_now"], fields["too_long"]) == (1, 1)
 
@@ -101,9 +73,9 @@ def log(tmp_path: Path) -> Path:
     return write_log(tmp_path / "log.jsonl", made_up(150))
 
 
-def test_train_keeps_the_predictor_where_it_is_found_again(model: Path, log: Path) -> None:
+def test_train_keeps_the_predictor_where_it_is_found_again(tiny: Path, log: Path) -> None:
     fields = run_json("train", log)
-    asked = run_json("predict", model, "-p", "hello", "--max-tokens", 64, "--time")
+    asked = run_json("predict", tiny, "-p", "hello", "--max-tokens", 64, "--time")
 
     assert fields["model"] == "tiny"
     assert fields["trained_on"]["answers"] == 150
@@ -126,12 +98,11 @@ def test_a_log_of_texts_is_read_by_the_model_that_its_lines_name(
     with serving() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         hub.repositories["org/tiny-GGUF"] = {"tiny-Q4_0.gguf": tiny_gguf().to_bytes()}
-        assert CliRunner().invoke(app, ["models", "pull", name]).exit_code == 0
+        assert command.run("models", "pull", name).exit_code == 0
         n_asked = len(hub.requests)
         trained = run_json("train", log)
 
-        assert refused.exit_code == 1
-        assert f"its model {name} is not in the cache: give one with --model" in str(refused.exception)
+        assert f"its model {name} is not in the cache: give one with --model" in refused.refusal
         assert (trained["model"], trained["trained_on"]["answers"]) == (name, 90)
         assert len(hub.requests) == n_asked
 
@@ -216,63 +187,44 @@ def test_serve_finds_the_models_own_predictor(log: Path, tmp_path: Path) -> None
     assert 0 <= estimate.uncertainty <= 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    first_is_smoke(
-        [
-            (["train", "absent.jsonl"], "absent.jsonl cannot be read"),
-            (["train", "few.jsonl"], "too few"),
-            (["train", "texts.jsonl"], "--model"),
-            (["train", "few.jsonl", "others.jsonl"], "several models"),
-            (["eval", "few.jsonl", "--predictor", "few.jsonl"], "no safetensors file"),
-            (["collect", "MODEL", "empty.txt", "-o", "log"], "no prompt"),
-            (["collect", "MODEL", "few.jsonl", "-o", "log"], "line 1"),
-            (["collect", "MODEL", "a.txt", "-o", "others.jsonl"], "give another file"),
-            (["collect", "MODEL", "a.txt", "-o", "no/such/folder/log"], "cannot be written"),
-            (
-                ["predict", "MODEL", "-p", "hello", "--predictor", "absent"],
-                "no predictor absent: make one with",
-            ),
-        ]
-    ),
+    [
+        (["train", "absent.jsonl"], "absent.jsonl cannot be read"),
+        (["train", "few.jsonl"], "too few"),
+        (["train", "texts.jsonl"], "--model"),
+        (["train", "few.jsonl", "others.jsonl"], "several models"),
+        (["eval", "few.jsonl", "--predictor", "few.jsonl"], "no safetensors file"),
+        (["collect", "MODEL", "empty.txt", "-o", "log"], "no prompt"),
+        (["collect", "MODEL", "few.jsonl", "-o", "log"], "line 1"),
+        (["collect", "MODEL", "a.txt", "-o", "others.jsonl"], "give another file"),
+        (["collect", "MODEL", "a.txt", "-o", "no/such/folder/log"], "cannot be written"),
+        (["predict", "MODEL", "-p", "hello", "--predictor", "absent"], "no predictor absent: make one with"),
+    ],
 )
 def test_what_cannot_be_done_is_one_line(
-    model: Path, tmp_path: Path, arguments: list[str], said: str
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     write_log(tmp_path / "few.jsonl", made_up(5))
     write_log(tmp_path / "others.jsonl", made_up(5), "another")
     (tmp_path / "texts.jsonl").write_text('{"prompt": "a", "output_tokens": 3}\n')
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "a.txt").write_text("a\n")
-    command = [str(model) if one == "MODEL" else one for one in arguments]
 
-    result = subprocess.run(
-        [sys.executable, "-m", "phasewise", "predict-len", *command],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = invoke(*(tiny if word == "MODEL" else word for word in arguments))
 
-    last = result.stderr.strip().splitlines()[-1]
-    assert (result.returncode, result.stdout) == (1, "")
-    assert last.startswith("phasewise: ")
-    assert said in last
-    assert "Traceback" not in result.stderr
+    assert (done.exit_code, done.stdout) == (1, "")
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("phasewise: ")
+    assert said in line
 
 
-def test_ctrl_c_keeps_what_has_ended_and_the_same_command_goes_on(model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_has_ended_and_the_same_command_goes_on(tiny: Path, tmp_path: Path) -> None:
     prompts, log = tmp_path / "a.txt", tmp_path / "log.jsonl"
     prompts.write_text("".join(f"prompt {at}\n" for at in range(3000)))
-    command = [sys.executable, "-m", "phasewise", "predict-len", "collect", str(model), str(prompts)]
-    process = subprocess.Popen(
-        [*command, "-o", str(log), "--max-tokens", "8", "--sequences", "4"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    collect = ("predict-len", "collect", tiny, prompts, "-o", log, "--max-tokens", 8)
+    process = command.start(*collect, "--sequences", 4)
     for _ in range(600):
         if log.exists() and log.stat().st_size:
             break
@@ -285,5 +237,5 @@ def test_ctrl_c_keeps_what_has_ended_and_the_same_command_goes_on(model: Path, t
     assert "Traceback" not in said
     assert 0 < len(lines_of(log)) < 3000
     done = len(lines_of(log))
-    fields = run_json("collect", model, prompts, "-o", log, "--max-tokens", 8, "--limit", done + 5)
+    fields = command.fields_of(*collect, "--limit", done + 5)
     assert fields["answered_before"] + fields["answered_now"] == done + 5

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from phasewise.cli.main import app
 from phasewise.cli.present import note, on_one_line, print_json, printable
+from tests.cli import command
 from tests.support import ROOT
 from tests.support.tiny_models import write_tiny_gguf
 
@@ -98,11 +97,10 @@ def test_progress_and_errors_are_escaped(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_models_name_does_not_steer_the_terminal(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "a\x1b[31mb.gguf")
-    found = CliRunner().invoke(app, ["models", "inspect", str(path)])
+    text = command.text_of("models", "inspect", path)
 
-    assert found.exit_code == 0
-    assert "\\u001b[31mb" in found.stdout
-    assert not steers(found.stdout)
+    assert "\\u001b[31mb" in text
+    assert not steers(text)
 
 
 def test_a_terminal_gets_remarks_broken_between_words_and_a_pipe_whole(

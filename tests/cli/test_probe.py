@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -22,15 +20,11 @@ from phasewise.tuner.probe import Interference, Probe, read_groups
 from phasewise.tuner.probe.groups import hints_of, latency_levels
 from phasewise.tuner.topotree import OperatorLimits, fundamental
 from phasewise.workflows.probe_svg import draw_probe
+from tests.cli import command
 from tests.support.paper_machines import build, epyc, kunpeng, tag_clusters
 from tests.support.planted_pairs import measured, nested_latencies
 
 DATA = Path(__file__).parents[1] / "data" / "topology"
-
-
-def _phasewise(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "phasewise", "topo", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def _probe(machine: Machine, scales: list[tuple[list[tuple[int, ...]], float]], far_ns: float) -> Probe:
@@ -134,31 +128,30 @@ def test_what_a_probe_proposes_is_tried_first(tmp_path: Path) -> None:
     assert with_one_latent_level[0] == hints[0]
 
 
-@pytest.mark.parametrize("text", ["soon", "0", "-3s"])
-def test_a_budget_that_is_no_time_is_wrong_usage(text: str) -> None:
-    done = _phasewise("--probe", "--budget", text)
-
-    assert (done.returncode, done.stdout) == (2, "")
-
-
 def test_this_machine_is_probed_as_json_and_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "probe.svg"
 
-    done = _phasewise("--probe", "--budget", "0.2s", "--json", "--svg", picture)
+    fields = command.fields_of("topo", "--probe", "--budget", "0.2s", "--svg", picture)
 
-    assert done.returncode == 0, done.stderr
-    fields = json.loads(done.stdout)
-    assert fields["schema_version"] == 1
     assert set(fields["pus"]) <= os.sched_getaffinity(0)
     assert len(fields["latency_ns"]) == len(fields["pus"])
     assert isinstance(fields["groups"], list)
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 
-def test_another_machines_file_cannot_be_probed() -> None:
-    done = _phasewise("--probe", "--input", DATA / "lstopo_v2.xml")
-
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--input has no effect with --probe: a probe measures the machine it runs on" in " ".join(
-        done.stderr.split()
-    )
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--budget", "soon"), "90s, 10m or 1h"),
+        (("--budget", "0"), "90s, 10m or 1h"),
+        (("--budget", "-3s"), "90s, 10m or 1h"),
+        (
+            ("--input", DATA / "lstopo_v2.xml"),
+            "--input has no effect with --probe: a probe measures the machine it runs on",
+        ),
+    ],
+)
+def test_a_budget_that_is_no_time_and_another_machine_are_wrong_usage(
+    arguments: tuple[object, ...], said: str
+) -> None:
+    assert said in command.run("topo", "--probe", *arguments).usage_error

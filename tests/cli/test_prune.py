@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from phasewise.cli.main import app
-from tests.support.tiny_models import write_tiny_hf
+from tests.cli import command
+from tests.support.tiny_models import write_calibration, write_tiny_hf
 
 pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
 from phasewise.cython_kernels import sparse
@@ -27,11 +25,9 @@ LABELS = (
 )  # fmt: skip
 UNCAUGHT_KILL = -signal.SIGKILL
 
+pytestmark = pytest.mark.usefixtures("own_places")
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PHASEWISE_CONFIG", "/dev/null")
+invoke = partial(command.run, "prune")
 
 
 @pytest.fixture
@@ -41,13 +37,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("".join(chr(32 + i * 7 % 90) for i in range(400)))
-    return path
-
-
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["prune", *map(str, arguments)])
+    return write_calibration(tmp_path / "text.txt")
 
 
 def densities(directory: Path) -> dict[str, float]:
@@ -77,7 +67,7 @@ def test_the_share_that_was_asked_for_comes_first_and_what_was_kept_is_named(
 ) -> None:
     """The embedding is kept whole, so that less of all weights is zero; the counts agree with each other."""
     result = invoke(model, "-o", tmp_path / "out")
-    fields = json.loads(invoke(model, "-o", tmp_path / "again", "--json").stdout)
+    fields = command.fields_of("prune", model, "-o", tmp_path / "again")
     zeros, of_all = result.stdout.splitlines()[1:3]
 
     assert re.fullmatch(r"zeros +50\.0 % of \d+\.\d M pruned weights", zeros)
@@ -94,10 +84,10 @@ def test_json_has_the_same_and_owl_gives_layers_different_shares(
     model: Path, text: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    result = invoke(model, "-o", out, "--allocation", "owl", "--calibration", text, "--eval", text, "--json")
+    owl = ("--allocation", "owl", "--calibration", text)
 
-    fields: dict[str, Any] = json.loads(result.stdout)
-    assert fields["schema_version"] == 1
+    fields = command.fields_of("prune", model, "-o", out, *owl, "--eval", text)
+
     assert fields["read_chosen_bytes"] in (fields["read_dense_bytes"], fields["read_sparse_bytes"])
     assert fields["decode_bound"] >= fields["decode_gain_here"] >= 1
     assert fields["perplexity_before"] > 0
@@ -127,15 +117,9 @@ def test_what_is_to_be_skipped_stays_as_it_is(model: Path, tmp_path: Path) -> No
     ],
 )
 def test_wrong_usage_is_one_line(model: Path, tmp_path: Path, arguments: list[str], says: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "phasewise", "prune", str(model), "-o", str(tmp_path / "out"), *arguments],
-        capture_output=True,
-        text=True,
-    )
+    done = invoke(model, "-o", tmp_path / "out", *arguments)
 
-    assert result.returncode in (1, 2)
-    assert says in result.stderr.splitlines()[-1]
-    assert "Traceback" not in result.stderr
+    assert says in (done.refusal if done.exit_code == 1 else done.usage_error)
     assert not (tmp_path / "out").exists()
 
 

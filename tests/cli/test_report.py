@@ -11,9 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from phasewise.cli.main import app
 from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_machine
@@ -23,6 +21,7 @@ from phasewise.tuner.roofline import Roofline
 from phasewise.workflows.database_report import report_of
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.report_page import page
+from tests.cli import command
 from tests.support.kerneldb_examples import MEASUREMENT, ORIGIN, OTHER_MACHINE, PLAN, PROMOTION
 
 HERE = machine_key(read_machine())
@@ -131,12 +130,10 @@ def test_studies_of_this_machine_are_read(db: Path) -> None:
 def test_an_absent_database_is_told(tmp_path: Path) -> None:
     with pytest.raises(WorkflowError, match="there is no database at"):
         report_of(tmp_path / "none.db")
-    ran = CliRunner().invoke(app, ["report", "--db", str(tmp_path / "none.db")])
-    assert ran.exit_code == 1
+    assert command.run("report", "--db", tmp_path / "none.db").exit_code == 1
     assert not (tmp_path / "none.db").exists()
 
 
 def test_the_command_writes_the_page(db: Path, tmp_path: Path) -> None:
-    ran = CliRunner().invoke(app, ["report", "--db", str(db), "-o", str(tmp_path / "r.html"), "--no-measure"])
-    assert ran.exit_code == 0, ran.output
+    command.text_of("report", "--db", db, "-o", tmp_path / "r.html", "--no-measure")
     assert (tmp_path / "r.html").read_text(encoding="utf-8").startswith("<!doctype html>")

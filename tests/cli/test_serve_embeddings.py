@@ -18,7 +18,6 @@ from phasewise.topology import read_machine
 from tests.support.encoder_models import HIDDEN, write_encoder
 from tests.support.rude_clients import until
 from tests.support.served_command import own_places, serving
-from tests.support.tiny_models import TinyShape, tiny_gguf
 
 pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
 
@@ -30,13 +29,6 @@ N_CORES = len(read_machine().allowed_cores()) or len(read_machine().allowed_pus)
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_encoder(tmp_path_factory.mktemp("encoder") / "bert", "bert")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    path.write_bytes(tiny_gguf(shape=TinyShape(context_length=4000)).to_bytes())
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +80,14 @@ def test_an_embedding_model_alone_keeps_to_threads_origins_keys_and_the_log(
 
 
 def test_vectors_and_chat_from_one_server_whose_cores_are_divided(
-    encoder: Path, model: Path, environment: dict[str, str]
+    encoder: Path, tiny: Path, environment: dict[str, str]
 ) -> None:
     if N_CORES < 2:
         pytest.skip("needs two CPUs")
     with serving(encoder, environment, "--port", 0) as alone:
         body = {"model": "bert", "input": "the cat sat"}
         want = vector(httpx.post(f"{alone.url}/v1/embeddings", json=body, timeout=20))
-    with serving(model, environment, "--port", 0, "--embed-model", encoder) as server:
+    with serving(tiny, environment, "--port", 0, "--embed-model", encoder) as server:
         found: dict[str, httpx.Response] = {}
 
         def chat() -> None:
@@ -140,13 +132,14 @@ def test_a_worker_that_is_killed_is_replaced_and_the_server_stays(
     assert 'phasewise_embedding_restarts_total{device="cpu:0"} 1.0' in metrics
 
 
-def test_what_cannot_be_is_one_line(encoder: Path, model: Path, environment: dict[str, str]) -> None:
-    for flag, value in (("--draft", "lookup"), ("--also", model), ("--length-log", "/tmp/x")):
+def test_what_cannot_be_is_one_line(encoder: Path, tiny: Path, environment: dict[str, str]) -> None:
+    for flag, value in (("--draft", "lookup"), ("--also", tiny), ("--length-log", "/tmp/x")):
         assert f"{flag} has no effect where MODEL" in refused(environment, encoder, flag, value)
     assert "--embed-model has no effect" in refused(environment, encoder, "--embed-model", encoder)
+    assert "leave --ranks out" in refused(environment, encoder, "--ranks", 2)
     assert "are there" in refused(environment, encoder, "--threads", N_CORES + 1)
-    assert "no embedding model" in refused(environment, model, "--embed-model", model)
-    assert "are there" in refused(environment, model, "--embed-model", encoder, "--embed-cores", N_CORES)
+    assert "no embedding model" in refused(environment, tiny, "--embed-model", tiny)
+    assert "are there" in refused(environment, tiny, "--embed-model", encoder, "--embed-cores", N_CORES)
 
 
 def test_a_hangup_reads_its_keys_again(encoder: Path, environment: dict[str, str], tmp_path: Path) -> None:
@@ -175,10 +168,3 @@ def test_an_embedding_model_is_called_as_the_operator_says(
         other = httpx.post(f"{server.url}/v1/embeddings", json={**body, "model": "bert"}, timeout=30)
         assert server.end(signal.SIGTERM) == 0
     assert (answer.json()["model"], other.status_code) == ("mine", 404)
-
-
-def test_an_embedding_model_has_no_ranks(encoder: Path, environment: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "phasewise", "serve", str(encoder), "--port", "0", "--ranks", "2"]
-    found = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
-    assert found.returncode == 2
-    assert "leave --ranks out" in found.stderr

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from phasewise.cli.main import app
 from phasewise.cli.render.plan_text import plan_lines
 from phasewise.cli.render.trees_text import one_tree_lines, trees_lines
 from phasewise.kerneldb.records import Origin, PlanRecord
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import Machine, read_lstopo
-from phasewise.tuner.errors import PlanError, TopoTreeError
+from phasewise.tuner.errors import PlanError
 from phasewise.tuner.plans import RankCores, ServicePlan, default_plan, machine_key
 from phasewise.tuner.topotree import OperatorLimits, configurations, fundamental, parse
 from phasewise.workflows.machine_facts import picture_groups
 from phasewise.workflows.plan_json import model_name, plan_fields, read_plans
 from phasewise.workflows.trees_json import trees_fields
+from tests.cli import command
 from tests.support.paper_machines import epyc, kunpeng
 
 DATA = Path(__file__).parents[1] / "data" / "topology"
@@ -30,15 +30,9 @@ V2 = DATA / "lstopo_v2.xml"
 HYBRID = DATA / "lstopo_hybrid.xml"
 FIGURE_5 = "fundamental | group(4,1,3) | remove(1,4)"
 
-
-def _invoke(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["topo", *map(str, arguments)])
-
-
-def _run(*arguments: str | Path) -> str:
-    result = _invoke(*arguments)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+_invoke = partial(command.run, "topo")
+_run = partial(command.text_of, "topo")
+_fields = partial(command.fields_of, "topo")
 
 
 def _figure_5_plans() -> dict[str, ServicePlan]:
@@ -91,9 +85,8 @@ def test_json_counts_trees_and_states_the_bounds() -> None:
 
 
 def test_trees_command_reads_a_machine_and_names_what_is_left_out() -> None:
-    fields = json.loads(_run("--trees", "--any-size", "--json", "--input", HYBRID))
+    fields = _fields("--trees", "--any-size", "--input", HYBRID)
 
-    assert fields["schema_version"] == 1
     assert fields["power_of_two"] is False
     assert [left["reason"] for left in fields["left_out"]] == ["hybrid"]
     assert "left to the system" in _run("--trees", "--input", HYBRID)
@@ -113,16 +106,15 @@ def test_one_tree_is_drawn_with_its_neighbours(tmp_path: Path) -> None:
     assert "1 of 2 x numa" in text
     assert "One removal from:\n  fundamental\n" in text
     ElementTree.parse(picture)
-    fields = json.loads(_run("--tree", "fundamental", "--input", V2, "--json"))
+    fields = _fields("--tree", "fundamental", "--input", V2)
     assert fields["parents"] == []
     assert "fundamental | remove(1,1)" in fields["removals"]
 
 
 def test_a_tree_that_cannot_be_is_one_line() -> None:
-    result = _invoke("--tree", "fundamental | group(3,1,1)", "--input", V2)
+    line = _invoke("--tree", "fundamental | group(3,1,1)", "--input", V2).refusal
 
-    assert isinstance(result.exception, TopoTreeError)
-    assert "group(3,1,1) cannot tile the 2 children" in str(result.exception)
+    assert "group(3,1,1) cannot tile the 2 children" in line
 
 
 def test_plans_are_drawn_where_they_run() -> None:
@@ -156,8 +148,7 @@ def test_the_plan_of_a_model_comes_from_the_database(tmp_path: Path) -> None:
         origin = Origin(machine_key(machine), "1.0", 1_700_000_000_000)
         store.add_plan(PlanRecord("small@native", "decode", plan.to_json(), origin))
 
-    result = _invoke("--plan", "small", "--input", V2, "--db", database, "--json")
-    fields = json.loads(result.stdout)
+    fields = _fields("--plan", "small", "--input", V2, "--db", database)
     other = _invoke("--plan", "large", "--input", V2, "--db", database)
 
     assert fields["plans"]["decode"]["source"] == "database"
@@ -256,4 +247,4 @@ def test_no_colour_means_both_phases(n_prefill: int, n_decode: int) -> None:
     [["--trees", "--plan"], ["--tree", "fundamental", "--trees"], ["model"], ["model", "--trees"]],
 )
 def test_views_that_do_not_go_together_are_wrong_usage(arguments: list[str]) -> None:
-    assert _invoke(*arguments, "--input", V2).exit_code == 2
+    assert _invoke(*arguments, "--input", V2).usage_error

@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
 from phasewise._words import LOW_LIMIT
-from phasewise.cli.main import app
 from phasewise.cli.options import parse_budget
 from phasewise.kerneldb.records import Problem, Sample, Schedule
 from phasewise.tuner import timing
 from phasewise.tuner.roofline import Roofline
-from phasewise.tuner.tuning_run import Duel
+from phasewise.tuner.timing import Duel
 from phasewise.workflows.tune_kernels import rounds
-from tests.support.tiny_models import write_tiny_gguf
+from tests.cli import command
 
 SMALL = ("--shapes", "160,96;64,32", "--format", "int8", "--max-m", "4")
 
-
-@pytest.fixture
-def db(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PHASEWISE_DB", str(tmp_path / "tuned.db"))
-    monkeypatch.setenv("PHASEWISE_CONFIG", "/dev/null")
-    return tmp_path / "tuned.db"
+invoke = partial(command.run, "tune-kernels")
+tune = partial(command.text_of, "tune-kernels")
+tune_json = partial(command.fields_of, "tune-kernels")
 
 
 class FormulaEvaluator:
@@ -83,22 +73,6 @@ def evaluator(monkeypatch: pytest.MonkeyPatch) -> type[FormulaEvaluator]:
     return Evaluator
 
 
-def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["tune-kernels", *arguments], catch_exceptions=False)
-
-
-def tune(*arguments: str) -> str:
-    result = invoke(*arguments)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def tune_json(*arguments: str) -> dict[str, Any]:
-    fields = json.loads(tune(*arguments, "--json"))
-    assert fields.pop("schema_version") == 1
-    return dict(fields)
-
-
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1.5h", 5400)])
 def test_budgets_are_times(text: str, seconds: float) -> None:
     assert parse_budget(text) == seconds
@@ -120,18 +94,13 @@ def test_budgets_are_times(text: str, seconds: float) -> None:
 def test_wrong_usage_is_exit_code_two_and_creates_nothing(
     db: Path, arguments: tuple[str, ...], reason: str
 ) -> None:
-    result = invoke(*arguments)
-
-    assert result.exit_code == 2
-    assert reason in " ".join(result.output.replace("│", " ").split())
+    assert reason in invoke(*arguments).usage_error
     assert not db.exists()
 
 
-def test_a_dry_run_shows_a_models_products_and_creates_nothing(db: Path, tmp_path: Path) -> None:
+def test_a_dry_run_shows_a_models_products_and_creates_nothing(db: Path, tiny: Path) -> None:
     """Alike weights are one, and the head has few rows however many a prompt has."""
-    model = tmp_path / "tiny.gguf"
-    write_tiny_gguf(model)
-    fields = tune_json(str(model), "--dry-run", "--max-m", "512")
+    fields = tune_json(tiny, "--dry-run", "--max-m", "512")
     weights = fields["rounds"][0]["weights"]
 
     assert fields["dry_run"] is True
@@ -140,7 +109,7 @@ def test_a_dry_run_shows_a_models_products_and_creates_nothing(db: Path, tmp_pat
     assert [weight["m up to"] for weight in weights] == [512] * (len(weights) - 1) + [64]
     assert weights[-1]["uses"] == 1
     assert not db.exists()
-    assert "paths" in tune(str(model), "--dry-run")
+    assert "paths" in tune(tiny, "--dry-run")
 
 
 def test_a_phase_chooses_the_rows(db: Path) -> None:
@@ -242,16 +211,10 @@ def test_not_resuming_times_everything_anew(db: Path, evaluator: type[FormulaEva
     assert again["timed"] > 0.5 * first["timed"]
 
 
-def shell(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "phasewise", "tune-kernels", *arguments]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ, **options
-    )
-
-
 def test_on_the_real_kernels_ctrl_c_keeps_what_was_learned(db: Path) -> None:
     """And the interrupted command says so in one line, without a traceback."""
-    process = shell("--shapes", "64,64", "--format", "f32", "--max-m", "64", "--budget", "60s")
+    small = ("--shapes", "64,64", "--format", "f32", "--max-m", 64)
+    process = command.start("tune-kernels", *small, "--budget", "60s")
     assert process.stderr is not None
     assert "limits" in process.stderr.readline()
     assert " timed in " in process.stderr.readline()
@@ -265,12 +228,8 @@ def test_on_the_real_kernels_ctrl_c_keeps_what_was_learned(db: Path) -> None:
 
 
 def test_an_unknown_kernel_format_is_one_line_and_exit_code_one(db: Path) -> None:
-    process = shell("--shapes", "64,64", "--format", "int5")
-    out, err = process.communicate(timeout=60)
-
-    assert (process.returncode, out) == (1, "")
-    assert err == (
+    assert invoke("--shapes", "64,64", "--format", "int5").refusal == (
         "phasewise: there are no kernels for weights of format 'int5', "
         "only f32, bf16, int8, int8m, int8g16, int8c, int4, int4m, "
-        "q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs, iq4_nl, mxfp4, q5_0, q5_1\n"
+        "q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs, iq4_nl, mxfp4, q5_0, q5_1"
     )

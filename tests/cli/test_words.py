@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from phasewise._words import counted, multiple, number, percent, plural
 
 ROOT = Path(__file__).resolve().parents[2]
-TOLD = ("cli", "workflows", "loadtest")
+TOLD = ("cli", "workflows", "loadtest", "serving", "kerneldb", "ir", "cluster", "topology", "tuner")
 """Rooms whose texts are for people."""
 
 values = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e12, max_value=1e12)
@@ -56,15 +56,19 @@ def test_what_is_no_number_is_a_dash(value: float) -> None:
 OWN_RULES = {
     "a plural of its own": re.compile(r"""['"]s['"] (if|\*)"""),
     "a count before a plural": re.compile(r"\{len\([^{}]*\)\} (?!of\b|is\b|has\b)[a-z]+[^s\W]s\b(?!/)"),
+    "a named count before a plural": re.compile(
+        r"\{([a-z_]+\.)*n_[a-z_]+\} (?!was\b|is\b|has\b)[a-z]+[^s\W]s\b(?!/)"
+    ),
     "a share of its own": re.compile(r":\.[0-9]*%\}"),
     "an exponent": re.compile(r":\.?[0-9]*g\}"),
 }
 EXCEPT = {
+    "ir/words.py": "a plural of its own",
     "cli/commands/embed.py": "an exponent",
     "workflows/predict_len/judge.py": "an exponent",
     "workflows/prune/masks.py": "an exponent",
 }
-"""Numbers for programs: vectors, and keys of JSON."""
+"""For programs: names of instructions, vectors, and keys of JSON."""
 
 
 @pytest.mark.parametrize("rule", OWN_RULES)

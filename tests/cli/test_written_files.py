@@ -5,39 +5,25 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from phasewise.kerneldb.schema import HEAD
+from tests.cli import command
 from tests.support import ROOT
 
 V2 = ROOT / "tests" / "data" / "topology" / "lstopo_v2.xml"
 SVG = ("topo", "--input", str(V2), "--svg")
 
 
-def phasewise(
-    *arguments: str | Path, stdin: bytes | None = None, **variables: str
-) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        [sys.executable, "-m", "phasewise", *arguments],
-        capture_output=True,
-        input=stdin,
-        env=os.environ | variables,
-        cwd=ROOT,
-        timeout=100,
-        check=False,
-    )
+def phasewise(*arguments: str | Path, stdin: bytes = b"", **variables: str) -> command.Done:
+    return command.run_process(*arguments, stdin=stdin, env=variables, cwd=ROOT)
 
 
-def assert_one_line(done: subprocess.CompletedProcess[bytes], *words: str) -> None:
-    lines = done.stderr.decode().splitlines()
-    assert done.returncode == 1, done
-    assert len(lines) == 1, done
-    assert all(word in lines[0] for word in ("phasewise: ", *words)), lines
+def assert_refused(done: command.Done, *words: str) -> None:
+    assert all(word in done.refusal for word in words)
 
 
 WRITERS = {
@@ -72,9 +58,9 @@ def test_a_target_keeps_its_kind_whatever_command_writes_it(tmp_path: Path, comm
     done = phasewise(*WRITERS[command], target, PHASEWISE_DB=str(db))
 
     if kind in ("full device", "directory", "absent directory"):
-        assert_one_line(done, str(target), "cannot be written")
+        assert_refused(done, str(target), "cannot be written")
     else:
-        assert done.returncode == 0, done.stderr
+        assert done.exit_code == 0, done.stderr
     if before is not None:
         assert os.stat(target).st_mode == before
     if "link" in kind:
@@ -86,16 +72,15 @@ def test_a_target_keeps_its_kind_whatever_command_writes_it(tmp_path: Path, comm
 def test_a_picture_on_stdout_is_alone_there() -> None:
     done = phasewise(*SVG, "-")
 
-    assert ElementTree.fromstring(done.stdout).tag.endswith("svg")
-    assert done.stderr == b""
+    assert ElementTree.fromstring(done.stdout_bytes).tag.endswith("svg")
+    assert done.stderr == ""
     assert phasewise(*SVG, "/dev/stdout").stdout.startswith(done.stdout[:50])
 
 
 def test_json_and_a_picture_do_not_share_stdout() -> None:
     done = phasewise(*SVG, "-", "--json")
 
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert b"both mean stdout" in done.stderr
+    assert "both mean stdout" in done.usage_error
 
 
 def test_a_machine_is_read_from_stdin() -> None:
@@ -103,8 +88,8 @@ def test_a_machine_is_read_from_stdin() -> None:
     from_file = phasewise("topo", "--input", V2)
     from_stdin = phasewise("topo", "--input", "-", stdin=V2.read_bytes())
 
-    assert from_stdin.returncode == 0, from_stdin.stderr
-    assert from_stdin.stdout.replace(b"/dev/stdin", str(V2).encode()) == from_file.stdout
+    assert from_stdin.exit_code == 0, from_stdin.stderr
+    assert from_stdin.stdout.replace("/dev/stdin", str(V2)) == from_file.stdout
 
 
 class TestConfigSet:
@@ -120,7 +105,7 @@ class TestConfigSet:
             real.chmod(0o600)
         done = phasewise("config", "set", "serve.port", "9000", XDG_CONFIG_HOME=str(tmp_path))
 
-        assert done.returncode == 0, done.stderr
+        assert done.exit_code == 0, done.stderr
         assert link.is_symlink()
         assert "port = 9000" in real.read_text()
         assert not is_there or real.read_text().startswith("# mine\n")
@@ -130,9 +115,9 @@ class TestConfigSet:
         """Root too may make nothing in /proc."""
         done = phasewise("config", "set", "serve.port", "9000", XDG_CONFIG_HOME="/proc")
 
-        assert_one_line(done, "/proc/phasewise/config.toml", "cannot be written")
+        assert_refused(done, "/proc/phasewise/config.toml", "cannot be written")
 
     def test_a_file_without_end_is_not_read(self) -> None:
         done = phasewise("config", "set", "serve.port", "9000", PHASEWISE_CONFIG="/dev/zero")
 
-        assert_one_line(done, "/dev/zero cannot be read", "larger than 1 MiB")
+        assert_refused(done, "/dev/zero cannot be read", "larger than 1 MiB")

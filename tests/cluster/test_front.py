@@ -13,11 +13,11 @@ from phasewise.serving.http.metrics import Gauges, Metrics
 from phasewise.serving.instance_messages import (
     Aim,
     Beat,
-    Begun,
     CannotStart,
     Drop,
     Dropped,
     HandOverFailed,
+    PromptBegun,
     Take,
 )
 from phasewise.serving.messages import Abort, Answer, EngineLoad, Failure, Submit
@@ -47,7 +47,7 @@ def divided(server: ScriptedServer, prompt: ScriptedInstance, token: ScriptedIns
     server.front.send(REQUEST)
     attempt = prompt.hear(Take)
     assert token.hears_nothing()
-    prompt.say(Begun(attempt.asked.request_id))
+    prompt.say(PromptBegun(attempt.asked.request_id))
     expected = token.hear(Take)
     assert (attempt.part, expected.part) == ("prompt", "answer")
     assert attempt.asked.request_id == expected.asked.request_id

@@ -24,13 +24,6 @@ from tests.support.pools import (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> object:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, cache: object) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
@@ -48,10 +41,8 @@ def tokens(told: dict[str, Told]) -> dict[str, tuple[object, ...]]:
     }
 
 
-def assert_divided_equals_whole(
-    model: Path, n_ranks: int = 1, transfer: str = "auto", **changes: object
-) -> None:
-    size = size_of(model, **changes)
+def assert_divided_equals_whole(model: Path, n_ranks: int = 1, transfer: str = "auto", **kinds: str) -> None:
+    size = size_of(model, **kinds)
     requests = mixed_requests(guides_of(model))
     with open_alone(model, size, n_ranks) as opened:
         whole = tokens(run_alone(opened, requests))

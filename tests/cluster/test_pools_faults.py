@@ -37,13 +37,6 @@ pytestmark = pytest.mark.slow
 ROUNDS = 4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> object:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, cache: object) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"), context_length=20_000)

@@ -95,7 +95,7 @@ def test_layers_leave_while_the_prompt_computes(bytes_per_s: float, transfer_s: 
 
 def test_transfers_of_one_machine_follow_each_other() -> None:
     """Two prompts, done at 0.1 s and 0.2 s, each 1 s on the link."""
-    kind = machine(link=Link(1e5), max_batch_tokens=100)
+    kind = machine(link=Link(1e5, layerwise_above_tokens=512), max_batch_tokens=100)
     arrivals = [Arrival(0, 0.0, 100, 2), Arrival(1, 0.0, 100, 2)]
 
     lives = simulate(split(1, 1, kind), arrivals).lives

@@ -34,7 +34,9 @@ BLOOM_BYTES = 329_000_000_000
 def test_the_published_example_is_met_to_six_digits() -> None:
     """`scripts/run_baseline_h_example.sh`: three requests on one DGX-H100, as their notebook shows them."""
     steps = read_profile(SHARED / "perf_model.csv")[ProfileKey("bloom-176b", "h100-80gb", 8)]
-    kind = MachineType("h100", steps, DGX_BYTES, BLOOM_BYTES, BLOOM_KV_BYTES, 70, Link(1e12))
+    kind = MachineType(
+        "h100", steps, DGX_BYTES, BLOOM_BYTES, BLOOM_KV_BYTES, 70, Link(1e12), max_sequences=512
+    )
     with open(SHARED / "test_trace.csv", encoding="utf-8") as file:
         arrivals = [
             Arrival(

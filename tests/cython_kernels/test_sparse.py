@@ -69,7 +69,7 @@ def test_a_sparse_weight_is_the_weight_again(fmt: str, n: int, k: int, density: 
 
     stored = sparse.to_sparse(dense)
 
-    assert np.array_equal(sparse.to_dense(stored).values, dense.values)
+    assert np.array_equal(packing.to_dense(stored).values, dense.values)
     assert sparse.kept(stored) == sparse.kept(dense)
     assert stored.offsets is not None
     assert stored.offsets.shape == packing.offsets_shape(n, k)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,13 @@ def test_it_is_stopped_by_the_signal_that_drains() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["Containerfile", "docs/guide/installing.md", "docs/guide/running-as-a-service.md"]
+    "page",
+    [
+        "Containerfile",
+        "docs/guide/installing.md",
+        "docs/guide/running-as-a-service.md",
+        "docs/guide/phasewise.service",
+    ],
 )
 def test_every_stop_is_told_to_wait_longer_than_the_drain(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
@@ -48,6 +55,89 @@ def test_every_stop_is_told_to_wait_longer_than_the_drain(page: str) -> None:
         r"(?:--stop-timeout|TimeoutStopSec=|stop_grace_period:|terminationGracePeriodSeconds:) ?(\d+)", text
     )
     runs = re.findall(r"podman run .*", text)
-    assert all("--stop-timeout" in run for run in runs)
+    assert all("--stop-timeout" in run and "-p 127.0.0.1:" in run for run in runs)
     assert waits
     assert all(int(seconds) > Accepting().drain_s for seconds in waits)
+
+
+def _instructions() -> list[tuple[str, str]]:
+    """Every instruction of the file with what follows it."""
+    lines = [one.strip() for one in LINES if one.strip() and not one.startswith("#")]
+    return [(one.split()[0], one.partition(" ")[2].strip()) for one in lines]
+
+
+def test_bases_have_a_version_or_are_stages() -> None:
+    stages: set[str] = set()
+    for base in (rest for name, rest in _instructions() if name == "FROM"):
+        image, _, stage = base.partition(" AS ")
+        assert image in stages or (":" in image and not image.endswith(":latest")), image
+        assert stage, f"{base}: a stage without a name"
+        stages.add(stage)
+    assert {"demo", "latest"} <= stages
+
+
+def test_what_runs_is_neither_root_nor_a_shell() -> None:
+    instructions = _instructions()
+    users = [rest for name, rest in instructions if name == "USER"]
+
+    assert users
+    assert all(user.isdecimal() and int(user) > 0 for user in users)
+    assert all(json.loads(rest) for name, rest in instructions if name in ("ENTRYPOINT", "CMD"))
+
+
+def test_nothing_is_fetched_that_is_not_a_package_and_nothing_kept_that_is_not_used() -> None:
+    instructions = _instructions()
+    installs = [rest for name, rest in instructions if name == "RUN" and "pip install" in rest]
+
+    assert installs
+    assert all("--no-cache-dir" in one for one in installs)
+    assert not any(name == "ADD" or "curl" in rest or "sudo" in rest for name, rest in instructions)
+
+
+UNIT = ROOT / "docs" / "guide" / "phasewise.service"
+HARDENED = (
+    "NoNewPrivileges", "ProtectSystem", "ProtectHome", "PrivateTmp", "PrivateDevices",
+    "ProtectKernelTunables",
+    "ProtectKernelModules", "ProtectControlGroups", "RestrictAddressFamilies", "RestrictNamespaces",
+    "RestrictSUIDSGID", "LockPersonality", "SystemCallFilter", "CapabilityBoundingSet",
+)  # fmt: skip
+
+
+def _unit() -> dict[str, dict[str, list[str]]]:
+    """The settings of the unit, by section; one that is repeated has several values."""
+    found: dict[str, dict[str, list[str]]] = {}
+    section: dict[str, list[str]] = {}
+    for line in UNIT.read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            section = found.setdefault(line.strip("[]"), {})
+        elif line and not line.startswith("#"):
+            name, _, value = line.partition("=")
+            section.setdefault(name, []).append(value)
+    return found
+
+
+def test_the_unit_keeps_its_state_waits_for_the_network_and_gives_no_rights() -> None:
+    unit = _unit()
+
+    assert unit["Unit"]["After"] == unit["Unit"]["Wants"] == ["network-online.target"]
+    assert unit["Service"]["StateDirectory"] == ["phasewise"]
+    assert set(HARDENED) <= set(unit["Service"])
+
+
+def test_the_unit_s_command_is_one_that_phasewise_has() -> None:
+    (command,) = _unit()["Service"]["ExecStart"]
+    program, *arguments = command.split()
+    asked = [sys.executable, "-m", "phasewise", *arguments, "--help"]
+
+    assert program.endswith("/phasewise")
+    assert subprocess.run(asked, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
+def test_the_unit_s_exposure_is_as_the_guide_says() -> None:
+    asked = ["systemd-analyze", "security", "--offline=true", "--threshold=20", str(UNIT)]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    if "Unknown" in done.stderr or "unrecognized" in done.stderr:
+        pytest.skip("this systemd-analyze judges no file")
+
+    assert done.returncode == 0, done.stdout[-300:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
@@ -19,19 +18,14 @@ from tests.serving.drafts.test_draft_laws import lookup_drafter
 from tests.support.encoder_models import write_encoder
 from tests.support.fake_embedding import embedding_server
 from tests.support.fake_server import fake_server
+from tests.support.scripts import script
 
-ROOT = Path(__file__).parents[2]
 MODELS = ("one", "other")
 
 
 @pytest.fixture(scope="module")
 def made() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("made", ROOT / "docs" / "make_http_reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("docs/make_http_reference.py")
 
 
 def rows(made: ModuleType) -> dict[str, set[str]]:

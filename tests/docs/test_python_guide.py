@@ -113,7 +113,7 @@ def test_an_answer_is_computed_as_they_say(
     formats, drafters = [], []
 
     def opening(*arguments: object, drafts: object = None) -> OpenEngine:
-        formats.append(arguments[2].kv_format)  # type: ignore[attr-defined]
+        formats.append(arguments[2].kv.format)  # type: ignore[attr-defined]
         drafters.append(drafts)
         return open_engine(*arguments, drafts=drafts)  # type: ignore[arg-type]
 

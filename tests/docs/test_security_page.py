@@ -7,6 +7,7 @@ import re
 from phasewise.serving import chat, grammar_limits, guides
 from phasewise.serving.http import body, embeddings, preparation, response_schemas, schemas
 from phasewise.serving.http.http_settings import HttpLimits
+from tests.soak.hostile import ROWS
 from tests.support import ROOT
 
 PAGE = (ROOT / "docs" / "security.md").read_text()
@@ -20,12 +21,11 @@ def limits() -> dict[str, str]:
 
 
 def test_the_threats_name_every_row_of_the_benchmark_and_tests_that_exist() -> None:
-    rows = re.findall(r'^    "([a-z_]+)":', (ROOT / "benchmarks" / "hostile.py").read_text(), re.MULTILINE)
     table = PAGE.partition("## Threats")[2]
     named = re.findall(r"`([a-z_]+)`", table.partition("What was tried before")[0])
     tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
 
-    assert set(rows) == set(named)
+    assert set(ROWS) == set(named)
     assert set(re.findall(r"`(test_[a-z_]+\.py)`", table)) <= tests
     assert re.findall(r"^\| (\d+) \|", table, re.MULTILINE) == [str(number) for number in range(1, 17)]
 
@@ -33,7 +33,7 @@ def test_the_threats_name_every_row_of_the_benchmark_and_tests_that_exist() -> N
 def test_its_flags_are_flags_of_serve() -> None:
     serve = (ROOT / "docs" / "reference" / "cli.md").read_text()
     of_serve = "\n".join(
-        line for line in PAGE.splitlines() if "benchmarks/" not in line and "Suite" not in line
+        line for line in PAGE.splitlines() if "tests.soak" not in line and "Suite" not in line
     )
     flags = set(re.findall(r"`(--[a-z-]+)", of_serve))
 

@@ -9,11 +9,11 @@ import pytest
 
 from phasewise.ir.build import built, chosen
 from phasewise.ir.cases import draw
-from phasewise.ir.interpreter import interpreted
 from phasewise.ir.joining import joined
 from phasewise.ir.nodes import CallExpression, walk_body
 from phasewise.ir.targets import TARGETS
 from tests.ir.samples import HOME, text_of, verdict, why_not
+from tests.support.ir_interpreter import interpreted
 
 TEXT = """# phasewise kernel 1
 def dots(x: ptr[const[i8]], y: ptr[const[i8]], z: ptr[i32]):

@@ -7,11 +7,11 @@ import pytest
 
 from phasewise.ir.build import chosen
 from phasewise.ir.cases import draw
-from phasewise.ir.interpreter import interpreted
 from phasewise.ir.lanes import lanes_named
 from phasewise.ir.reading import read
 from phasewise.ir.text import printed
 from tests.ir.samples import NAMES, text_of
+from tests.support.ir_interpreter import interpreted
 
 SCALED = """# phasewise kernel 1
 def scaled(x: ptr[const[i32]], y: ptr[i32], n: i32) -> i32:

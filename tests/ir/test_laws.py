@@ -17,7 +17,6 @@ from phasewise.ir.checking import KernelOutputs, in_folder
 from phasewise.ir.compiling import compile_c
 from phasewise.ir.errors import SourceError
 from phasewise.ir.harness import check_program
-from phasewise.ir.interpreter import interpreted
 from phasewise.ir.limited import ChildLimits, run
 from phasewise.ir.nodes import FunctionDefinition
 from phasewise.ir.parse import parse_all
@@ -29,6 +28,7 @@ from phasewise.ir.text import printed
 from phasewise.ir.tunable import innermost
 from tests.ir.programs import DESCRIBED, HELPERS, program
 from tests.ir.samples import HOME, why_not
+from tests.support.ir_interpreter import interpreted
 
 pytestmark = pytest.mark.skipif(why_not(HOME) is not None, reason=str(why_not(HOME)))
 BATCH = 100

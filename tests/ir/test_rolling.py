@@ -8,11 +8,11 @@ import pytest
 from phasewise.ir.build import chosen
 from phasewise.ir.cases import draw
 from phasewise.ir.errors import SourceError
-from phasewise.ir.interpreter import interpreted
 from phasewise.ir.reading import read
 from phasewise.ir.rolling import rolled, without_whole
 from phasewise.ir.text import printed
 from tests.ir.samples import text_of
+from tests.support.ir_interpreter import interpreted
 
 FOUR = """# phasewise kernel 1
 def total(x: ptr[const[f32]], y: ptr[f32], n: i32) -> f32:

@@ -8,8 +8,8 @@ import pytest
 from phasewise.ir.build import chosen
 from phasewise.ir.cases import draw
 from phasewise.ir.errors import SourceError
-from phasewise.ir.interpreter import interpreted
 from phasewise.ir.nodes import CallExpression, Steps, walk_body
+from tests.support.ir_interpreter import interpreted
 
 GRID = """# phasewise kernel 1
 def grid(y: ptr[f32], x: ptr[const[f32]], m: i32, n: i32):

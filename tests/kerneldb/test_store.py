@@ -85,11 +85,9 @@ class TestStoreContract:
         store.add_measurements([MEASUREMENT])
 
         assert store.measurements(PROBLEM, MACHINE, ABI) == [MEASUREMENT]
-        assert store.best_measurement(PROBLEM, MACHINE, ABI) == MEASUREMENT
 
     def test_nothing_measured_is_nothing_found(self, store: Store) -> None:
         assert store.measurements(PROBLEM, MACHINE, ABI) == []
-        assert store.best_measurement(PROBLEM, MACHINE, ABI) is None
         assert store.best_measurements() == []
         assert store.newest_plan(MACHINE, PLAN.model_key, PLAN.phase) is None
         assert store.plans() == []
@@ -108,7 +106,6 @@ class TestStoreContract:
         store.add_measurements(others)
 
         assert store.measurements(PROBLEM, MACHINE, ABI) == []
-        assert store.best_measurement(PROBLEM, MACHINE, ABI) is None
         assert len(store.best_measurements()) == len(others)
 
     def test_all_rows_of_a_weight_are_one_question(self, store: Store) -> None:
@@ -154,7 +151,6 @@ class TestStoreContract:
         again = dataclasses.replace(first, origin=dataclasses.replace(ORIGIN, program_version="9.9"))
         store.add_measurements([measured(300, kernel_abi="x"), first, again])
 
-        assert store.best_measurement(PROBLEM, MACHINE, "x") == first
         assert store.best_measurements() == [first]
 
     def test_what_is_not_verified_is_kept_and_not_used(self, store: Store) -> None:
@@ -163,7 +159,6 @@ class TestStoreContract:
         store.add_plan(PLAN)
         store.add_plan(dataclasses.replace(PLAN, origin=imported))
 
-        assert store.best_measurement(PROBLEM, MACHINE, ABI) == measured(500)
         assert store.best_measurements() == [measured(500)]
         assert len(store.measurements(PROBLEM, MACHINE, ABI)) == 2
         assert store.newest_plan(MACHINE, PLAN.model_key, PLAN.phase) == PLAN
@@ -207,7 +202,7 @@ class TestStoreContract:
         assert store.promoted_measurements() == [newer]
         assert store.promoted_measurements(MACHINE) == [newer]
         assert store.promoted_measurements(OTHER_MACHINE) == []
-        assert store.best_measurement(PROBLEM, MACHINE, ABI) == measured(200)
+        assert store.best_measurements() == [measured(200)]
 
     def test_a_promotion_from_elsewhere_or_of_the_untimed_changes_nothing(self, store: Store) -> None:
         imported = dataclasses.replace(ORIGIN, verified=False)
@@ -458,7 +453,6 @@ def test_best_is_the_minimum_over_what_was_verified(estimates: list[tuple[int, b
 
         verified = [row for row in rows if row.origin.verified]
         best = min(verified, key=lambda row: row.sample.estimate_ns, default=None)
-        assert store.best_measurement(PROBLEM, MACHINE, ABI) == best
         assert store.best_measurements() == ([best] if best else [])
         assert store.measurements(PROBLEM, MACHINE, ABI) == rows
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from phasewise.serving.confined import Abandoned, Bounds, ConfinedProcess, JobRefused, Overrun, Patience
-from phasewise.serving.grammar_job import told_of
 from phasewise.serving.guides import TokenView
 from tests.support.fake_engine import END, VOCAB_SIZE, encode, piece
 from tests.support.rude_clients import until
@@ -41,7 +40,7 @@ def started() -> Iterator[list[ConfinedProcess]]:
 
 
 def opened(started: list[ConfinedProcess], bounds: Bounds) -> ConfinedProcess:
-    process = ConfinedProcess("grammar", told_of(TOKENS), bounds)
+    process = ConfinedProcess("grammar", TOKENS.as_told(), bounds)
     started.append(process)
     process.start()
     return process

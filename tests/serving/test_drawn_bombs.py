@@ -19,7 +19,6 @@ from phasewise.serving.chat import Conversation, Conversations
 from phasewise.serving.chat_template import ChatTemplateError
 from phasewise.serving.confined import Bounds, ConfinedError, ConfinedProcess
 from phasewise.serving.errors import ModelError, RequestError
-from phasewise.serving.grammar_job import told_of
 from phasewise.serving.guides import Grammar, TokenView
 from tests.support.fake_engine import END, VOCAB_SIZE, encode, piece
 from tests.support.tiers import examples
@@ -161,7 +160,7 @@ def children() -> list[int]:
 @pytest.fixture(scope="module")
 def prover() -> Iterator[ConfinedProcess]:
     tokens = TokenView(VOCAB_SIZE, frozenset({END}), frozenset({END}), piece, encode)
-    process = ConfinedProcess("grammar", told_of(tokens), BOUNDS)
+    process = ConfinedProcess("grammar", tokens.as_told(), BOUNDS)
     process.start()
     yield process
     process.close()

@@ -1,4 +1,4 @@
-"""Schemas that others draw or publish: few here, a thousand by benchmarks/drawn_schemas.py."""
+"""Schemas that others draw or publish: few here, a thousand by tests/soak/drawn_schemas.py."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent.parent / "benchmarks" / "drawn_schemas.py"
+from tests.support import ROOT
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=200, check=False
-    )
+    command = [sys.executable, "-m", "tests.soak.drawn_schemas", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
 
 
 @pytest.mark.slow

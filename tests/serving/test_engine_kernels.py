@@ -14,6 +14,7 @@ from phasewise.serving.model import FORMATS, PackedModel
 from phasewise.serving.sampling import GREEDY, SamplingParams
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
+from tests.support.engine_sizes import engine_size
 from tests.support.fake_engine import run_all
 from tests.support.scheduled import POLICIES, any_pool
 from tests.support.tiny_models import tiny_gguf
@@ -58,7 +59,7 @@ def answers(
     max_batch_tokens: int = 2048,
     max_sequences: int = 8,
 ) -> dict[str, list[int]]:
-    size = start.EngineSize(256, 2048, max_sequences, max_batch_tokens)
+    size = engine_size(256, 2048, max_sequences, max_batch_tokens)
     with start.open_engine(model, by_phase or plans(), size) as opened:
         return {name: tokens(outs) for name, outs in run_all(opened.engine, *asked).items()}
 
@@ -126,7 +127,7 @@ def alike_alone(model: PackedModel) -> dict[str, list[int]]:
 
 def in_turns(model: PackedModel, by_phase: dict[str, ServicePlan], policy: str) -> dict[str, list[int]]:
     """All of `alike` in slots for two, in chunks of seven tokens; not without what is to be tested."""
-    size = start.EngineSize(256, 512, 8, 7)
+    size = engine_size(256, 512, 8, 7)
     pinned = all(len(plan.ranks) == 1 for plan in by_phase.values())
     pool = any_pool(policy, 512, 256)
     with start.open_engine(model, by_phase, size, pinned=pinned, pool=pool) as opened:

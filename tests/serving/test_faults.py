@@ -1,4 +1,4 @@
-"""A real server and what can go wrong with it: rows of benchmarks/faults.py, on a tiny model.
+"""A real server and what can go wrong with it: rows of tests/soak/faults.py, on a tiny model.
 
 The others (signals, slow readers, idle connections) are tested one by one beside what they concern.
 """
@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.support import ROOT
 from tests.support.tiers import first_is_smoke
-
-FAULTS = Path(__file__).parent.parent.parent / "benchmarks" / "faults.py"
 
 
 @pytest.mark.slow
@@ -23,7 +21,8 @@ FAULTS = Path(__file__).parent.parent.parent / "benchmarks" / "faults.py"
 )
 def test_a_server_holds_what_it_promises(row: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(FAULTS), "--model", "tiny", "--quick", "--only", row],
+        [sys.executable, "-m", "tests.soak.faults", "--model", "tiny", "--quick", "--only", row],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=240,

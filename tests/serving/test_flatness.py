@@ -1,28 +1,11 @@
-"""benchmarks/flatness.py, by which the soak says that memory is flat: it sees leaks and forgives noise."""
+"""tests/soak/flatness.py, by which the soak says that memory is flat: it sees leaks and forgives noise."""
 
 from __future__ import annotations
-
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
-
-
-@pytest.fixture(scope="module")
-def flatness() -> ModuleType:
-    """A script's own module and no part of the package; its classes look it up."""
-    spec = importlib.util.spec_from_file_location("flatness", ROOT / "benchmarks" / "flatness.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+from tests.soak import flatness
 
 
 def walk(seed: int, share_kept: float, n: int = 800) -> np.ndarray:
@@ -40,7 +23,7 @@ def samples(y: np.ndarray, rise: float = 0.0) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("rise", [-0.3, 0.0, 0.08, 2.0])
-def test_a_line_without_noise_is_found(flatness: ModuleType, rise: float) -> None:
+def test_a_line_without_noise_is_found(rise: float) -> None:
     found = flatness.slope(samples(np.zeros(800), rise))
 
     assert found.value == pytest.approx(rise, abs=1e-9)
@@ -50,7 +33,7 @@ def test_a_line_without_noise_is_found(flatness: ModuleType, rise: float) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rise", [0.0, 0.05])
-def test_the_interval_holds_the_truth_about_as_often_as_it_says(flatness: ModuleType, rise: float) -> None:
+def test_the_interval_holds_the_truth_about_as_often_as_it_says(rise: float) -> None:
     found = [flatness.slope(samples(0.1 * walk(seed, 0.8), rise)) for seed in range(20)]
 
     assert sum(one.low <= rise <= one.high for one in found) >= 16
@@ -68,15 +51,13 @@ def resident(seed: int, bytes_a_request: float) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_load_of_which_nothing_is_kept_is_flat(flatness: ModuleType, seed: int) -> None:
+def test_a_load_of_which_nothing_is_kept_is_flat(seed: int) -> None:
     assert flatness.is_flat(flatness.slope(resident(seed, 0.0)))
 
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("bytes_a_request", [24, 40, 1000])
-def test_one_block_kept_of_every_request_is_not(
-    flatness: ModuleType, bytes_a_request: float, seed: int
-) -> None:
+def test_one_block_kept_of_every_request_is_not(bytes_a_request: float, seed: int) -> None:
     """An integer in a list is 40 bytes; the least leak that is always found beside this noise is 24."""
     found = flatness.slope(resident(seed, bytes_a_request))
 
@@ -84,16 +65,14 @@ def test_one_block_kept_of_every_request_is_not(
     assert not flatness.is_flat(found)
 
 
-def test_one_late_step_is_no_slope(flatness: ModuleType) -> None:
+def test_one_late_step_is_no_slope() -> None:
     late = [(n, 1e8 + (132 * 1024.0 if n > 17000 else 0.0)) for n in range(5000, 20000, 20)]
 
     assert flatness.is_flat(flatness.slope(late))
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_steps_that_stop_are_flat_in_what_follows_and_a_stair_without_end_is_not(
-    flatness: ModuleType, seed: int
-) -> None:
+def test_steps_that_stop_are_flat_in_what_follows_and_a_stair_without_end_is_not(seed: int) -> None:
     dice = np.random.default_rng(seed)
     requests = np.linspace(5000, 20000, 800)
     stops = 4096 * np.searchsorted(np.sort(dice.uniform(0, 9000, 200)), requests)
@@ -103,7 +82,7 @@ def test_steps_that_stop_are_flat_in_what_follows_and_a_stair_without_end_is_not
     assert not flatness.is_flat(flatness.slope(list(zip(requests.tolist(), goes_on.tolist(), strict=True))))
 
 
-def test_a_run_that_says_nothing_does_not_pass(flatness: ModuleType) -> None:
+def test_a_run_that_says_nothing_does_not_pass() -> None:
     noisy = flatness.slope(samples(1e6 * walk(0, 0.0)))
 
     assert noisy.is_zero_within_noise
@@ -114,7 +93,7 @@ def test_a_run_that_says_nothing_does_not_pass(flatness: ModuleType) -> None:
         flatness.slope([(1.0, 1.0)] * 100)
 
 
-def test_a_leak_rises_alike_in_every_quarter_and_first_uses_die_out(flatness: ModuleType) -> None:
+def test_a_leak_rises_alike_in_every_quarter_and_first_uses_die_out() -> None:
     x = np.linspace(0, 20, 800)
     levels_off = list(zip(x.tolist(), (100 + 12 * np.minimum(x, 3.0)).tolist(), strict=True))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from phasewise.serving.confined import ConfinedProcess
-from phasewise.serving.grammar_job import allocations, told_of
+from phasewise.serving.grammar_job import allocations
 from phasewise.serving.guides import (
     BOUNDS,
     Grammar,
@@ -33,7 +33,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def prover() -> Iterator[ConfinedProcess]:
-    process = ConfinedProcess("grammar", told_of(TOKENS), BOUNDS)
+    process = ConfinedProcess("grammar", TOKENS.as_told(), BOUNDS)
     yield process
     process.close()
 

@@ -1,26 +1,25 @@
-"""Attacks on a real server: rows of benchmarks/hostile.py, on a tiny model and in small numbers."""
+"""Attacks on a real server: rows of tests/soak/hostile.py, on a tiny model and in small numbers."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.support import ROOT
 from tests.support.tiers import first_is_smoke
-
-HOSTILE = Path(__file__).parent.parent.parent / "benchmarks" / "hostile.py"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "row",
-    first_is_smoke(["huge_integers", "schemas_that_explode", "templates_that_burn", "turns_in_contents"]),
+    first_is_smoke(["schemas_that_explode", "templates_that_burn", "turns_in_contents"]),
 )
 def test_an_attack_has_no_effect_on_others(row: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(HOSTILE), "--model", "tiny", "--quick", "--only", row],
+        [sys.executable, "-m", "tests.soak.hostile", "--model", "tiny", "--quick", "--only", row],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=240,

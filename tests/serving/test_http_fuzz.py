@@ -1,4 +1,4 @@
-"""A short run of what benchmarks/fuzz_api.py does at length: bombs, and requests from our own document."""
+"""A short run of what tests/soak/fuzz_api.py does at length: bombs, and requests from our own document."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_at_the_end_readiness_goes_first_and_answers_in_progress_are_finished() 
         assert late.headers["Connection"] == "close"
         assert [answer.status_code for answer in answers] == [200, 200]
         assert sum(answer.text.endswith("data: [DONE]\n\n") for answer in answers) == 1
-        until(lambda: server.server.force_exit, "it does not end")
+        until(lambda: server.server.has_ended, "it does not end")
         assert server.said[-1].startswith("stopping: 2 in progress have 30 s")
 
 
@@ -111,7 +111,7 @@ def test_what_is_not_finished_in_time_is_told(hurried: bool) -> None:
                 assert said.startswith(b"HTTP/1.1 503")
                 assert b"server_stopping" in said
         gate.lift()
-        until(lambda: server.server.force_exit, "it does not end")
+        until(lambda: server.server.has_ended, "it does not end")
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -130,7 +130,7 @@ def test_what_the_drain_cuts_off_is_an_error_in_the_log_and_the_metrics(n: int) 
             read_to_end(whole)
         metrics = server.metrics.exposition().decode()
         gate.lift()
-        until(lambda: server.server.force_exit, "it does not end")
+        until(lambda: server.server.has_ended, "it does not end")
     records = [json.loads(line) for line in lines]
     assert [one["finish"] for one in records] == ["error", "error"]
     assert f'phasewise_requests_total{{reason="error"}} {2 * n}.0' in metrics
@@ -141,7 +141,7 @@ def test_a_reader_that_reads_nothing_does_not_keep_the_server_from_ending() -> N
         slow.sendall(completion(max_tokens=490, stream=True, logprobs=5, n=8, temperature=0))
         until(lambda: server.client.n_answers == 1, "it was not sent on")
         server.server.end()
-        until(lambda: server.server.force_exit, "it does not end")
+        until(lambda: server.server.has_ended, "it does not end")
 
 
 def test_an_engine_that_gives_up_is_neither_healthy_nor_ready() -> None:

@@ -1,4 +1,4 @@
-"""A short run of benchmarks/fuzz_http.py: raw bytes that are almost requests."""
+"""A short run of tests/soak/fuzz_http.py: raw bytes that are almost requests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.support.tiers import n_examples
 
 
 def test_no_bytes_break_the_server() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "fuzz_http.py"), "--inputs", str(n_examples(1500))]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-m", "tests.soak.fuzz_http", "--inputs", str(n_examples(1500))]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
     assert found.returncode == 0, found.stdout + found.stderr
     assert "200: " in found.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -23,24 +22,6 @@ from tests.support.tool_templates import HERMES
 EVENTS: Any = TypeAdapter(ResponseStreamEvent)
 TOOLS: Any = [{"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"n": 1}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[tuple[FakeServer, ScriptedRanks]]:
-    with scripted_server(HERMES, "<|im_start|>assistant\n") as found:
-        yield found
-
-
-@pytest.fixture
-def ranks(running: tuple[FakeServer, ScriptedRanks]) -> Iterator[ScriptedRanks]:
-    yield running[1]
-    running[0].wait_until_idle()
-
-
-@pytest.fixture(scope="module")
-def api(running: tuple[FakeServer, ScriptedRanks]) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{running[0].url}/v1", api_key="any", max_retries=0, timeout=60) as client:
-        yield client
 
 
 def asked(running: tuple[FakeServer, ScriptedRanks], **fields: Any) -> httpx.Response:

@@ -41,7 +41,7 @@ def full(server: FakeServer) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with fake_server(HttpLimits(max_connections=4)) as server, full(server) as url:
+    with fake_server(HttpLimits(max_connections=4, header_s=600.0)) as server, full(server) as url:
         yield url
 
 
@@ -116,7 +116,7 @@ def test_over_tls() -> None:
 
 def test_those_who_say_nothing_are_few_and_do_not_stay() -> None:
     """They are not served, make room for each other, and are told at their end all the same."""
-    with fake_server(HttpLimits(max_connections=4)) as server, full(server) as url:
+    with fake_server(HttpLimits(max_connections=4, header_s=600.0)) as server, full(server) as url:
         silent = [connect(url) for _ in range(MOST_TURNED_AWAY + 10)]
         until(lambda: len(server.connections.turned_away) == MOST_TURNED_AWAY, "they were not accepted")
         assert read_to_end(silent[0]).startswith(b"HTTP/1.1 503")

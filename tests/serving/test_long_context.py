@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from phasewise.serving.batch import Batch
+from phasewise.serving.engine_size import EngineSize
 from phasewise.serving.forward import kv_bytes_by_reach
 from phasewise.serving.loaders import load_model
 from phasewise.serving.messages import Submit
 from phasewise.serving.one_answer import OneAnswer
-from phasewise.serving.open_engine import EngineSize, open_engine
+from phasewise.serving.open_engine import open_engine
 from phasewise.serving.sampling import GREEDY
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import PHASES, default_plan
@@ -57,5 +58,5 @@ def test_long_prompts_go_on_as_in_transformers(name: str, tmp_path: Path) -> Non
     assert error.max() <= BOUND, error
     assert np.stack(rows).argmax(axis=1).tolist() == expected[f"{name}/tokens"].tolist()
     seen_by_all, windowed = kv_bytes_by_reach(model)
-    assert (size.rings is not None) == (windowed > 0)
-    assert kv_bytes <= size.kv_slots * seen_by_all + (window + 512 + 128) * windowed
+    assert (size.kv.rings is not None) == (windowed > 0)
+    assert kv_bytes <= size.kv.slots * seen_by_all + (window + 512 + 128) * windowed

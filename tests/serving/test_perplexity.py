@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -15,22 +11,14 @@ import pytest
 
 from tests.serving.test_tokenizer import DEFAULT_MODEL, default_model
 from tests.support import reference_models as layout
+from tests.support.scripts import script
 
-ROOT = Path(__file__).parent.parent.parent
 EXPECTED = json.loads((layout.FIXTURES / "perplexity.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def measured() -> Iterator[ModuleType]:
-    """benchmarks/perplexity.py, which is a script and no part of the package; its dataclasses look it up."""
-    spec = importlib.util.spec_from_file_location("perplexity", ROOT / "benchmarks" / "perplexity.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "perplexity", module)
-        spec.loader.exec_module(module)
-        yield module
+def measured() -> ModuleType:
+    return script("benchmarks/perplexity.py")
 
 
 def test_the_loss_of_even_odds_is_the_logarithm_of_the_choices(measured: ModuleType) -> None:

@@ -20,7 +20,7 @@ from phasewise.serving.errors import RankLost, RanksError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.model import PackedModel
 from phasewise.serving.process_ranks import ProcessRanks
-from phasewise.serving.ranks_contract import RankOptions
+from phasewise.serving.ranks_contract import KvMemory, RankOptions
 from tests.serving.test_ranks_processes import (
     BOUND_S,
     ONE,
@@ -242,7 +242,9 @@ def test_every_rank_has_its_memory_at_the_start_and_when_started_anew(
         status = Path(f"/proc/{pid}/status").read_text()
         return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssShmem"))
 
-    ranks = ProcessRanks(in_memory, plans(ONE, TWO), RankOptions(1 << 17, 100, 3, pinned=False, touched=True))
+    ranks = ProcessRanks(
+        in_memory, plans(ONE, TWO), RankOptions(KvMemory(1 << 17, touched=True), 100, 3, pinned=False)
+    )
     kv_bytes = ranks.kv_slots * ranks.kv_bytes_per_slot
     try:
         for number in (None, signal.SIGKILL):

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from phasewise.cython_kernels.division import Teams
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
+from phasewise.serving.engine_size import EngineSize
 from phasewise.serving.forward import Capacity, build_program, kv_bytes_by_reach
 from phasewise.serving.loaders import load_model
 from phasewise.serving.messages import Answer, Submit
 from phasewise.serving.model import PackedModel
-from phasewise.serving.open_engine import EngineSize
 from phasewise.serving.pools.contract import Demand, Placement, Rings
 from phasewise.serving.pools.opening import POLICIES
 from phasewise.serving.pools.rings import RingedPool
 from phasewise.serving.prefixes import copies_between
-from phasewise.serving.ranks import RankOptions, Ranks, open_ranks
+from phasewise.serving.ranks import KvMemory, RankOptions, Ranks, open_ranks
 from phasewise.serving.sampling import GREEDY
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from tests.serving.test_forward import SLOTS, Machine, make_model, random_ids, random_steps, sliced
@@ -112,7 +112,7 @@ def test_rank_processes_keep_rings_together(name: str, windowed: Callable[[str],
     model = windowed(name)
     ids = random_ids(500, model)
     one, two = ({phase: ServicePlan(phase, cores) for phase in PHASES} for cores in (ONE_RANK, TWO_RANKS))
-    plain = RankOptions(512, 128, 1, pinned=False)
+    plain = RankOptions(KvMemory(512), 128, 1, pinned=False)
 
     def rows_of(ranks: Ranks, ring: tuple[int, int] | None) -> np.ndarray:
         rows = []
@@ -126,7 +126,9 @@ def test_rank_processes_keep_rings_together(name: str, windowed: Callable[[str],
 
     with closing(open_ranks(model, one, plain)) as alone:
         expected = rows_of(alone, None)
-    with closing(open_ranks(model, two, replace(plain, ring_slots=256))) as divided:
+    with closing(
+        open_ranks(model, two, replace(plain, kv=KvMemory(512, rings=Rings(512, 256, 256, 24))))
+    ) as divided:
         found = rows_of(divided, (512, 256))
 
     assert (found == expected).all()
@@ -315,10 +317,10 @@ def test_memory_of_windows_is_bounded_by_the_window(windowed: Callable[[str], Pa
     many = EngineSize.for_many(longer, 4, 1 << 16, 64 << 20)
 
     for size in (one, many):
-        assert size.rings is not None
-        assert size.rings.longest <= 24 + 512 + 127
-        assert size.rings.n_slots <= size.rings.longest * size.max_sequences
-    assert many.rings is not None
-    assert many.kv_slots * seen_by_all + many.rings.n_slots * per_window <= 64 << 20
-    assert many.kv_slots > (64 << 20) // (seen_by_all + per_window)
-    assert EngineSize.for_one(model, 100, 50).rings is None
+        assert size.kv.rings is not None
+        assert size.kv.rings.longest <= 24 + 512 + 127
+        assert size.kv.rings.n_slots <= size.kv.rings.longest * size.limits.max_sequences
+    assert many.kv.rings is not None
+    assert many.kv.slots * seen_by_all + many.kv.rings.n_slots * per_window <= 64 << 20
+    assert many.kv.slots > (64 << 20) // (seen_by_all + per_window)
+    assert EngineSize.for_one(model, 100, 50).kv.rings is None

@@ -1,18 +1,16 @@
-"""benchmarks/served_process.py: a script that is told to end does, whatever it is doing."""
+"""tests/soak/served_process.py: a script that is told to end does, whatever it is doing."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
-BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
+from tests.support import ROOT
 
 SWALLOWS = """
 import os, signal, sys, time, weakref
-sys.path.insert(0, sys.argv[1])
-from served_process import leave_no_server
+from tests.soak.served_process import leave_no_server
 
 leave_no_server()
 
@@ -29,7 +27,8 @@ time.sleep(60)
 
 def test_sigterm_ends_a_script_even_where_a_callback_swallows_the_exit() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SWALLOWS, str(BENCHMARKS)],
+        [sys.executable, "-c", SWALLOWS],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=30,

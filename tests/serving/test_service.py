@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from phasewise.serving.engine_size import EngineSize
 from tests.support.tiny_models import TinyShape, write_tiny_gguf
 
 start = pytest.importorskip(
@@ -39,7 +40,7 @@ def opened(tmp_path: Path) -> Iterator[start.OpenEngine]:
     model = load_model(str(path), "native", tmp_path / "cache")
     machine = read_machine()
     plans = {phase: default_plan(machine, phase) for phase in ("prefill", "decode")}
-    size = start.EngineSize.for_many(model, 4, None, 64 << 20)
+    size = EngineSize.for_many(model, 4, None, 64 << 20)
     with keeping_affinity(), start.open_engine(model, plans, size) as engine:
         yield engine
 

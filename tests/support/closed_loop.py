@@ -12,6 +12,7 @@ from phasewise.cluster.steps import StepTimes
 from phasewise.cluster.timeline import Timeline
 from phasewise.serving.batch import Batch
 from phasewise.serving.request import Request
+from phasewise.serving.scheduler_terms import SchedulerLimits
 
 Lengths = Iterator[tuple[int, int]]
 """Tokens of prompt and answer, request by request."""
@@ -77,7 +78,8 @@ class ClosedLoop:
         self.timeline = Timeline()
         self.sent: dict[str, Sent] = {}
         self._going: dict[str, Sent] = {}
-        settings = EngineSettings(200_000, 4096, max_sequences=self._places, tpot_ms=tpot_ms)
+        limits = SchedulerLimits(4096, max_sequences=self._places, prefix_reuse=False)
+        settings = EngineSettings(limits, 200_000, tpot_ms)
         self.machine = Timed(0, steps, settings, self.timeline, self)
         prepare(self.machine)
         self._is_closed = at_s is None

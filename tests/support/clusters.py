@@ -20,7 +20,7 @@ KV_BYTES = 1000
 def machine(
     name: str = "cpu", *, slots: int = 100_000, link: Link | None = None, **fields: float
 ) -> MachineType:
-    settings = {"tpot_ms": 1e6, "cost": 1.0, "power_w": 100.0, **fields}
+    settings = {"max_sequences": 512, "tpot_ms": 1e6, "cost": 1.0, "power_w": 100.0, **fields}
     return MachineType(
         name,
         STEPS,

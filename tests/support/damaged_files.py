@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from phasewise.cython_kernels.packing import BLOCK_KINDS
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.encoder.embedder import Embedder
 from phasewise.serving.encoder.pooling import check_numbers
@@ -21,7 +22,7 @@ from phasewise.serving.errors import ModelError, ServingError, StepFailed
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.serving.model import PackedModel
-from phasewise.serving.ranks import RankOptions, open_ranks
+from phasewise.serving.ranks import KvMemory, RankOptions, open_ranks
 from phasewise.serving.sampling import GREEDY, Sampler
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from phasewise.workflows.prune.masks import Pattern
@@ -92,7 +93,7 @@ def edit_digits(raw: bytearray, rng: random.Random, reach: int) -> None:
 DAMAGES: tuple[Damage, ...] = (flip_bits, overwrite_bytes, cut_short, plant_number, move_piece, edit_digits)
 
 
-BLOCK_TYPES = ("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+BLOCK_TYPES = tuple(kind.upper() for kind in BLOCK_KINDS)
 BLOCKS = TinyShape(n_layers=1, hidden=256, ffn=256, n_heads=4, n_kv_heads=1, head_dim=64, vocab_size=261)
 TINY = TinyShape(n_layers=1, hidden=64, ffn=96, n_heads=2, n_kv_heads=1, head_dim=32, vocab_size=261)
 ENCODERS = ("bert", "xlm-roberta", "nomic-bert", "cross-bert")
@@ -247,7 +248,7 @@ def _run(model: PackedModel) -> None:
     plans = {phase: ServicePlan(phase, (RankCores((0,)),)) for phase in PHASES}
     ids = [one % model.config.vocab_size for one in _RUN_IDS]
     sampler = Sampler(GREEDY, ids, model.config.vocab_size)
-    ranks = open_ranks(model, plans, RankOptions(32, 8, 1, pinned=False))
+    ranks = open_ranks(model, plans, RankOptions(KvMemory(32), 8, 1, pinned=False))
     try:
         logits = ranks.forward(Batch("prefill", (SequenceSlice(ids, 0, 0, True),)))
         for position in (len(ids), len(ids) + 1):

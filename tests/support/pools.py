@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from phasewise.cluster.front import Front, FrontSettings
+from phasewise.cluster.front import Front
 from phasewise.cluster.local_instances import LocalInstances
 from phasewise.cluster.routing import Role
+from phasewise.cluster.supervisor import FrontSettings
+from phasewise.serving.engine_size import EngineSize
 from phasewise.serving.guides import Grammar, GuideCompiler, TokenView
 from phasewise.serving.late_guides import ThoughtGuide
 from phasewise.serving.loaders import load_model
 from phasewise.serving.messages import Answer, Delivery, Failure, Submit
-from phasewise.serving.open_engine import EngineSize, ModelText, OpenEngine, open_engine
+from phasewise.serving.open_engine import ModelText, OpenEngine, open_engine
 from phasewise.serving.restarts import Restarts
 from phasewise.serving.sampling import GREEDY, SampledToken, SamplingParams
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
@@ -38,12 +40,20 @@ def tiny_model(folder: Path, context_length: int = 4096) -> Path:
     return path
 
 
-def size_of(path: Path, **changes: object) -> EngineSize:
+def size_of(
+    path: Path,
+    context_length: int = 2048,
+    kv_slots: int = 4096,
+    kv_format: str = "auto",
+    kv_policy: str = "odma",
+) -> EngineSize:
     """Room for some requests of a few hundred tokens, not for all of them at once."""
     model = load_model(str(path), "native")
     size = EngineSize.for_many(model, 8, None, 8 << 20)
-    changed = {"context_length": 2048, "kv_slots": 4096, "max_batch_tokens": 600, **changes}
-    return replace(size, **changed)  # type: ignore[arg-type]
+    limits = replace(size.limits, context_length=context_length, max_batch_tokens=600)
+    return replace(
+        size, limits=limits, kv=replace(size.kv, slots=kv_slots, format=kv_format), kv_policy=kv_policy
+    )
 
 
 def plans_of(n_ranks: int) -> tuple[ServicePlan, ...]:

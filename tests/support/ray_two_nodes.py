@@ -18,7 +18,8 @@ from ray.cluster_utils import Cluster
 
 from phasewise.cluster import ray_cluster
 from phasewise.cluster.errors import ClusterError
-from phasewise.cluster.front import Front, FrontSettings
+from phasewise.cluster.front import Front
+from phasewise.cluster.supervisor import FrontSettings
 from phasewise.serving.sockets import Keys
 from phasewise.workflows.open_model import Weights
 from phasewise.workflows.serve_instance import MODULE, InstanceSpec

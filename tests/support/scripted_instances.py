@@ -12,8 +12,9 @@ from typing import TypeVar
 import zmq
 
 from phasewise._version import __version__
-from phasewise.cluster.front import Front, FrontSettings
+from phasewise.cluster.front import Front
 from phasewise.cluster.routing import Role
+from phasewise.cluster.supervisor import FrontSettings
 from phasewise.serving.fingerprint import Fingerprint
 from phasewise.serving.instance import Orders
 from phasewise.serving.instance_messages import (
@@ -84,7 +85,7 @@ class ScriptedInstance:
 
 
 class ScriptedLauncher:
-    """`front.Launcher` whose instances the test speaks for."""
+    """`supervisor.Launcher` whose instances the test speaks for."""
 
     def __init__(self) -> None:
         self.launched: queue.Queue[ScriptedInstance] = queue.Queue()

@@ -56,7 +56,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         hub, path = self.hub, self.path
-        hub.requests.append((path, dict(self.headers)))
+        hub.requests.append((path, {name.title(): value for name, value in self.headers.items()}))
         if path.startswith("/api/models/"):
             repository = path.removeprefix("/api/models/").partition("?")[0]
             if hub.listing is None and repository not in hub.repositories:
@@ -68,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif hub.redirects_to is not None:
             self._redirect(hub.redirects_to)
         else:
-            self._redirect("/cdn" + path)
+            self._redirect(hub.url.replace("127.0.0.1", "localhost") + "/cdn" + path)
 
     def _redirect(self, to: str) -> None:
         self.send_response(302)
@@ -84,10 +84,19 @@ class _Handler(BaseHTTPRequestHandler):
             return
         asked = self.headers.get("Range")
         start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked and self.hub.knows_ranges else 0
-        self._answer(206 if start else 200, content[start:])
+        if start >= len(content) > 0:
+            self._answer(416, b"")
+        elif start:
+            self._answer(206, content[start:], f"bytes {start}-{len(content) - 1}/{len(content)}")
+        else:
+            self._answer(200, content)
 
-    def _answer(self, status: int, body: bytes) -> None:
+    def _answer(self, status: int, body: bytes, content_range: str = "") -> None:
         self.send_response(status)
+        if content_range:
+            self.send_header("Content-Range", content_range)
+        if status == 403:
+            self.send_header("X-Error-Code", "GatedRepo")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         breaks = self.path.startswith("/cdn/") and status in (200, 206) and self.hub.breaks_after

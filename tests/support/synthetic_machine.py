@@ -22,7 +22,8 @@ from phasewise.tuner.search.group import Group
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel
 from phasewise.tuner.task_division import Task
-from phasewise.tuner.tuning_run import Duel, Tools, TuningOutcome, tune
+from phasewise.tuner.timing import Duel
+from phasewise.tuner.tuning_run import Tools, TuningOutcome, tune
 
 MACHINE = MachineKey("AuthenticAMD 26/2 avx2+avx512f L1d 48K L2 1M", "2 threads: 1 node x 1 L3 x 2 cores")
 SCOPE = Scope(MACHINE, "gemm-portable-1", "0.1.0")

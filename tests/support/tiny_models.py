@@ -246,6 +246,12 @@ def write_tiny_gguf(
     return path
 
 
+def write_calibration(path: Path) -> Path:
+    """400 characters of a text to calibrate and to evaluate with."""
+    path.write_text("".join(chr(32 + i * 7 % 90) for i in range(400)))
+    return path
+
+
 SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -353,4 +359,16 @@ def write_tiny_hf(
         part = {name: weights[name] for name in names if weight_map[name] == shard}
         (directory / shard).write_bytes(safetensors_bytes(part, dtype))
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+def write_sparse_hf(directory: Path, shape: TinyShape, zeros: float) -> Path:
+    """A directory of bfloat16 weights of which that share is zero in every projection of the layers."""
+    write_tiny_hf(directory, "llama", shape=shape)
+    rng = np.random.default_rng(0)
+    weights = tiny_weights("llama", shape)
+    for name, w in weights.items():
+        if "proj" in name:
+            w[rng.random(w.shape) < zeros] = 0
+    (directory / "model.safetensors").write_bytes(safetensors_bytes(weights, "bfloat16"))
     return directory

@@ -18,8 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from phasewise.cluster.front import Front, FrontSettings
+from phasewise.cluster.front import Front
 from phasewise.cluster.local_instances import LocalInstances
+from phasewise.cluster.supervisor import FrontSettings
 from phasewise.serving.instance import Orders
 from phasewise.serving.messages import Submit
 from phasewise.serving.restarts import Restarts

@@ -16,7 +16,6 @@ from phasewise.tuner.lookup import (
     MOST_CHOICES,
     NEAR,
     REPEAT_FROM,
-    PhaseSchedules,
     ScheduleTable,
     even_tiles,
     read_table,
@@ -166,9 +165,9 @@ def test_serving_asks_with_its_weights() -> None:
     weight: PackedWeight = pack_dense(np.ones((576, 576), dtype=np.float32), "bf16")
     split = replace(SCHEDULE, compute_path="bf16_dot", k_parts=2)
     attention = replace(SCHEDULE, panels=1, block_n=16, compute_path="fma")
-    schedules = PhaseSchedules(ScheduleTable([row(4, split), row(1, attention, family="attention")]))
+    schedules = ScheduleTable([row(4, split), row(1, attention, family="attention")])
 
-    assert schedules.arithmetic(weight) == ("bf16_dot", 2)
+    assert schedules.arithmetic_of(weight) == ("bf16_dot", 2)
     assert [choice.kind for choice in schedules.products(weight, 4)] == ["default", "exact"]
     assert schedules.attention("bf16", 576, 576, 1)[0].schedule == attention
     assert schedules.attention("f16", 576, 576, 1)[0].schedule is None

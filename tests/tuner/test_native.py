@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -184,3 +186,10 @@ def test_sizes_of_this_machine_are_plausible() -> None:
 
     assert 1 << 13 <= caches.l1_bytes <= caches.l2_bytes <= 1 << 28
     assert 64 << 20 <= cold_bytes(machine) <= 512 << 20
+
+
+def test_timing_products_needs_no_database() -> None:
+    """`tuner.native` knows records alone, and not what keeps them."""
+    asked = "import sys, phasewise.tuner.native; print('sqlalchemy' in sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert loaded.stdout == "False\n"

@@ -240,7 +240,7 @@ def test_a_plan_over_the_quota_is_set_aside() -> None:
     )
 
     assert plans["decode"].cores == (0,)
-    assert "quota is 1 CPUs" in said[0]
+    assert "quota is 1 CPU" in said[0]
 
 
 def test_flag_over_database_over_default() -> None:

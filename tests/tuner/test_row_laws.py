@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def row_laws() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("row_laws", ROOT / "benchmarks" / "row_laws.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+from benchmarks import row_laws
 
 
 @given(fixed=st.floats(0.1, 100), each=st.floats(0.1, 100), most=st.integers(2, 64))
-def test_times_that_grow_evenly_keep_both_laws(
-    row_laws: ModuleType, fixed: float, each: float, most: int
-) -> None:
+def test_times_that_grow_evenly_keep_both_laws(fixed: float, each: float, most: int) -> None:
     times = {m: fixed + each * m for m in range(1, most + 1)}
 
     assert row_laws.more_rows_cost_less(times).ratio < 1
@@ -36,9 +18,7 @@ def test_times_that_grow_evenly_keep_both_laws(
 
 
 @given(st.dictionaries(st.integers(1, 64), st.floats(1, 1000), min_size=3))
-def test_the_worst_of_each_law_is_the_worst_that_there_is(
-    row_laws: ModuleType, times: dict[int, float]
-) -> None:
+def test_the_worst_of_each_law_is_the_worst_that_there_is(times: dict[int, float]) -> None:
     less, two = row_laws.more_rows_cost_less(times), row_laws.slower_than_two(times)
 
     assert less.ratio == max(times[m] / times[more] for m in times for more in times if m < more)
@@ -47,8 +27,15 @@ def test_the_worst_of_each_law_is_the_worst_that_there_is(
     )
 
 
-def test_a_cliff_is_named(row_laws: ModuleType) -> None:
+def test_a_cliff_is_named() -> None:
     times = {4: 179.0, 6: 774.0, 8: 812.0, 2: 170.0, 12: 591.0}
 
     assert str(row_laws.more_rows_cost_less(times)) == "1.37 (8 against 12)"
     assert str(row_laws.slower_than_two(times)) == "2.27 (8 against 4 + 4)"
+
+
+def test_the_roof_is_the_longer_of_reading_and_multiplying() -> None:
+    roof = row_laws.Roof(weight_bytes=1000, ops_a_row=100, read_bytes_per_s=1e9, peak_ops_per_s=1e9)
+
+    assert [roof.ns(m) for m in (1, 10, 20)] == pytest.approx([1000, 1000, 2000])
+    assert str(roof.worst({1: 1100.0, 20: 3000.0})) == "1.50 (20)"

@@ -6,7 +6,7 @@ import pytest
 
 from phasewise.cython_kernels import sparse
 from phasewise.tuner.errors import TunerError
-from phasewise.tuner.lookup import PhaseSchedules, ScheduleTable
+from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.native import arithmetics
 from phasewise.tuner.weights import dense_format, format_name, random_weight, sparse_format, split_format
 
@@ -35,9 +35,9 @@ def test_names_that_mean_nothing_are_refused() -> None:
 
 def test_both_storages_have_one_arithmetic() -> None:
     """A database's word on a dense weight is that on the sparse one; searches do not look for another."""
-    schedules = PhaseSchedules(ScheduleTable([]))
+    schedules = ScheduleTable([])
 
-    assert schedules.arithmetic(random_weight("bf16s8", 64, 64)) == schedules.arithmetic(
+    assert schedules.arithmetic_of(random_weight("bf16s8", 64, 64)) == schedules.arithmetic_of(
         random_weight("bf16", 64, 64)
     )
     assert arithmetics("bf16s8", 64, 64, 2) == arithmetics("bf16", 64, 64, 2)[:1]

@@ -18,10 +18,10 @@ from phasewise.kerneldb.records import MachineKey, Measurement, Origin, Problem,
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.loaders import load_model
 from phasewise.serving.model import PackedModel
-from phasewise.serving.ranks import LocalRanks, RankOptions
+from phasewise.serving.ranks import KvMemory, LocalRanks, RankOptions
 from phasewise.topology import read_machine
 from phasewise.tuner import native
-from phasewise.tuner.lookup import PhaseSchedules, ScheduleTable
+from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.plans import default_plan
 from phasewise.tuner.search.space import Arithmetic
 from phasewise.tuner.weights import blank_weight
@@ -33,7 +33,7 @@ TOKENS = [5, 9, 200, 31, 77, 12]
 
 
 def lookup(choice: ArithmeticChoice, *tuned: Measurement) -> KernelSchedules:
-    return KernelSchedules(PhaseSchedules(ScheduleTable(tuned)), choice=choice)
+    return KernelSchedules(ScheduleTable(tuned), choice=choice)
 
 
 def tuned_to(path: str, kind: str) -> Measurement:
@@ -69,7 +69,7 @@ def logits(model: PackedModel, choice: ArithmeticChoice, threads: int, cut: int)
     machine = read_machine()
     plans = {phase: default_plan(machine, phase, threads=threads) for phase in ("prefill", "decode")}
     lookups = {phase: lookup(choice) for phase in ("prefill", "decode")}
-    ranks = LocalRanks(model, plans, RankOptions(64, 64, max_sequences=1, schedules=lookups))
+    ranks = LocalRanks(model, plans, RankOptions(KvMemory(64), 64, max_sequences=1, schedules=lookups))
     try:
         found = ranks.all_logits(Batch("prefill", (SequenceSlice(TOKENS[:cut], 0, 0, True),)))
         for at in range(cut, len(TOKENS)):

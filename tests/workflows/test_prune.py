@@ -19,17 +19,10 @@ from phasewise.workflows.prune.calibration import gather
 from phasewise.workflows.prune.directory import check_family
 from phasewise.workflows.prune.masks import Pattern
 from phasewise.workflows.prune.run import PruneSettings, parse_pattern, prune
-from tests.support.tiny_models import TinyShape, write_tiny_gguf, write_tiny_hf
+from tests.support.tiny_models import TinyShape, write_calibration, write_tiny_gguf, write_tiny_hf
 
 HALF = Pattern(0.5)
 TWO_OF_FOUR = Pattern(0.5, 2, 4)
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("".join(chr(32 + i * 7 % 90) for i in range(400)))
-    return path
 
 
 @pytest.mark.parametrize("pattern", [HALF, TWO_OF_FOUR, Pattern(0.7)])
@@ -104,12 +97,12 @@ def test_the_tap_gives_the_rows_that_enter_each_product(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
 def test_the_same_arguments_give_the_same_bytes_and_a_model_that_opens(
-    tmp_path: Path, text: Path, method: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
     source = write_tiny_gguf(tmp_path / "m.gguf", "llama", {}) if method == "magnitude" else None
     model = str(source or write_tiny_hf(tmp_path / "m", "llama"))
-    outs = [tmp_path / "one", tmp_path / "two"]
+    text, outs = write_calibration(tmp_path / "text.txt"), [tmp_path / "one", tmp_path / "two"]
 
     for out in outs:
         prune(PruneSettings(model, out, HALF, method, text, 128))  # type: ignore[arg-type]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from phasewise.serving.instance import Orders
-from phasewise.serving.open_engine import EngineSize
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import PHASES, default_plan
 from phasewise.workflows import serve_instance
 from phasewise.workflows.open_model import OpenModel, Weights, open_under
 from phasewise.workflows.serve_instance import InstanceSpec
+from tests.support.engine_sizes import engine_size
 from tests.support.tiny_models import write_tiny_gguf
 
 WEIGHTS = Weights("int8", "never", checksum=True, tile_prompts=True, arithmetic="blocks")
@@ -26,7 +26,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> InstanceSpec:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     write_tiny_gguf(tmp_path / "tiny.gguf")
     plans = tuple(default_plan(read_machine(), phase, 1) for phase in PHASES)
-    return InstanceSpec(str(tmp_path / "tiny.gguf"), WEIGHTS, EngineSize(64, 64, 1), plans, pinned=False)
+    return InstanceSpec(str(tmp_path / "tiny.gguf"), WEIGHTS, engine_size(64, 64, 1), plans, pinned=False)
 
 
 def test_what_an_instance_is_told_is_what_it_reads(spec: InstanceSpec) -> None:

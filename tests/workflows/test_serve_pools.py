@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from phasewise.kerneldb.store import open_store
-from phasewise.serving.open_engine import EngineSize
 from phasewise.tuner.config.study import SearchOutcome
 from phasewise.tuner.errors import PlanError
 from phasewise.tuner.plans import Phase, RankCores, plans_for
@@ -19,6 +18,7 @@ from phasewise.workflows.serve_instance import InstanceSpec
 from phasewise.workflows.serve_pools import Pools, _ray_front, planned_instances
 from phasewise.workflows.tune_config.run import judge, judge_again
 from phasewise.workflows.tune_config.search import Searched
+from tests.support.engine_sizes import engine_size
 from tests.support.paper_machines import xeon
 from tests.workflows.test_tune_config_run import CountingJury, a_run
 
@@ -82,6 +82,6 @@ def test_what_cannot_be_is_refused_in_one_line(pools: Pools, error: type[Excepti
 def test_roles_of_a_cluster_that_cannot_serve_are_refused_before_it_is_asked() -> None:
     """No Ray is needed to know that nothing would answer."""
     pools = Pools(cluster="127.0.0.1:1", prompt="1x1")
-    spec = InstanceSpec("any", Weights(), EngineSize(64, 64, 1), None)
+    spec = InstanceSpec("any", Weights(), engine_size(64, 64, 1), None)
     with pytest.raises(UsageError, match="add --token"), _ray_front(spec, pools):
         pass

@@ -6,7 +6,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from phasewise.cython_kernels._native import kernel_abi
@@ -19,14 +18,14 @@ from phasewise.serving.model import PackedModel
 from phasewise.topology import Machine, read_machine
 from phasewise.tuner.measurement_lock import NoLock
 from phasewise.tuner.plans import Phase, ServicePlan, machine_key, rank_on
-from phasewise.tuner.tuning_run import Duel
+from phasewise.tuner.timing import Duel
 from phasewise.workflows import tuned_schedules
 from phasewise.workflows.storage_choice import storage_choice
 from phasewise.workflows.tune_kernels.rounds import Round, plan_rounds, shapes_of
 from phasewise.workflows.tune_kernels.storage_duels import fight_storage_duels, storage_problems
 from phasewise.workflows.verify_schedules import verify_storage_duels
 from tests.support.kerneldb_examples import MACHINE, OTHER_SCHEDULE, SCHEDULE, STORAGE_DUEL
-from tests.support.tiny_models import TinyShape, safetensors_bytes, tiny_weights, write_tiny_hf
+from tests.support.tiny_models import TinyShape, write_sparse_hf
 
 SHAPE = TinyShape(n_layers=1, hidden=64, ffn=96, head_dim=32)
 CORE = sorted(os.sched_getaffinity(0))[:1]
@@ -36,13 +35,7 @@ PHASES: dict[Phase, tuple[int, ...]] = {"prefill": tuple(CORE), "decode": tuple(
 @pytest.fixture
 def model(tmp_path: Path) -> PackedModel:
     """Half of the weights of its layers are zero."""
-    directory = write_tiny_hf(tmp_path / "model", "llama", shape=SHAPE)
-    rng = np.random.default_rng(0)
-    weights = tiny_weights("llama", SHAPE)
-    for name, w in weights.items():
-        if "proj" in name:
-            w[rng.random(w.shape) < 0.5] = 0
-    (directory / "model.safetensors").write_bytes(safetensors_bytes(weights, "bfloat16"))
+    directory = write_sparse_hf(tmp_path / "model", SHAPE, 0.5)
     return load_model(str(directory), "native", tmp_path / "cache", storage=StorageChoice("never"))
 
 

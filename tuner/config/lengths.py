@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from phasewise._words import number
 from phasewise.tuner.errors import TraceError
 
 MAX_TOKENS = 1 << 22
@@ -94,7 +95,9 @@ def _pair(text: str, separator: str) -> tuple[float, float]:
 def _number(text: str, low: float, high: float) -> float:
     value = float(text) if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text) else math.nan
     if not low <= value <= high:
-        raise TraceError(f"a number from {low:g} to {high:g} is expected in a distribution, not {text!r:.40}")
+        raise TraceError(
+            f"a number from {number(low)} to {number(high)} is expected in a distribution, not {text!r:.40}"
+        )
     return value
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from phasewise.topology import Kind, Machine
+from phasewise.topology import Machine
 from phasewise.tuner.errors import EvaluationError
 
 
@@ -83,17 +83,3 @@ def _default_flops(machine: Machine) -> float:
     if "avx2" in features or machine.cpu.architecture in (None, "x86_64"):
         return 80e9
     return 40e9
-
-
-def measured_rates(
-    machine: Machine, peak_flops: float, read_bytes_per_s: float, core_read_bytes_per_s: float
-) -> MachineRates:
-    """From limits measured on all allowed cores together, and one core's reading on its own."""
-    cores = len(machine.allowed_cores()) or len(machine.allowed_pus)
-    memories = sum(1 for node in machine.nodes(Kind.NUMA) if node.cpus) or 1
-    return MachineRates(
-        flops_per_core=peak_flops / cores,
-        core_read_bytes_per_s=core_read_bytes_per_s,
-        l3_read_bytes_per_s=None,
-        numa_read_bytes_per_s=read_bytes_per_s / memories,
-    )

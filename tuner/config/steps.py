@@ -57,10 +57,9 @@ class Step:
 
     def describe(self) -> str:
         """A few words for people, e.g. `decode of 1 token after 512`."""
-        plural = "s" if self.tokens > 1 else ""
         of_each = f" for each of {counted(self.sequences, 'sequence')}" if self.sequences > 1 else ""
         behind = f" after {self.context}" if self.context else ""
-        return f"{self.phase} of {self.tokens} token{plural}{of_each}{behind}"
+        return f"{self.phase} of {counted(self.tokens, 'token')}{of_each}{behind}"
 
 
 class StepTimer(Protocol):

@@ -90,7 +90,8 @@ def read_studies(location: Location, core_sigs: Collection[str]) -> list[StudyFa
             machine = attributes.get("machine") or [None]
             if machine[0] not in core_sigs:
                 continue
-            trials = [_trial_facts(one) for one in storage.get_all_trials(study._study_id, deepcopy=False)]
+            study_id = storage.get_study_id_from_name(study.study_name)
+            trials = [_trial_facts(one) for one in storage.get_all_trials(study_id, deepcopy=False)]
             model, phase, objective = (
                 str(attributes.get(key, "")) for key in ("model", "phase", "objective")
             )

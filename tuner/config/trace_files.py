@@ -27,6 +27,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, TextIO, TypeAlias
 
 from phasewise._files import open_input
+from phasewise._words import counted
 from phasewise.tuner.config.lengths import MAX_REQUESTS, RequestLengths, Trace, whole_tokens
 from phasewise.tuner.errors import TraceError
 
@@ -157,7 +158,7 @@ def _csv_rows(
     for at, line in lines:
         fields = _fields(line, f"{name}, row {at}")
         if len(fields) != len(header):
-            raise TraceError(f"{name}, row {at}: {len(fields)} fields, {len(header)} expected")
+            raise TraceError(f"{name}, row {at}: {counted(len(fields), 'field')}, {len(header)} expected")
         yield at, dict(zip(header, fields, strict=True))
 
 

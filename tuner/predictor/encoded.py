@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from phasewise._words import counted
+from phasewise._words import counted, number
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.calibration import price_holding
 from phasewise.tuner.predictor.distribution import LengthDistribution
@@ -141,7 +141,8 @@ def learnt_too_little(predictor: EncodedPredictor) -> str:
     """Why a predictor that is not useful is not used, in one line."""
     return (
         f"on prompts that it had not seen the predictor erred by {predictor.error_share:.2f} of what a"
-        f" constant does (at most {USEFUL:g} is useful): it learnt too little, and serve does not use it"
+        f" constant does (at most {number(USEFUL)} is useful):"
+        " it learnt too little, and serve does not use it"
     )
 
 

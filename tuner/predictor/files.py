@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import platformdirs
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from phasewise._files import write_file
+from phasewise._places import user_folder
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.encoded import LEVELS, EncodedPredictor
 from phasewise.tuner.predictor.features import N_FIGURES, N_ROWS
@@ -35,7 +35,7 @@ AnyPredictor = LengthPredictor | EncodedPredictor
 def default_file(model_name: str) -> Path:
     """The path of a model's predictor: below the XDG data directory."""
     safe = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in model_name)
-    return platformdirs.user_data_path("phasewise") / "predictors" / f"{safe.lstrip('.') or 'model'}{SUFFIX}"
+    return user_folder("data") / "predictors" / f"{safe.lstrip('.') or 'model'}{SUFFIX}"
 
 
 def save_predictor(predictor: AnyPredictor, path: Path) -> None:

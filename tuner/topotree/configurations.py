@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import product
 from math import prod
 
+from phasewise._words import counted
 from phasewise.tuner.plans import Phase, RankCores, ServicePlan, Source
 from phasewise.tuner.topotree.levels import SymmetricMachine
 from phasewise.tuner.topotree.tree import TopoTree
@@ -49,18 +50,19 @@ class OperatorLimits:
         if n_ranks == 1:
             return None
         if not 1 <= n_ranks <= self.n_kv_heads:
-            return f"{n_ranks} ranks cannot share {self.n_kv_heads} KV heads: each needs at least one"
+            return (
+                f"{counted(n_ranks, 'rank')} cannot share {self.n_kv_heads} KV heads: each needs at least one"
+            )
         if self._largest_share(n_ranks) == self._largest_share(n_ranks - 1):
             return (
-                f"{n_ranks} ranks are no faster than {n_ranks - 1}: some rank still has "
+                f"{counted(n_ranks, 'rank')} are no faster than {n_ranks - 1}: some rank still has "
                 f"{self._largest_share(n_ranks)} of the {self.n_kv_heads} KV heads"
             )
         if self.head_dim % HEAD_LANES:
             return f"heads of {self.head_dim} are not divided between ranks, only multiples of {HEAD_LANES}"
         if self.ffn // FFN_BLOCK < n_ranks:
-            return (
-                f"a feed-forward layer of {self.ffn} has no block of {FFN_BLOCK} for each of {n_ranks} ranks"
-            )
+            each = f"each of {counted(n_ranks, 'rank')}"
+            return f"a feed-forward layer of {self.ffn} has no block of {FFN_BLOCK} for {each}"
         return None
 
     def _largest_share(self, n_ranks: int) -> int:

@@ -17,7 +17,7 @@ PREFERENCE = (
     *(kind.value for kind in (Kind.DIE, Kind.L4, Kind.PU)),
     GROUP,
 )
-"""By which name a node goes that is several things at once, such as a package that is one NUMA node."""
+"""Preferred level name of a node that belongs to several levels, such as a package that is one NUMA node."""
 
 
 @dataclass(frozen=True, slots=True)

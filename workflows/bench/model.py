@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from phasewise._version import __version__
 from phasewise._words import counted
 from phasewise.cython_kernels import isa
-from phasewise.serving.ranks import STEP_TOKENS, RankOptions, Ranks
+from phasewise.serving.ranks import STEP_TOKENS, KvMemory, RankOptions, Ranks
 from phasewise.serving.ranks import open_ranks as open_planned
 from phasewise.serving.throughput import Throughput, Workload, compute_kind, flops, measure, streamed_bytes
 from phasewise.topology import core_signature, placement_signature, read_machine
@@ -129,11 +129,10 @@ def open_ranks(
         found.model,
         found.plans,
         RankOptions(
-            kv_slots=max(workload.kv_slots for workload in workloads),
+            KvMemory(max(workload.kv_slots for workload in workloads), format=kv_format),
             max_batch_tokens=batch_tokens,
             max_sequences=max(workload.n_sequences for workload in workloads),
             schedules=found.schedules,
-            kv_format=kv_format,
         ),
     )
     try:

@@ -49,7 +49,8 @@ def collect_lengths(
 
 @contextmanager
 def _engine(ref: str, wish: CollectWish, report: Report) -> Iterator[OpenEngine]:
-    from phasewise.serving.open_engine import EngineSize, open_engine
+    from phasewise.serving.engine_size import EngineSize
+    from phasewise.serving.open_engine import open_engine
     from phasewise.serving.rank_teams import keeping_affinity
     from phasewise.workflows.open_model import Weights, open_model
 
@@ -65,7 +66,7 @@ def _answer_all(
     opened: OpenEngine, log: AnswerLog, every: list[tuple[int, ...]], settings: Settings, report: Report
 ) -> tuple[list[int], int]:
     """Lengths of the answers computed now, and how many prompts leave no room for one."""
-    room = opened.size.context_length - settings.max_tokens
+    room = opened.size.limits.context_length - settings.max_tokens
     fitting = [ids for ids in every if 0 < len(ids) <= room and ids not in log.done]
     n_left = sum(not 0 < len(ids) <= room for ids in every)
     if log.had_broken_line:

@@ -20,7 +20,7 @@ from phasewise.cython_kernels.errors import KernelError
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import ServingError
 from phasewise.serving.rank_teams import keeping_affinity
-from phasewise.serving.ranks import STEP_TOKENS, RankOptions, open_ranks
+from phasewise.serving.ranks import STEP_TOKENS, KvMemory, RankOptions, open_ranks
 from phasewise.tuner import timing
 from phasewise.tuner.conditions import Watch, is_disturbed
 from phasewise.tuner.config.steps import EvaluatorKind, Step, StepTimer
@@ -158,11 +158,9 @@ class MeasuredEvaluator:
             plans: dict[Phase, ServicePlan] = {phase: default_plan(self._machine, phase) for phase in PHASES}
             plans[plan.phase] = plan
             watch = Watch(plan.cores)
-            ranks = open_ranks(
-                self._model,
-                plans,
-                RankOptions(self._room.kv_slots, STEP_TOKENS, self._room.sequences, self._schedules(plans)),
-            )
+            kv = KvMemory(self._room.kv_slots)
+            options = RankOptions(kv, STEP_TOKENS, self._room.sequences, self._schedules(plans))
+            ranks = open_ranks(self._model, plans, options)
             try:
                 _fill(ranks, self._room.kv_slots)
                 vocab_size = self._model.config.vocab_size

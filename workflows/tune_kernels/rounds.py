@@ -31,8 +31,8 @@ from phasewise.tuner.search.attention import attention_grid, tune_attention
 from phasewise.tuner.search.group import m_grid
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.task_division import Task
+from phasewise.tuner.timing import Duel
 from phasewise.tuner.tuning_run import (
-    Duel,
     Gain,
     ScheduleEvaluator,
     Tools,

@@ -25,9 +25,9 @@ from phasewise.ir.original import Original, is_original
 from phasewise.ir.reading import read
 from phasewise.ir.targets import IsaTarget
 from phasewise.ir.timing import TimingProcess, library_of
-from phasewise.kerneldb.records import MachineKey, Origin
+from phasewise.kerneldb.records import SINGLE_CORE, MachineKey, Origin
 from phasewise.kerneldb.store import Store
-from phasewise.kerneldb.user_kernels import SINGLE_CORE, Choice, UserProblem, UserPromotion, UserTiming
+from phasewise.kerneldb.user_kernels import Choice, UserProblem, UserPromotion, UserTiming
 from phasewise.tuner import timing
 from phasewise.tuner.conditions import Watch
 from phasewise.tuner.ledger import reversed_comparison

@@ -27,7 +27,7 @@ def allreduce(
     rounds: Annotated[
         int, typer.Option("-r", "--rounds", min=1, max=1000, help="timed turns of each algorithm and size")
     ] = 15,
-    output: Annotated[Table, typer.Option("-o", "--output", help="form of the rows")] = Table.md,
+    output: Annotated[Table, typer.Option("-o", "--output", help="form of the rows")] = "md",
     wide: WideOption = False,
 ) -> None:
     """Time the all-reduces over shared memory beside plain copying by the same cores, in turns.
@@ -47,7 +47,7 @@ def allreduce(
     grid = AllReduceGrid(cores, _rank_counts(ranks, len(cores)), _sizes(sizes), _kinds(kinds), rounds)
     with user_lock(note).turn():
         rows = list(all_reduce_rows(grid, report=note))
-    say(written(FORMATS, output.value, rows, wide=wide), end="")
+    say(written(FORMATS, output, rows, wide=wide), end="")
 
 
 def _rank_counts(text: str, n_cores: int) -> Sequence[int]:

@@ -13,9 +13,44 @@ from phasewise.cli.options import JsonOption, parse_budget
 from phasewise.cli.present import check_target, note, owns_stdout, print_json, say, say_words, write_target
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from phasewise.loadtest.embed import EmbedClient, EmbedFigures
 
 URLArgument = Annotated[str, typer.Argument(metavar="URL", help="the server, e.g. http://127.0.0.1:8000")]
+
+
+LengthsOption = Annotated[
+    str,
+    typer.Option(help="words of a text: 75, 20:120 (evenly drawn) or lognormal:75:0.6 (median, sigma)"),
+]
+FileOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="take the texts from FILE, one a line, over and over")
+]
+ConcurrencyOption = Annotated[
+    list[int] | None,
+    typer.Option(
+        "-c", min=1, help="number of clients, each with one request at a time [repeatable; default: 32]"
+    ),
+]
+RateOption = Annotated[
+    float | None,
+    typer.Option(min=0.01, help="send requests at this rate instead, requests/s, at random (Poisson)"),
+]
+SloOption = Annotated[
+    str | None, typer.Option(metavar="TIME", help="promised time of an answer, e.g. 1s or 0.5s")
+]
+FindOption = Annotated[
+    bool,
+    typer.Option(
+        "--find",
+        help="find the most clients at once whose answers all come within --slo (WindVE's metric)",
+    ),
+]
+ApiKeyOption = Annotated[str | None, typer.Option(envvar="PHASEWISE_API_KEY", help="key that requests carry")]
+PlotOption = Annotated[
+    Path | None, typer.Option(metavar="FILE.svg", help="draw P50 and P99 over concurrency; -: stdout")
+]
 
 
 def embed(
@@ -23,41 +58,16 @@ def embed(
     model: Annotated[str | None, typer.Option(help="model to ask for [default: the first listed]")] = None,
     requests: Annotated[int, typer.Option("-n", min=1, help="number of requests")] = 256,
     inputs: Annotated[int, typer.Option(min=1, max=2048, help="texts of a request")] = 1,
-    lengths: Annotated[
-        str,
-        typer.Option(help="words of a text: 75, 20:120 (evenly drawn) or lognormal:75:0.6 (median, sigma)"),
-    ] = "75",
-    file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="take the texts from FILE, one a line, over and over")
-    ] = None,
-    concurrency: Annotated[
-        list[int] | None,
-        typer.Option(
-            "-c", min=1, help="number of clients, each with one request at a time [repeatable; default: 32]"
-        ),
-    ] = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(min=0.01, help="send requests at this rate instead, requests/s, at random (Poisson)"),
-    ] = None,
-    slo: Annotated[
-        str | None, typer.Option(metavar="TIME", help="promised time of an answer, e.g. 1s or 0.5s")
-    ] = None,
-    find: Annotated[
-        bool,
-        typer.Option(
-            "--find",
-            help="find the most clients at once whose answers all come within --slo (WindVE's metric)",
-        ),
-    ] = False,
+    lengths: LengthsOption = "75",
+    file: FileOption = None,
+    concurrency: ConcurrencyOption = None,
+    rate: RateOption = None,
+    slo: SloOption = None,
+    find: FindOption = False,
     encoding: Annotated[str, typer.Option(help="form of the vectors: float or base64")] = "float",
-    api_key: Annotated[
-        str | None, typer.Option(envvar="PHASEWISE_API_KEY", help="key that requests carry")
-    ] = None,
+    api_key: ApiKeyOption = None,
     seed: Annotated[int, typer.Option(help="seed of lengths, words and arrivals")] = 0,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="draw P50 and P99 over concurrency; -: stdout")
-    ] = None,
+    plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Load an embeddings server, and print texts/s, tokens/s and latencies.
@@ -74,12 +84,9 @@ def embed(
         figures,
         find_model,
         highest_concurrency,
-        lengths_of,
         open_loop,
-        texts_of_lengths,
         with_client,
     )
-    from phasewise.workflows.embed import lines_of
 
     slo_s = None if slo is None else parse_budget(slo)
     if find and slo_s is None:
@@ -92,11 +99,7 @@ def embed(
     name = model or asyncio.run(find_model(base, api_key))
     target = EmbedTarget(base, name, api_key, encoding=encoding, inputs_each=inputs)
 
-    def texts(count: int) -> list[str]:
-        if file is not None:
-            lines = lines_of(file)
-            return [lines[at % len(lines)] for at in range(count)]
-        return texts_of_lengths(lengths_of(lengths, count, seed), seed)
+    texts = _texts(file, lengths, seed)
 
     async def run(client: EmbedClient) -> dict[str, Any]:
         await client.send(texts(1))  # connections, and what a server does at its first request
@@ -115,22 +118,35 @@ def embed(
                 loads.append({"concurrency": clients, **_fields(figures(*sent, slo_s))})
         return {"slo_s": slo_s, "loads": loads}
 
-    found = {
-        "url": base,
-        "model": name,
-        "lengths": lengths,
-        "inputs": inputs,
-        **asyncio.run(with_client(target, run)),
-    }
+    found: dict[str, Any] = {"url": base, "model": name, "lengths": lengths, "inputs": inputs}
+    found |= asyncio.run(with_client(target, run))
     if plot is not None:
         write_target(plot, _drawn(found["loads"]))
     if owns_stdout(plot):
         return
     if as_json:
         print_json(found)
-        return
-    if "highest_concurrency" in found and slo_s is not None:
-        say(f"{counted(found['highest_concurrency'], 'query')} at once within {number(slo_s)} s")
+    else:
+        _say_found(found)
+
+
+def _texts(file: Path | None, lengths: str, seed: int) -> Callable[[int], list[str]]:
+    """Makes so many texts: lines of the file over and over, else drawn ones."""
+    from phasewise.loadtest.embed import lengths_of, texts_of_lengths
+    from phasewise.workflows.embed import lines_of
+
+    def texts(count: int) -> list[str]:
+        if file is not None:
+            lines = lines_of(file)
+            return [lines[at % len(lines)] for at in range(count)]
+        return texts_of_lengths(lengths_of(lengths, count, seed), seed)
+
+    return texts
+
+
+def _say_found(found: dict[str, Any]) -> None:
+    if "highest_concurrency" in found:
+        say(f"{counted(found['highest_concurrency'], 'query')} at once within {number(found['slo_s'])} s")
     for load in found["loads"]:
         say_words(_line(load))
 

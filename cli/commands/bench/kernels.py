@@ -19,57 +19,65 @@ MAX_SIDE = 1 << 20
 """Largest rows, and outputs or inputs, of a product."""
 
 
+FormatsOption = Annotated[str, typer.Option("--format", help="weight formats, e.g. f32,bf16,int8,int8c,int4")]
+ShapesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shape",
+        metavar="N,K|NAME",
+        help="outputs and inputs of a product, or a model whose layers to time [repeatable]",
+    ),
+]
+PeersOption = Annotated[
+    str,
+    typer.Option(
+        "--peers", metavar="auto|none|LIST", help="any of torch, mkl, openblas, openvino, ggml, tvm"
+    ),
+]
+RoundsOption = Annotated[
+    int, typer.Option("-r", "--rounds", min=1, max=1000, help="timed turns of each product")
+]
+ColdMibOption = Annotated[
+    int | None,
+    typer.Option(
+        "--cold-mib",
+        min=1,
+        max=1 << 16,
+        help="MiB of weights that are multiplied in turn, so that none stays in a cache [default: twice"
+        " the last-level cache]",
+    ),
+]
+PlotOption = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE.svg", help="draw throughput over m, with the limit; -: stdout"),
+]
+KeptOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--rows",
+        metavar="FILE.jsonl",
+        help="append each row to this file as it is measured, and measure only rows that it lacks",
+    ),
+]
+DensityOption = Annotated[
+    str,
+    typer.Option(metavar="SHARES", help="shares of weights that are not zero; below 1 stored sparse"),
+]
+
+
 def kernels(
-    formats: Annotated[
-        str, typer.Option("--format", help="weight formats, e.g. f32,bf16,int8,int8c,int4")
-    ] = "bf16",
-    shapes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--shape",
-            metavar="N,K|NAME",
-            help="outputs and inputs of a product, or a model whose layers to time [repeatable]",
-        ),
-    ] = None,
+    formats: FormatsOption = "bf16",
+    shapes: ShapesOption = None,
     ms: Annotated[str, typer.Option("--m", help="rows of activations")] = "1,8,64",
     threads: ThreadsOption = None,
-    peers: Annotated[
-        str,
-        typer.Option(
-            "--peers", metavar="auto|none|LIST", help="any of torch, mkl, openblas, openvino, ggml, tvm"
-        ),
-    ] = "auto",
-    rounds: Annotated[
-        int, typer.Option("-r", "--rounds", min=1, max=1000, help="timed turns of each product")
-    ] = 7,
-    cold_mib: Annotated[
-        int | None,
-        typer.Option(
-            "--cold-mib",
-            min=1,
-            max=1 << 16,
-            help="MiB of weights that are multiplied in turn, so that none stays in a cache [default: twice"
-            " the last-level cache]",
-        ),
-    ] = None,
-    output: Annotated[Table, typer.Option("-o", "--output", help="form of the rows")] = Table.md,
+    peers: PeersOption = "auto",
+    rounds: RoundsOption = 7,
+    cold_mib: ColdMibOption = None,
+    output: Annotated[Table, typer.Option("-o", "--output", help="form of the rows")] = "md",
     wide: WideOption = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE.svg", help="draw throughput over m, with the limit; -: stdout"),
-    ] = None,
-    kept: Annotated[
-        Path | None,
-        typer.Option(
-            "--rows",
-            metavar="FILE.jsonl",
-            help="append each row to this file as it is measured, and measure only rows that it lacks",
-        ),
-    ] = None,
-    density: Annotated[
-        str,
-        typer.Option(metavar="SHARES", help="shares of weights that are not zero; below 1 stored sparse"),
-    ] = "1",
+    plot: PlotOption = None,
+    kept: KeptOption = None,
+    density: DensityOption = "1",
     db: DbOption = None,
 ) -> None:
     """Time matrix products beside the machine's limits and beside every peer that is installed, in turns.
@@ -100,7 +108,7 @@ def kernels(
                 known = {**known, row.key: row}
     rows = [known[point] for point in grid.points()]
     if not owns_stdout(plot):
-        say(written(FORMATS, output.value, rows, wide=wide), end="")
+        say(written(FORMATS, output, rows, wide=wide), end="")
     if plot is not None:
         write_target(plot, draw_rows(rows))
 

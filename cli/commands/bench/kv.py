@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,12 +15,8 @@ from phasewise.workflows.bench.kv.settings import PoolOverrides, ReplayWish, Tra
 MAX_PROMPT_TOKENS = 1 << 16
 
 
-class TracePart(StrEnum):
-    """The requests of a trace that `bench kv` replays."""
-
-    all = "all"
-    first = "first"
-    second = "second"
+TracePart = Literal["all", "first", "second"]
+"""The requests of a trace that `bench kv` replays."""
 
 
 _SELECTION = option_set(
@@ -88,7 +83,7 @@ def kv(
     selection: TraceSelection,
     wish: ReplayWish,
     overrides: PoolOverrides,
-    output: Annotated[Table, typer.Option("-o", "--output", help="form of the rows")] = Table.md,
+    output: Annotated[Table, typer.Option("-o", "--output", help="form of the rows")] = "md",
     wide: WideOption = False,
 ) -> None:
     """Replay lengths of requests against KV policies, through the scheduler and the pools, without a model.
@@ -106,6 +101,6 @@ def kv(
     from phasewise.workflows.bench.kv.replay import replay_policies
 
     say(
-        written(FORMATS, output.value, replay_policies(traces, selection, wish, overrides, note), wide=wide),
+        written(FORMATS, output, replay_policies(traces, selection, wish, overrides, note), wide=wide),
         end="",
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,12 +12,8 @@ MOST_VALUES = 1000
 """The longest range."""
 
 
-class Table(StrEnum):
-    """The form in which the rows of a benchmark are printed."""
-
-    md = "md"
-    csv = "csv"
-    json = "json"
+Table = Literal["md", "csv", "json"]
+"""The form in which the rows of a benchmark are printed."""
 
 
 WideOption = Annotated[bool, typer.Option("--wide", help="print all columns of the table")]

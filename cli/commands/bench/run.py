@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -19,13 +18,9 @@ from phasewise.cli.options import (
     DbOption,
     ExplainOption,
     FormatOption,
-    KQuantArithmetic,
-    KvFormat,
     KvFormatOption,
-    Sparse,
     SparseOption,
     TilePromptsOption,
-    WeightFormat,
 )
 from phasewise.cli.present import note, note_plans, say
 from phasewise.workflows.bench.run_settings import CACHE_TYPES, BenchRunning, BenchTests
@@ -37,14 +32,8 @@ if TYPE_CHECKING:
 MOST_BATCH_TOKENS = 1 << 16
 
 
-class Output(StrEnum):
-    """The form in which the rows of `bench run` are printed."""
-
-    md = "md"
-    csv = "csv"
-    json = "json"
-    jsonl = "jsonl"
-    sql = "sql"
+Output = Literal["md", "csv", "json", "jsonl", "sql"]
+"""The form in which the rows of `bench run` are printed."""
 
 
 class PairsValue(tuple[tuple[int, int], ...]):
@@ -161,13 +150,13 @@ def run(
     ] = None,
     tests: BenchTests = BenchTests(),  # noqa: B008 (frozen)
     running: BenchRunning = BenchRunning(),  # noqa: B008 (frozen)
-    output: Annotated[Output, typer.Option("-o", "--output", help="form of the rows")] = Output.md,
+    output: Annotated[Output, typer.Option("-o", "--output", help="form of the rows")] = "md",
     wide: WideOption = False,
-    weight_format: FormatOption = WeightFormat.native,
-    kv_format: KvFormatOption = KvFormat.auto,
-    sparse: SparseOption = Sparse.auto,
+    weight_format: FormatOption = "native",
+    kv_format: KvFormatOption = "auto",
+    sparse: SparseOption = "auto",
     tile_prompts: TilePromptsOption = False,
-    arithmetic: ArithmeticOption = KQuantArithmetic.tuned,
+    arithmetic: ArithmeticOption = "tuned",
     db: DbOption = None,
     explain: ExplainOption = False,
 ) -> None:
@@ -192,10 +181,8 @@ def run(
     workloads = tests.workloads()
     if not workloads:
         raise typer.BadParameter("nothing to measure: give -p, -n or -pg, and at least one sequence")
-    formats = running.kv_formats(kv_format.value)
-    weights = Weights(
-        weight_format.value, sparse.value, tile_prompts=tile_prompts, arithmetic=arithmetic.value
-    )
+    formats = running.kv_formats(kv_format)
+    weights = Weights(weight_format, sparse, tile_prompts=tile_prompts, arithmetic=arithmetic)
     opened_models = []
     for name in names:
         for threads in running.threads or (None,):
@@ -212,7 +199,7 @@ def run(
             for one in formats:
                 with open_ranks(found, workloads, one, max(running.batch_tokens)) as ranks:
                     rows += bench_rows(ranks, workloads, timing, note)
-    say(written(FORMATS, output.value, rows, wide=wide), end="")
+    say(written(FORMATS, output, rows, wide=wide), end="")
 
 
 def _with_small_batches(tests: BenchTests, running: BenchRunning) -> tuple[BenchTests, BenchRunning]:

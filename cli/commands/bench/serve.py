@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,12 +13,8 @@ from phasewise.cli.option_sets import opt, option_set, spread
 from phasewise.cli.present import EXIT_INTERRUPTED
 from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
 
-
-class Endpoint(StrEnum):
-    """The route that requests are sent to."""
-
-    completions = "completions"
-    chat = "chat"
+Endpoint = Literal["completions", "chat"]
+"""The route that requests are sent to."""
 
 
 _printed = partial(typer.Option, rich_help_panel="What is printed")
@@ -103,7 +98,7 @@ def serve(
     model: Annotated[
         str, typer.Option("--model", metavar="NAME", help="model to ask for [default: the first listed]")
     ] = "",
-    output: Annotated[Table, _printed("-o", "--output", help="form of the results")] = Table.md,
+    output: Annotated[Table, _printed("-o", "--output", help="form of the results")] = "md",
     save_detailed: Annotated[
         bool, _printed("--save-detailed", help="also print every request, in csv and json")
     ] = False,
@@ -134,7 +129,7 @@ def serve(
     test = load_test_of(url, model, times, lengths, asking, promises, keeps_text=save_detailed, plot=plot)
     report = run_load_test(test, note, load_progress)
     if not owns_stdout(plot):
-        say(FORMATS[output.value](report, is_detailed=save_detailed), end="")
+        say(FORMATS[output](report, is_detailed=save_detailed), end="")
     if plot is not None and report.measured.outcomes:
         write_target(plot, draw_report(report))
     if report.was_stopped:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from phasewise._words import number
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Family, Get, TensorCut
 from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
@@ -22,7 +23,9 @@ def _common(config: ModelConfig) -> ModelConfig:
 
 def _hf(get: Get, config: ModelConfig) -> ModelConfig:
     if get("swiglu_limit", float, LIMIT) != LIMIT or get("swiglu_alpha", float, ALPHA) != ALPHA:
-        raise ModelError(f"config.json has another clamped gate than one of {LIMIT:g} and {ALPHA:g}")
+        raise ModelError(
+            f"config.json has another clamped gate than one of {number(LIMIT)} and {number(ALPHA)}"
+        )
     experts = experts_of(get, "num_local_experts", "num_experts_per_tok", normalised=True, biases=True)
     own = replace(_common(config), experts=experts)
     return with_windows(own, layer_types(get, config, PERIOD), get("sliding_window", int))

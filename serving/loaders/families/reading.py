@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Get
 from phasewise.serving.model import Experts, LayerKind, ModelConfig, RopeSpec
@@ -21,7 +22,7 @@ def layer_types(get: Get, config: ModelConfig, period: int) -> list[bool]:
     if len(named) != config.n_layers or any(kind not in (SLIDING, FULL) for kind in named):
         raise ModelError(
             f"config.json has layer_types = {named!r:.60}: {SLIDING} or {FULL} for each of"
-            f" {config.n_layers} layers expected"
+            f" {counted(config.n_layers, 'layer')} expected"
         )
     return [kind == SLIDING for kind in named]
 

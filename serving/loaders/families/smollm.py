@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.loaders.families.reading import must_be_off
@@ -29,7 +30,8 @@ def _hf(get: Get, config: ModelConfig) -> ModelConfig:
         has_rope = [(layer + 1) % period for layer in range(config.n_layers)]
     if len(has_rope) != config.n_layers:
         raise ModelError(
-            f"config.json has {len(has_rope)} entries in no_rope_layers for {config.n_layers} layers"
+            f"config.json has {counted(len(has_rope), 'entry')} in no_rope_layers"
+            f" for {counted(config.n_layers, 'layer')}"
         )
     return _with_rope(config, [bool(one) for one in has_rope])
 

@@ -16,7 +16,7 @@ from phasewise.serving.guides import Grammar, GuideCompiler, TokenView
 from phasewise.serving.loaders import load_model
 from phasewise.serving.messages import Answer, Submit
 from phasewise.serving.model import PackedModel
-from phasewise.serving.open_engine import EngineSize, ModelText, open_engine
+from phasewise.serving.open_engine import ModelText, open_engine
 from phasewise.serving.pools.opening import POLICIES
 from phasewise.serving.sampling import GREEDY, SamplingParams
 from phasewise.serving.schedules import ScheduleLookup
@@ -24,6 +24,7 @@ from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 from tests.serving.test_engine_kernels import plans, tokens
 from tests.serving.test_forward import DefaultSchedules, Machine, OwnPath, make_model, random_ids, sliced
 from tests.serving.test_forward_ranks import ranks
+from tests.support.engine_sizes import engine_size
 from tests.support.fake_engine import run_all
 from tests.support.guessing import GuessingDrafter
 from tests.support.tiers import isas
@@ -110,7 +111,7 @@ def answers(
     """Tokens of each request, and drafted tokens that came. guess: share of right drafts of `known`."""
     by_phase = by_phase or plans()
     pinned = all(len(plan.ranks) == 1 for plan in by_phase.values())
-    sizes = EngineSize(256, 1024, 4, **size)  # type: ignore[arg-type]
+    sizes = engine_size(256, 1024, 4, **size)  # type: ignore[arg-type]
     with open_engine(model, by_phase, sizes, pinned=pinned, drafts=drafts) as opened:
         if guess is not None:
             opened.engine.drafter = GuessingDrafter(known or {}, guess, model.config.vocab_size)
@@ -125,7 +126,7 @@ def test_answers_are_the_same_where_prompts_have_a_path_of_their_own(
 ) -> None:
     """As under --tile-prompts (decision 0055): drafts are checked in decode steps, whose path is the one of
     tokens without drafts. With few slots requests wait for each other, and none is preempted."""
-    model, size = models(seed=3, types="Q8_0"), EngineSize(192, n_slots, 4, kv_policy="static")
+    model, size = models(seed=3, types="Q8_0"), engine_size(192, n_slots, 4, kv_policy="static")
     schedules: dict[Phase, ScheduleLookup] = {"prefill": OwnPath(1), "decode": DefaultSchedules(1)}
     found = []
     for guess in (None, 0.8):
@@ -224,7 +225,7 @@ def test_another_vocabulary_is_refused_in_one_line(models: Callable[..., PackedM
 
 
 def test_usage_counts_drafts_of_a_request(models: Callable[..., PackedModel]) -> None:
-    with open_engine(models(), plans(), EngineSize(256, 1024, 1), drafts=DraftSource()) as opened:
+    with open_engine(models(), plans(), engine_size(256, 1024, 1), drafts=DraftSource()) as opened:
         outs = run_all(opened.engine, requests()[3])["3"]
         load = opened.engine.load()
 

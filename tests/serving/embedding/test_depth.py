@@ -17,7 +17,7 @@ from phasewise.serving.embedding.depth import (
     probe_sizes,
     stress,
 )
-from phasewise.serving.embedding.simulated import ModelledDevice, largest_concurrency, simulate
+from tests.support.simulated_embedding import ModelledDevice, largest_concurrency, simulate
 from tests.support.tiers import examples
 
 # Table III, "linear regression": depths under 1 s and 2 s.

@@ -19,8 +19,8 @@ import pytest
 from phasewise.serving.encoder.pooling import truncated
 from phasewise.serving.encoder.text import Tokens
 from phasewise.serving.http import embeddings
-from phasewise.serving.http.connection import Connection
 from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.http.transport.connection import Connection
 from tests.support.encoder_models import MAX_TOKENS, write_encoder
 from tests.support.fake_embedding import (
     POISON,

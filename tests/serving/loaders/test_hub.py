@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 from collections.abc import Iterator
@@ -22,8 +23,10 @@ CONTENT = bytes(range(256)) * 2000
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]:
-    monkeypatch.setattr(download, "PAUSE_S", 0.0)
+    monkeypatch.setattr("time.sleep", lambda _seconds: None)  # the client's own pauses too
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 10_000)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
     with serving() as one:
         monkeypatch.setenv("HF_ENDPOINT", one.url)
@@ -117,12 +120,13 @@ def test_a_broken_download_goes_on_where_it_ended(stand_in: StandInHub, tmp_path
 
 
 def test_a_later_command_goes_on_too(stand_in: StandInHub, tmp_path: Path) -> None:
-    stand_in.breaks_after += [100_000] + [0] * download.ATTEMPTS
+    stand_in.breaks_after += [100_000] + [0] * 100
     with pytest.raises(
         ModelError, match=r"0\.1 of 0\.5 MB are here, and the same command goes on from there"
     ):
         pull("org/tiny-GGUF:Q4_K_M", tmp_path)
     before = len(stand_in.requests)
+    stand_in.breaks_after.clear()
 
     assert pull("org/tiny-GGUF:Q4_K_M", tmp_path).read_bytes() == CONTENT
     assert stand_in.requests[-1][1]["Range"] == "bytes=100000-"
@@ -154,8 +158,8 @@ def test_a_spoilt_part_is_noticed_and_not_kept(stand_in: StandInHub, tmp_path: P
 @pytest.mark.parametrize(
     ("listed", "what"),
     [
-        ({"size": len(CONTENT) - 1}, "would send 512000 bytes, it listed 511999"),
-        ({"size": len(CONTENT) + 1}, "would send 512000 bytes, it listed 512001"),
+        ({"size": len(CONTENT) - 1}, "sends more than the 511999 bytes listed: it is not kept"),
+        ({"size": len(CONTENT) + 1}, "512000 bytes came, the hub listed 512001: it is not kept"),
         ({"lfs": {"sha256": "0" * 64}}, "it is not kept"),
         ({"size": 10**18}, "do not fit"),
         ({"size": -1}, "no GGUF file Q4_K_M"),
@@ -192,9 +196,9 @@ def test_a_list_that_is_none_is_one_line(stand_in: StandInHub, tmp_path: Path, l
 @pytest.mark.parametrize(
     ("to", "what"),
     [
-        ("/again", "redirects in a loop"),
-        ("file:///etc/passwd", "redirects to what is not followed"),
-        ("ftp://127.0.0.1/x", "redirects to ftp"),
+        ("/again", "maximum allowed redirects"),
+        ("file:///etc/passwd", "unsupported protocol"),
+        ("ftp://127.0.0.1/x", "unsupported protocol"),
     ],
 )
 def test_redirects_end(stand_in: StandInHub, tmp_path: Path, to: str, what: str) -> None:
@@ -230,6 +234,40 @@ def test_a_token_goes_to_the_hub_and_not_where_it_redirects(
     }
 
 
+@pytest.mark.parametrize(
+    ("status", "what"),
+    [(401, "wants a login"), (403, "HF_TOKEN"), (404, "HTTP status 404"), (400, "refuses it")],
+)
+def test_a_file_that_is_refused_is_one_line(
+    stand_in: StandInHub, tmp_path: Path, status: int, what: str
+) -> None:
+    stand_in.statuses.append(status)
+
+    assert what in refusal("org/tiny-GGUF:Q4_K_M", tmp_path)
+
+
+def test_offline_the_hub_is_not_asked(
+    stand_in: StandInHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = pull("org/tiny-GGUF:Q8_0", tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    asked = len(stand_in.requests)
+
+    assert "HF_HUB_OFFLINE is set" in refusal("org/tiny-GGUF:Q4_K_M", tmp_path / "empty")
+    assert locate("org/tiny-GGUF:Q8_0", tmp_path, print).path == path
+    assert len(stand_in.requests) == asked
+
+
+def test_a_full_disk_is_one_line(
+    stand_in: StandInHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = hub.folder_of("org/tiny-GGUF:Q8_0", tmp_path)
+    folder.mkdir(parents=True)
+    (folder / ".tiny-Q8_0.gguf.part").symlink_to("/dev/full")
+
+    assert "No space left on device" in refusal("org/tiny-GGUF:Q8_0", tmp_path)
+
+
 def test_an_unreachable_hub_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
@@ -241,7 +279,7 @@ def test_two_processes_do_not_write_one_part(stand_in: StandInHub, tmp_path: Pat
     folder = hub.folder_of("org/tiny-GGUF:Q8_0", tmp_path)
     folder.mkdir(parents=True)
     with (folder / ".tiny-Q8_0.gguf.part").open("a+b") as held:
-        download._lock(held, download.RemoteFile("", "x", 1))
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
         assert "by another process" in refusal("org/tiny-GGUF:Q8_0", tmp_path)
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFReader, quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, quants
 
-from phasewise.cython_kernels.packing import unpack
+from phasewise.cython_kernels.packing import BLOCK_KINDS, unpack
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.gguf_file import open_gguf
+from phasewise.serving.loaders.gguf_file import TENSOR_TYPES, open_gguf
 from phasewise.serving.model import FrequencyFactors, LinearScaling, PackedModel
 from tests.support.tiny_models import (
     CHAT_TEMPLATE,
@@ -91,7 +91,7 @@ def test_a_gguf_file_and_a_directory_of_one_model_are_equal(tmp_path: Path, weig
     assert ours.chat_template == theirs.chat_template == CHAT_TEMPLATE
 
 
-IN_BLOCKS = ("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+IN_BLOCKS = tuple(kind.upper() for kind in BLOCK_KINDS)
 TYPES = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", *IN_BLOCKS]
 FILE_SHARE = {"Q3_K": 1.04}
 """Most bytes of a packed weight over its tensor's bytes; of all other types 1.03."""
@@ -343,3 +343,10 @@ def test_an_error_quotes_the_beginning_of_a_long_name(tmp_path: Path) -> None:
         load_model(str(path), "native")
 
     assert len(str(error.value)) < 200 + len(str(path))
+
+
+def test_types_are_those_of_the_gguf_package() -> None:
+    """Each that is here is there with the same number and block; the package may have newer ones."""
+    theirs = {int(kind): (kind.name, *size) for kind, size in GGML_QUANT_SIZES.items()}
+
+    assert TENSOR_TYPES.items() <= theirs.items()

@@ -21,10 +21,10 @@ from phasewise.serving.loaders.storage import (
     worth_bytes,
 )
 from phasewise.serving.model import PackedModel
-from phasewise.serving.ranks import RankOptions, open_ranks
+from phasewise.serving.ranks import KvMemory, RankOptions, open_ranks
 from phasewise.serving.sparse_mode import SPARSE_MODES
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
-from tests.support.tiny_models import TinyShape, hf_config, safetensors_bytes, tiny_weights, write_tiny_hf
+from tests.support.tiny_models import TinyShape, write_sparse_hf, write_tiny_hf
 
 SHAPE = TinyShape(n_layers=2, hidden=128, ffn=256, head_dim=32)
 
@@ -32,15 +32,7 @@ SHAPE = TinyShape(n_layers=2, hidden=128, ffn=256, head_dim=32)
 @pytest.fixture
 def pruned(tmp_path: Path) -> Path:
     """A directory of a model whose layers have lost most of their weights."""
-    directory = write_tiny_hf(tmp_path / "model", "llama", shape=SHAPE)
-    rng = np.random.default_rng(0)
-    weights = tiny_weights("llama", SHAPE)
-    for name, w in weights.items():
-        if "proj" in name:
-            w[rng.random(w.shape) < 0.8] = 0
-    (directory / "model.safetensors").write_bytes(safetensors_bytes(weights, "bfloat16"))
-    assert hf_config("llama", SHAPE)["hidden_size"] == SHAPE.hidden
-    return directory
+    return write_sparse_hf(tmp_path / "model", SHAPE, 0.8)
 
 
 def load(directory: Path, mode: str, weight_format: str = "native", **options: bool) -> PackedModel:
@@ -199,7 +191,7 @@ def test_two_ranks_share_out_sparse_weights(pruned: Path, weight_format: str) ->
         for n_ranks in (1, 2):
             ranks = tuple(RankCores((core,)) for core in range(n_ranks))
             plans: dict[Phase, ServicePlan] = {phase: ServicePlan(phase, ranks) for phase in PHASES}
-            options = RankOptions(64, 32, 1, pinned=False)
+            options = RankOptions(KvMemory(64), 32, 1, pinned=False)
             with closing(open_ranks(load(pruned, mode, weight_format), plans, options)) as opened:
                 slices = (SequenceSlice(prompt, 0, 0, True), SequenceSlice([7], len(prompt), 0, True))
                 rows = [

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from phasewise.topology import Kind, Machine, NumaDistances, read_lstopo
 from phasewise.tuner.config.hidden import HiddenResource, read_hidden
 from phasewise.tuner.config.modelled import ModelledEvaluator
-from phasewise.tuner.config.rates import MachineRates, default_rates, measured_rates
+from phasewise.tuner.config.rates import MachineRates, default_rates
 from phasewise.tuner.config.sharing import ReadSharing, fair_rates
 from phasewise.tuner.config.steps import Step
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import RankCores, default_plan, rank_on
+from tests.support.measured_rates import measured_rates
 from tests.support.paper_machines import (
     epyc,
     epyc_rates,

@@ -15,12 +15,12 @@ import pytest
 
 from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.store import open_store
-from phasewise.tuner.config.ablation import walked
 from phasewise.tuner.config.steps import EvaluatorKind
 from phasewise.tuner.config.storage import open_storage
 from phasewise.tuner.config.study import SearchOutcome, SearchSettings, Tried
 from phasewise.tuner.topotree import Configuration
 from tests.support import ROOT, search_child
+from tests.support.ablation import walked
 from tests.support.search_child import KEY, N_SLICES, UNPRUNED, FakeEvaluator, run_on, small_space
 from tests.support.tiers import first_is_smoke
 

@@ -7,7 +7,6 @@ get a stated length), or a log of answers' lengths, written by the server or by 
 from __future__ import annotations
 
 import csv
-import difflib
 import math
 import random
 import statistics
@@ -16,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from phasewise._words import percent
+from phasewise._words import meant, percent
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Estimate
 from phasewise.tuner.config.lengths import RequestLengths, Trace
@@ -194,9 +193,7 @@ def _wrong_column(path: str, column: str | None, names: Sequence[str]) -> str:
     listed = ", ".join(names)
     if column is None:
         return f"{path} has the columns {listed}: name with --column whose numbers are lengths of answers"
-    near = difflib.get_close_matches(column, names, n=1)
-    meant = f"; did you mean {near[0]}?" if near else ""
-    return f"{path} has no column {column!r:.60}, only {listed}{meant}"
+    return f"{path} has no column {column!r:.60}, only {listed}{meant(column, names)}"
 
 
 def _length(text: str | None, where: str) -> int:

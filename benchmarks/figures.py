@@ -1,0 +1,50 @@
+"""Figures and tables of the papers, by this project's own workflows: one command for each.
+
+    python benchmarks/figures.py                       # the list
+    python benchmarks/figures.py windve-tables
+    python benchmarks/figures.py splitwise --part iso-rate --trace code=CSV --perf-model CSV
+
+Each is a row of FIGURES: what it is in the paper, the function that makes its rows, and the columns that it
+prints first. Rows that are measured are of this machine; a paper's own numbers stand in columns named so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.harness import Measure, commands
+from benchmarks.papers import sandwich, searches, sparamx, splitwise, windve
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure or table. Its command is the function's name."""
+
+    paper: str
+    measure: Measure
+    columns: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        return self.measure.__name__.replace("_", "-")
+
+
+FIGURES = (
+    Figure(
+        "Sandwich, Fig. 7: a layer's products against each library", sandwich.libraries, ("format", "over")
+    ),
+    Figure("Sandwich, Fig. 7's summary by format", sandwich.kernel_summary, ("format",)),
+    Figure("Sandwich, Fig. 8: searches for kernels", searches.searches, ("format", "n", "k", "m", "search")),
+    Figure("Sandwich, Tables 2 and 3: rules off in turn", sandwich.plans, ("machine", "phase", "rules")),
+    Figure("Sandwich, section 4: numbers of TopoTrees", sandwich.trees, ("machine", "pus", "levels")),
+    Figure("Splitwise, Figs. 12, 16, 18, 19 and VI-E", splitwise.splitwise, ("design",)),
+    Figure("Splitwise's own simulator beside ours", splitwise.splitwise_sim, ("cell", "requests")),
+    Figure("Splitwise: fits of the machine types", splitwise.machine_types, ("model", "hardware", "field")),
+    Figure("WindVE, Tables I to III, Figs. 5 and 6", windve.windve_tables, ("table", "devices")),
+    Figure("SparAMX, Table 2: sparse products", sparamx.sparse_products, ("layer", "contestant")),
+)
+
+app = commands(__doc__, *(figure.measure for figure in FIGURES))
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,220 @@
+"""Figures of the Sandwich paper that need no search for kernels: Fig. 7, Tables 2 and 3, numbers of trees."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument
+
+from benchmarks.harness import Broken, Row, Yielded, note
+from phasewise.topology import Machine, read_lstopo
+from phasewise.tuner.config.walk import Rules
+from phasewise.tuner.plans import PHASES, Phase
+from phasewise.tuner.topotree import (
+    OperatorLimits,
+    count_grouped,
+    every_configuration,
+    every_tree,
+    fundamental,
+    group_bound,
+)
+from phasewise.workflows.bench.kernel_rows import KernelRow, rows_from_json, summarise, summary_fields
+from phasewise.workflows.line_chart import Chart, Panel, draw_chart
+from tests.support import planted
+from tests.support.ablation import WITHIN, Walked, brute_force, switches, top_k_losses, walked
+from tests.support.paper_machines import epyc, kunpeng
+
+KS = (1, 2, 5, 10, 15, 20)
+MOST_FOLD = 3
+"""An ablated walk ends after this multiple of the number of configurations."""
+MOST_SHARE_PCT = 10.0
+LIMITS = OperatorLimits(n_heads=32, n_kv_heads=32, head_dim=128, ffn=11008)
+"""Llama-2-7B, for the configurations."""
+
+Files = Annotated[list[Path], Argument(help="of `phasewise bench kernels --rows` or `-o json`")]
+
+# ---- Fig. 7 ----------------------------------------------------------------------------------------------
+
+
+def speedups(rows: Sequence[KernelRow]) -> dict[str, dict[int, float]]:
+    """By peer and m: the peer's time over ours, each summed over the shapes."""
+    by_m = {m: [row for row in rows if row.m == m] for m in sorted({row.m for row in rows})}
+    return {
+        peer: {
+            m: sum(row.peers[peer] for row in layer) / sum(row.median_ns for row in layer)
+            for m, layer in by_m.items()
+            if all(peer in row.peers for row in layer)
+        }
+        for peer in dict.fromkeys(peer for row in rows for peer in row.peers)
+    }
+
+
+def libraries(files: Files, svg: Path | None = None) -> Yielded:
+    """How many times as fast as each library, over the number of tokens: the paper's Fig. 7 on this machine.
+
+        phasewise bench kernels --format f32,bf16 --shape llama-1.3b --m 1,2,4,8,16,32,64,128,256,512 \\
+            -o json > rows.json
+        python benchmarks/figures.py libraries rows.json --svg fig7.svg
+
+    As there, a point stands for all products of a Llama-1.3B layer: the sum of their times, a peer's over
+    ours. A peer without one of the products at some number of tokens has no point there.
+    """
+    rows = _rows_of(files)
+    of_format = {
+        name: speedups([row for row in rows if row.format == name])
+        for name in dict.fromkeys(row.format for row in rows)
+    }
+    ms = sorted({row.m for row in rows})
+    for name, peers in of_format.items():
+        for peer, line in peers.items():
+            yield {"format": name, "over": peer} | {f"m = {m}": line.get(m) for m in ms}
+    if svg is not None:
+        svg.write_text(_chart(rows[0], of_format), encoding="utf-8")
+
+
+def _chart(first: KernelRow, of_format: Mapping[str, Mapping[str, Mapping[int, float]]]) -> str:
+    panels = []
+    for name, peers in of_format.items():
+        lines = {peer: sorted(line.items()) for peer, line in peers.items() if line}
+        ms = [m for line in lines.values() for m, _ in line]
+        panels.append(Panel(name, lines, [(min(ms), 1.0), (max(ms), 1.0)]))
+    return draw_chart(
+        Chart(
+            title=f"A layer's products on {first.threads} threads: phasewise against each library",
+            caption=first.core_signature,
+            x_name="tokens m",
+            y_name="times as fast",
+            limit_name="as fast as the library",
+            emphasised=None,
+            panels=panels,
+        )
+    )
+
+
+def kernel_summary(files: Files) -> Yielded:
+    """What rows of `phasewise bench kernels` come down to, by format; several files are taken together.
+
+    The geometric mean of our speed over the best peer's at each point, the worst point, the shares of the
+    machine's limits.
+    """
+    yield from map(summary_fields, summarise(_rows_of(files)))
+
+
+def _rows_of(files: Sequence[Path]) -> list[KernelRow]:
+    return [row for file in files for row in rows_from_json(file.read_text(encoding="utf-8"))]
+
+
+# ---- section 4 -------------------------------------------------------------------------------------------
+
+
+def trees(machines: Annotated[list[Path] | None, Argument(help="lstopo XML files")] = None) -> Yielded:
+    """How many TopoTrees machines have, the paper's bounds, and how long it takes to meet every one.
+
+    The paper's two largest machines are always among them: 2x EPYC 7H12 (256 PUs) and 4x Kunpeng 920 (192
+    cores), built from their facts. The paper needs 1.18 to 600 s for the groupings alone.
+    """
+    for machine in (*map(read_lstopo, machines or []), epyc(), kunpeng()):
+        for power_of_two in (True, False):
+            yield _counts(machine, power_of_two)
+
+
+def _counts(machine: Machine, power_of_two: bool) -> Row:
+    tree = fundamental(machine).tree
+    started_s = time.perf_counter()
+    n_trees = sum(1 for _ in every_tree(tree, power_of_two=power_of_two))
+    met_s = time.perf_counter()
+    configurations = every_configuration(every_tree(tree, power_of_two=power_of_two), LIMITS)
+    n_configurations = sum(1 for _ in configurations)
+    return {
+        "machine": Path(machine.source).name,
+        "pus": tree.n_pus,
+        "levels": " x ".join(f"{level.arity} {level.kind}" for level in tree.levels),
+        "power of two": power_of_two,
+        "groupings": count_grouped(tree, power_of_two=power_of_two),
+        "bound": group_bound(tree.n_pus, power_of_two=power_of_two),
+        "trees": n_trees,
+        "trees, s": met_s - started_s,
+        "configurations": n_configurations,
+        "configurations, s": time.perf_counter() - met_s,
+    }
+
+
+# ---- Tables 2 and 3 --------------------------------------------------------------------------------------
+
+
+def plans(structures: int = 20, first_seed: int = 0, ablation: bool = True) -> Yielded:
+    """The search for service plans on machines whose best plan is known: is it found, and at what cost?
+
+    The machines are the paper's, modelled: 4x Kunpeng 920 with hidden tag clusters of 4 cores, 2x EPYC 7H12
+    with 4 cores to an L3, and random hidden structures on these and the Xeons (tests/support/planted.py).
+    The oracle is brute force over every configuration. A plan is found when it is within 1 % of the
+    oracle's; `found at` says after how many evaluations, `asked` how many the walk asked for until it ended
+    (`+`: it had not). Exit code 1 where a plan is not found for at most 10 % of the configurations.
+
+    The ablation is after Tables 2 and 3 of the paper: each rule off in turn, and k, the number of
+    configurations that go on to have their kernels tuned. The time a search would take grows with the steps
+    it times, hopeless ones most of all: `timed` sums the cost of one step of each configuration asked for.
+    Nothing here is measured, so the figures are the same on every computer.
+    """
+    machines = [planted.kunpeng(), planted.epyc()]
+    seeds = range(first_seed, first_seed + structures)
+    subjects = [(one, phase) for one in machines for phase in PHASES]
+    for one, phase in [*subjects, *((planted.random_structure(seed), "decode") for seed in seeds)]:
+        cost = planted.step_cost(one.evaluator(), phase)
+        oracle = brute_force(one.space, cost)
+        result = walked(one.space, cost, Rules())
+        yield _walk(one, phase, "all rules", result, oracle)
+        if not _passes(result, oracle):
+            yield Broken(f"{one.name}, {phase}: not found within 10 % of the configurations")
+    if not ablation:
+        return
+    for one in machines:
+        yield from _ablate(one)
+    yield "What the best of the first k loses, %, if tuned kernels move each by up to 5 % (made up)"
+    for one, phase in subjects:
+        cost = planted.step_cost(one.evaluator(), phase)
+        losses = top_k_losses(walked(one.space, cost, Rules()), cost, KS)
+        yield {"machine": one.name, "phase": phase} | {f"k={k}": 100 * loss for k, loss in losses.items()}
+
+
+def _ablate(one: planted.Planted) -> Iterator[Row]:
+    note(f"each rule off in turn: {one.name}")
+    cost = planted.step_cost(one.evaluator(), "decode")
+    oracle = brute_force(one.space, cost)
+    for name, rules in switches(Rules()).items():
+        yield _walk(
+            one, "decode", name, walked(one.space, cost, rules, MOST_FOLD * oracle.evaluations), oracle
+        )
+    yield _walk(one, "decode", "brute force", oracle, oracle)
+
+
+def _over_best_pct(result: Walked, oracle: Walked) -> float:
+    return 100 * (result.best_ms / oracle.best_ms - 1)
+
+
+def _share_pct(result: Walked, oracle: Walked) -> float:
+    return 100 * result.evaluations / oracle.evaluations
+
+
+def _passes(result: Walked, oracle: Walked) -> bool:
+    is_near = _over_best_pct(result, oracle) <= 100 * (WITHIN - 1)
+    return is_near and _share_pct(result, oracle) <= MOST_SHARE_PCT
+
+
+def _walk(one: planted.Planted, phase: Phase, rules: str, result: Walked, oracle: Walked) -> Row:
+    ranks = result.best.ranks
+    return {
+        "machine": one.name,
+        "phase": phase,
+        "rules": rules,
+        "of": oracle.evaluations,
+        "asked": f"{result.evaluations}{'' if result.is_complete else '+'}",
+        "%": _share_pct(result, oracle),
+        "found at": result.first_within(WITHIN * oracle.best_ms),
+        "over best %": _over_best_pct(result, oracle),
+        "timed s": sum(result.costs_ms) / 1e3,
+        "plan": f"{len(ranks)} x {max(len(rank.cores) for rank in ranks)} PUs",
+    }

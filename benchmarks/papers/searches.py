@@ -1,0 +1,298 @@
+"""Fig. 8 of the Sandwich paper: searches for kernels beside each other on real kernels, and beside TVM."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Annotated
+
+import numpy as np
+from typer import Option
+
+from benchmarks.harness import Row, Threads, Yielded, cores_of, listed, note, numbers, shapes
+from phasewise.kerneldb.records import Sample, Schedule
+from phasewise.topology import read_machine
+from phasewise.tuner import timing
+from phasewise.tuner.native import NativeEvaluator, core_caches, group_of
+from phasewise.tuner.rounds import Ratio, Times, against_best, halved, ratio
+from phasewise.tuner.search.model import kernel_cycles_per_vector_row
+from phasewise.tuner.search.options import SearchOptions
+from phasewise.tuner.search.protocol import Search, cost, drive, fastest, referenced, side_by_side
+from phasewise.tuner.search.sandwich import qualified, sandwich
+from phasewise.tuner.search.space import ScheduleSpace, kernel_of
+from phasewise.tuner.weights import cold_bytes
+from phasewise.workflows.bench.peers.processes import Peer, PeerCell, opened_peers
+from tests.support.searches.mikpoly import mikpoly
+from tests.support.searches.random import random
+from tests.support.searches.roller import roller
+
+TVM_WORKER = Path(__file__).resolve().parents[1] / "peers" / "tvm_tune.py"
+ROUNDS = 150
+RANDOM_COUNT = 60
+HEAT, HEAT_ROUNDS = 32, 3
+RACED = 128
+"""Number of the exhaustive search's fastest that begin the race for the oracle .."""
+ORACLES = 8
+""".. and number that run in the rounds."""
+WITHIN = (0.03, 0.05, 0.1, 0.2)
+TVM_HANDICAP = 100
+FINALS_OF_THEIR_OWN = ("sandwich", "mikpoly")
+"""MikPoly asks its model and compares nothing."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one run of a search did and chose."""
+
+    search: str
+    timed: int
+    seconds: float
+    chosen: Schedule
+    trace: list[tuple[float, Schedule]]
+    """Seconds, and the fastest so far."""
+
+
+def all_searches(space: ScheduleSpace, default: Schedule) -> dict[str, Search[Schedule]]:
+    return {
+        "sandwich": sandwich(space, SearchOptions(), [default]),
+        "roller": roller(space),
+        "mikpoly": mikpoly(space),
+        "random": random(space, RANDOM_COUNT),
+    }
+
+
+def thinned(space: ScheduleSpace, limit: int, default: Schedule) -> ScheduleSpace:
+    """One prefetch distance, the default's; as often as needed every second kernel, but for the default's.
+
+    The others stand in the order of their work a cycle, so that good and bad ones stay.
+    """
+    own = kernel_of(default)
+    others = sorted(
+        (kernel for kernel in space.kernels if kernel != own),
+        key=lambda one: kernel_cycles_per_vector_row(one) / (one.mr * one.panels),
+    )
+    space = replace(space, prefetches=(default.prefetch_bytes,), kernels=(own, *others))
+    while count(space) > limit and len(space.kernels) > 2:
+        space = replace(space, kernels=(own, *space.kernels[1::2]))
+    return space
+
+
+def count(space: ScheduleSpace) -> int:
+    return sum(1 for _ in space.schedules())
+
+
+@dataclass(frozen=True)
+class Arena:
+    """One product: who times it, its candidates, the kernels' own schedule."""
+
+    evaluator: NativeEvaluator
+    space: ScheduleSpace
+    default: Schedule
+
+    def look(self, name: str, search: Search[Schedule]) -> Look:
+        """Drive a search, and its finals if it has none of its own."""
+        known: dict[Schedule, Sample] = {}
+        trace: list[tuple[float, Schedule]] = []
+        timed, started_s = 0, time.perf_counter()
+
+        def measure(schedules: Sequence[Schedule]) -> list[Sample]:
+            nonlocal timed
+            timed += len(schedules)
+            samples = self.evaluator.measure(self.space.problem, schedules)
+            trace.append((time.perf_counter() - started_s, fastest(samples).schedule))
+            return samples
+
+        if name in FINALS_OF_THEIR_OWN:
+            chosen = drive(search, measure)
+        else:
+            drive(referenced(search, known, SearchOptions().batch), measure)
+            chosen = drive(_finals(self._of_this_product(known)), measure)
+        return Look(name, timed, time.perf_counter() - started_s, chosen, trace)
+
+    def _of_this_product(self, known: dict[Schedule, Sample]) -> list[Sample]:
+        """Without Roller's trials on one thread."""
+        return [sample for sample in known.values() if self.space.holds(sample.schedule)]
+
+    def oracles(self) -> tuple[list[Schedule], str]:
+        """The few fastest of all candidates, after a race of the fastest ones."""
+        every, costs = list(self.space.schedules()), {}
+        Random(0).shuffle(every)
+        for at in range(0, len(every), HEAT):
+            heat = every[at : at + HEAT]
+            times = self.rounds([self.default, *heat], HEAT_ROUNDS)
+            beside = np.median(times[:, 1:] / times[:, :1], axis=0)
+            costs.update(zip(heat, map(float, beside), strict=True))
+        few = halved(sorted(costs, key=lambda one: costs[one])[:RACED], self.rounds, ORACLES)
+        shares = (
+            statistics.fmean(one <= (1 + share) * costs[few[0]] for one in costs.values()) for share in WITHIN
+        )
+        within = ", ".join(
+            f"{part:.1%} within {share:.0%}" for part, share in zip(shares, WITHIN, strict=True)
+        )
+        return few, f"of {len(every)} candidates {within}"
+
+    def rounds(self, schedules: Sequence[Schedule], rounds: int) -> Times:
+        return self.evaluator.rounds(self.space.problem, schedules, rounds)
+
+
+def _finals(samples: Sequence[Sample]) -> Search[Schedule]:
+    """As sandwich's."""
+    options = SearchOptions()
+    few = yield from qualified([sample.schedule for sample in sorted(samples, key=cost)], options)
+    return fastest((yield from side_by_side(few, options.final_laps))).schedule
+
+
+def compare(arena: Arena, repeats: int, oracle: bool) -> tuple[list[Row], list[Look], str]:
+    """Run every search on one product, then all that they chose in rounds with the oracle."""
+    looks = [
+        arena.look(name, search)
+        for _ in range(repeats)
+        for name, search in all_searches(arena.space, arena.default).items()
+    ]
+    oracles, flatness = arena.oracles() if oracle else ([], "")
+    everyone = list(dict.fromkeys([arena.default, *(look.chosen for look in looks), *oracles]))
+    times = arena.rounds(everyone, ROUNDS)
+    standings = [*looks, Look("default", 0, 0.0, arena.default, [])]
+    return [_row(arena, look, times, everyone.index(look.chosen)) for look in standings], looks, flatness
+
+
+def _row(arena: Arena, look: Look, times: Times, at: int) -> Row:
+    problem = arena.space.problem
+    over_best = against_best(times, at, range(times.shape[1]))
+    return {
+        "format": problem.format,
+        "n": problem.n,
+        "k": problem.k,
+        "m": problem.m,
+        "search": look.search,
+        "candidates": count(arena.space),
+        "timed": look.timed,
+        "tuning, s": look.seconds,
+        "us": statistics.median(times[:, at]) / 1e3,
+        "of the best's speed": 1 / over_best.middle,
+        "95 %": f"{1 / over_best.high:.1%} to {1 / over_best.low:.1%}",
+    }
+
+
+def summaries(rows: Sequence[Row]) -> list[Row]:
+    """A row for each search, over all products."""
+    found = []
+    for name in dict.fromkeys(row["search"] for row in rows):
+        own = [row for row in rows if row["search"] == name]
+        shares = [float(str(row["of the best's speed"])) for row in own]
+        timed = [int(str(row["timed"])) / int(str(row["candidates"])) for row in own]
+        seconds = [float(str(row["tuning, s"])) for row in own]
+        found.append(
+            {
+                "search": name,
+                "of the best's speed, geometric mean": f"{statistics.geometric_mean(shares):.1%}",
+                "worst": f"{min(shares):.1%}",
+                "timed, mean": f"{statistics.fmean(timed):.1%}",
+                "at most": f"{max(timed):.1%}",
+                "tuning, s, mean": statistics.fmean(seconds),
+            }
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Tvm:
+    """How TVM's MetaSchedule is asked."""
+
+    python: str
+    trials: int
+    seconds: float
+
+
+def against_tvm(tvm: Tvm, arena: Arena, look: Look, cores: Sequence[int]) -> str:
+    """Tune by TVM, then run its best and ours in rounds; both from weights that no cache holds."""
+    problem = arena.space.problem
+    sizes = [str(size) for size in (problem.m, problem.n, problem.k, len(cores), tvm.trials, tvm.seconds)]
+    with tempfile.TemporaryDirectory() as records:
+        command = [tvm.python, str(TVM_WORKER), *sizes, records]
+        answer = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        limit_s = answer["tuning_s"] / TVM_HANDICAP
+        os.environ |= {"PHASEWISE_TVM_RECORDS": records, "PHASEWISE_PEERS_PYTHON": tvm.python}
+        with opened_peers(["tvm"], cores) as (peer,):
+            speedup = _beside(peer, arena, look, limit_s)
+    return (
+        f"f32 {problem.n} x {problem.k}, m = {problem.m}: TVM took {answer['tuning_s']:.1f} s for "
+        f"{answer['trials']} trials; what sandwich had after {min(look.seconds, limit_s):.2f} s (of "
+        f"{look.seconds:.2f}) is {speedup.middle:.2f}x [{speedup.low:.2f}, {speedup.high:.2f}] as fast."
+    )
+
+
+def _beside(peer: Peer, arena: Arena, look: Look, limit_s: float) -> Ratio:
+    """Ours and TVM's in rounds. Ours is what the search chose, or had found within the limit."""
+    problem = arena.space.problem
+    early = [arena.default, *(schedule for seconds, schedule in look.trace if seconds <= limit_s)]
+    own = look.chosen if look.seconds <= limit_s else early[-1]
+    copies = -(-cold_bytes(read_machine()) // (4 * problem.n * problem.k))
+    prepared = peer.prepare(PeerCell(problem.format, problem.n, problem.k, problem.m, copies))
+    if prepared is None:
+        raise SystemExit("TVM found no schedule for this product; its log above says why")
+    calls = max(1, round(timing.TURN_NS / prepared.ns))
+    take: timing.Take = lambda: (round(peer.time(calls)),)  # noqa: E731 - a turn of it
+    return ratio(arena.evaluator.rounds(problem, [own], ROUNDS, [take]), 1, 0)
+
+
+def searches(
+    formats: Annotated[str, Option("--format")] = "f32,bf16,int4m",
+    shape: Annotated[str, Option(help="n,k;n,k;..")] = "576,1536",
+    m: str = "1,16,128",
+    threads: Threads = 2,
+    repeats: Annotated[int, Option(help="of every search but the exhaustive one")] = 3,
+    oracle_limit: Annotated[int, Option(help="0: all candidates, no oracle")] = 0,
+    tvm_python: Annotated[str, Option(help="an interpreter that has TVM; f32 only")] = "",
+    tvm_trials: int = 64,
+    tvm_seconds: Annotated[float, Option(help="its tuning ends soon after")] = 60.0,
+) -> Yielded:
+    """The searches beside each other on real kernels: how fast is what they find, at what cost?
+
+        python benchmarks/figures.py searches --format f32,int8 --shape 576,1536 --m 16 --oracle-limit 2000
+
+    Every search gets the same candidates and times them by itself, several times over (schedules and seconds
+    are counted). Sandwich begins with the kernels' own default among its seeds, as when it tunes, and ends
+    with timing its fastest few again side by side; Roller and random get the same end, MikPoly asks its
+    model alone, as there. What they chose, and the kernels' own default, then run side by side in many short
+    rounds, each in another order; a schedule counts by the median over rounds of its time over the best's in
+    the same round, with a 95 % interval.
+
+    With --oracle-limit the candidates are thinned to at most that number, and all of them are timed, in
+    heats with the default in each round. The fastest of these race one another until a few are left
+    (successive halving), and these run in the rounds too. The best schedule of the rounds is the oracle,
+    no matter which search found it: one half of the rounds chooses it, the other half judges it, so that
+    luck is not rewarded.
+
+    TVM's MetaSchedule tunes f32 in the interpreter named. Its best then runs in rounds beside what sandwich
+    had found after a hundredth of the seconds that TVM took.
+    """
+    machine, cores = read_machine(), cores_of(threads)
+    caches, rows = core_caches(machine, cores), []
+    with closing(NativeEvaluator(cores, cold_bytes(machine))) as evaluator:
+        for name, n, k in [(name, n, k) for name in listed(formats) for n, k in shapes(shape)]:
+            group = group_of(name, n, k, threads, caches)
+            for n_rows in numbers(m):
+                space = group.space(n_rows, group.arithmetics[0])
+                default = space.fitted(group.default(n_rows))
+                if oracle_limit:
+                    space = thinned(space, oracle_limit, default)
+                arena = Arena(evaluator, space, default)
+                note(f"{name} {n} x {k}, m = {n_rows}")
+                own, looks, flatness = compare(arena, repeats, bool(oracle_limit))
+                rows += own
+                yield from own
+                if flatness:
+                    yield f"{name} {n} x {k}, m = {n_rows}: {flatness}."
+                if tvm_python and name == "f32":
+                    yield against_tvm(Tvm(tvm_python, tvm_trials, tvm_seconds), arena, looks[0], cores)
+    yield from summaries(rows)

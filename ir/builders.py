@@ -1,0 +1,252 @@
+"""Builders of operations from the arguments of intrinsics, and the types of registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from phasewise.ir.nodes import Binary, CallExpression, Const, Expr, Index, integer
+from phasewise.ir.operations import Mistyped, as_elem, binary, call, cast, fitting
+from phasewise.ir.types import (
+    BITS,
+    F32,
+    F64,
+    I8,
+    I16,
+    I32,
+    I64,
+    SCALARS,
+    U8,
+    U16,
+    U32,
+    U64,
+    Array,
+    Pointer,
+    Scalar,
+    Type,
+    Vec,
+)
+
+Build: TypeAlias = Callable[[Sequence[Expr]], Expr]
+
+
+@dataclass(frozen=True, slots=True)
+class Intrinsic:
+    """`build` makes the operation of raised arguments; vectors that it returns have the result's size."""
+
+    result: Type
+    build: Build
+
+
+Table: TypeAlias = dict[str, Intrinsic]
+
+X86_TYPES: dict[str, Type] = {
+    f"__m{bits}{suffix}": Vec(elem, bits // 8 // elem.size)
+    for bits in (128, 256, 512)
+    for suffix, elem in (("", F32), ("d", F64), ("i", BITS))
+}
+X86_TYPES["__m64"] = Vec(BITS, 8)
+X86_NAMES = {of: name for name, of in X86_TYPES.items()}
+NEON_TYPES: dict[str, Type] = {
+    f"{word}{8 * elem.size}x{lanes}_t": Vec(elem, lanes)
+    for word, elems in (
+        ("int", (I8, I16, I32, I64)),
+        ("uint", (U8, U16, U32, U64)),
+        ("float", (F32, F64)),
+    )
+    for elem in elems
+    for lanes in (8 // elem.size, 16 // elem.size)
+}
+NEON_TYPES |= {"float16x4_t": Vec(U16, 4), "float16x8_t": Vec(U16, 8), "float16_t": U16}
+NEON_TYPES |= {
+    f"{name.removesuffix('_t')}x{many}_t": Array(of, many)
+    for name, of in list(NEON_TYPES.items())
+    if isinstance(of, Vec) and of.size == 16
+    for many in (2, 3, 4)
+}
+NEON_NAMES = {of: name for name, of in reversed(NEON_TYPES.items()) if not name.startswith("float16")}
+
+# ---- helpers of builders ---------------------------------------------------------------------------------
+
+
+def number(e: Expr) -> int:
+    """An argument that must be known when compiling."""
+    if not isinstance(e, Const) or not isinstance(e.value, int):
+        raise Mistyped("takes a number that is known when compiling")
+    return e.value
+
+
+def zero(elem: Scalar, lanes: int) -> Expr:
+    return call("splat", (Const(elem, 0.0 if elem.is_float else 0),), (integer(lanes),))
+
+
+def constant(elem: Scalar, values: Sequence[int | float]) -> Expr:
+    fitted = [fitting(value, elem) for value in values]
+    if len(set(map(repr, fitted))) == 1:
+        return call("splat", (Const(elem, fitted[0]),), (integer(len(fitted)),))
+    return call("vector", (), tuple(Const(elem, value) for value in fitted), elem)
+
+
+def size_of(e: Expr) -> int:
+    assert isinstance(e.type, Vec)
+    return e.type.size
+
+
+def lanes_of(e: Expr) -> int:
+    assert isinstance(e.type, Vec)
+    return e.type.lanes
+
+
+def pointer_to(e: Expr, elem: Scalar | None) -> Expr:
+    """A pointer argument of a load or store, to numbers of the vector's kind."""
+    of = e.type
+    target = of.to if isinstance(of, Pointer) else of.of if isinstance(of, Array) else None
+    if target is None:
+        raise Mistyped("takes a pointer")
+    if elem is None and isinstance(target, Scalar):
+        return e
+    if elem is None:
+        elem = U8
+    if target == elem:
+        return e
+    return cast(Pointer(elem, isinstance(of, Pointer) and of.is_const), e)
+
+
+def first_lanes(e: Expr, elem: Scalar, lanes: int) -> Expr:
+    """The first lanes of a register, read as `elem`."""
+    found = as_elem(e, elem)
+    while lanes_of(found) > lanes:
+        found = half("lo", found)
+    return found
+
+
+def half(which: str, e: Expr) -> Expr:
+    """A half of a vector; of a concatenation, a part of it."""
+
+    if isinstance(e, CallExpression) and e.name == "concat":
+        return e.args[which == "hi"]
+    if isinstance(e, CallExpression) and e.name == "splat":
+        return call("splat", e.args, (integer(lanes_of(e) // 2),))
+    if isinstance(e, CallExpression) and e.name == "bits" and isinstance(e.args[0].type, Vec):
+        inner = e.args[0]
+        if isinstance(inner, CallExpression) and inner.name in ("concat", "splat") and lanes_of(inner) > 1:
+            assert isinstance(e.type, Vec)
+            return as_elem(half(which, inner), e.type.elem)
+    return call(which, (e,))
+
+
+def padded(e: Expr, size: int) -> Expr:
+    """Zeros behind a vector up to a register's size."""
+    while size_of(e) < size:
+        assert isinstance(e.type, Vec)
+        e = call("concat", (e, zero(e.type.elem, e.type.lanes)))
+    return e
+
+
+def shuffled(a: Expr, b: Expr, places: Sequence[int]) -> Expr:
+    return call("shuffle", (a, b), tuple(integer(place) for place in places))
+
+
+def signs(elem: Scalar, lanes: int, of_even: bool) -> Expr:
+    """A mask of sign bits in every second lane."""
+    top = 1 << (8 * elem.size - 1)
+    bits = SCALARS[f"u{8 * elem.size}"]
+    return constant(bits, [top if (i % 2 == 0) == of_even else 0 for i in range(lanes)])
+
+
+def flipped(e: Expr, of_even: bool) -> Expr:
+    """Every second lane negated."""
+    assert isinstance(e.type, Vec)
+    elem = e.type.elem
+    mask = signs(elem, e.type.lanes, of_even)
+    assert isinstance(mask.type, Vec)
+    return as_elem(binary("^", as_elem(e, mask.type.elem), mask), elem)
+
+
+def dup(places: Sequence[int], elem: Scalar) -> Build:
+    return lambda a: shuffled(as_elem(a[0], elem), as_elem(a[0], elem), places)
+
+
+def imm4(value: int) -> list[int]:
+    return [value >> 2 * i & 3 for i in range(4)]
+
+
+def alike(elem: Scalar, op: str) -> Build:
+    return lambda a: binary(op, as_elem(a[0], elem), as_elem(a[1], elem))
+
+
+def called(name: str, elem: Scalar) -> Build:
+    return lambda a: call(name, tuple(as_elem(one, elem) for one in a))
+
+
+def splat(elem: Scalar, lanes: int) -> Build:
+    return lambda a: call("splat", (cast(elem, a[0]),), (integer(lanes),))
+
+
+def load(elem: Scalar | None, lanes: int) -> Build:
+    def build(a: Sequence[Expr]) -> Expr:
+        p = pointer_to(a[0], elem)
+        size = target(p).size
+        return call("load", (p,), (integer(lanes if elem else lanes // size),))
+
+    return build
+
+
+def target(p: Expr) -> Scalar:
+    of = p.type.to if isinstance(p.type, Pointer) else p.type.of if isinstance(p.type, Array) else None
+    assert isinstance(of, Scalar)
+    return of
+
+
+def store(elem: Scalar | None) -> Build:
+    def build(a: Sequence[Expr]) -> Expr:
+        p = pointer_to(a[0], elem)
+        return call("store", (p, as_elem(a[1], target(p))))
+
+    return build
+
+
+def shift(op: str, elem: Scalar) -> Build:
+    def build(a: Sequence[Expr]) -> Expr:
+        if not isinstance(a[1], Const):
+            return binary(op, as_elem(a[0], elem), a[1])
+        bits = number(a[1])
+        if bits >= 8 * elem.size:
+            if op == ">>" and elem.is_signed:
+                bits = 8 * elem.size - 1
+            else:
+                return zero(elem, size_of(a[0]) // elem.size)
+        return binary(op, as_elem(a[0], elem), integer(bits))
+
+    return build
+
+
+def unpacked(elem: Scalar, which: int) -> Build:
+    group = 16 // elem.size
+    places = [which * group // 2 + i // 2 + (group if i % 2 else 0) for i in range(group)]
+    return lambda a: shuffled(as_elem(a[0], elem), as_elem(a[1], elem), places)
+
+
+def neighbours(a: Sequence[Expr], elem: Scalar) -> Expr:
+    one, other = as_elem(a[0], elem), as_elem(a[1], elem)
+    group = 2 * (16 // elem.size)
+    even = shuffled(one, other, range(0, group, 2))
+    return binary("+", even, shuffled(one, other, range(1, group, 2)))
+
+
+def element(p: Expr) -> Expr:
+    """The type that a pointer points to."""
+    of = target(p)
+    if isinstance(p, Binary) and p.op == "+" and isinstance(p.a.type, Pointer | Array):
+        return Index(of, p.a, p.b)
+    return Index(of, p, integer(0))
+
+
+def joined(low: Expr, high: Expr) -> Expr:
+    assert isinstance(low.type, Vec)
+    return call("concat", (low, as_elem(high, low.type.elem)))
+
+
+def permuted(e: Expr, places: Sequence[int]) -> Expr:
+    return call("permute", (e,), tuple(integer(place) for place in places))

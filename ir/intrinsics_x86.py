@@ -1,0 +1,529 @@
+"""Meaning of the intrinsics of x86: AVX2, AVX-512, F16C, VNNI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from phasewise.ir.builders import (
+    Build,
+    Intrinsic,
+    Table,
+    alike,
+    called,
+    constant,
+    dup,
+    element,
+    first_lanes,
+    flipped,
+    half,
+    imm4,
+    joined,
+    load,
+    neighbours,
+    number,
+    padded,
+    permuted,
+    pointer_to,
+    shift,
+    shuffled,
+    size_of,
+    splat,
+    store,
+    unpacked,
+    zero,
+)
+from phasewise.ir.nodes import CallExpression, Const, Expr, integer
+from phasewise.ir.operations import Mistyped, as_elem, binary, call, cast, unary
+from phasewise.ir.types import (
+    BITS,
+    F32,
+    F64,
+    I8,
+    I16,
+    I32,
+    I64,
+    SCALARS,
+    U8,
+    U16,
+    U32,
+    U64,
+    VOID,
+    Scalar,
+    Type,
+    Vec,
+)
+
+# ---- x86 -------------------------------------------------------------------------------------------------
+
+
+@cache
+def x86() -> Table:
+    table: Table = {}
+    for prefix, size in (("_mm_", 16), ("_mm256_", 32), ("_mm512_", 64)):
+        _x86_floats(table, prefix, size)
+        _x86_integers(table, prefix, size)
+        _x86_moves(table, prefix, size)
+        _x86_shuffles(table, prefix, size)
+    _x86_halves(table)
+    _x86_scalars(table)
+    return table
+
+
+COMPARED = {
+    0: "==", 1: "<", 2: "<=", 4: "!=", 13: ">=", 14: ">", 16: "==", 17: "<", 18: "<=", 20: "!=",
+    29: ">=", 30: ">",
+}  # fmt: skip
+
+
+def _compared(elem: Scalar) -> Build:
+    def build(a: Sequence[Expr]) -> Expr:
+        op = COMPARED.get(number(a[2]))
+        if op is None:
+            raise Mistyped(f"comparison {number(a[2])} has no operation")
+        return binary(op, as_elem(a[0], elem), as_elem(a[1], elem))
+
+    return build
+
+
+def _as(elem: Scalar, build: Build) -> Build:
+    """What `build` makes, its bits read as `elem`."""
+    return lambda a: as_elem(build(a), elem)
+
+
+def _fused(is_product_negative: bool, is_sum_negative: bool) -> Build:
+    def build(a: Sequence[Expr]) -> Expr:
+        product = unary("-", a[0]) if is_product_negative else a[0]
+        return call("fma", (product, a[1], unary("-", a[2]) if is_sum_negative else a[2]))
+
+    return build
+
+
+def _x86_floats(table: Table, prefix: str, size: int) -> None:
+    for suffix, elem in (("ps", F32), ("pd", F64)):
+        lanes = size // elem.size
+        for name, build in _x86_float_builders(elem, lanes).items():
+            table[f"{prefix}{name}_{suffix}"] = Intrinsic(Vec(elem, lanes), build)
+        for name in ("storeu", "store", "stream"):
+            table[f"{prefix}{name}_{suffix}"] = Intrinsic(VOID, store(elem))
+    ps, reg, lanes = Vec(F32, size // 4), Vec(BITS, size), size // 4
+    for name, of, build in (
+        ("floor_ps", ps, called("floor", F32)),
+        ("ceil_ps", ps, called("ceil", F32)),
+        ("round_ps", ps, _rounded),
+        ("roundscale_ps", ps, _rounded),
+        ("cvtps_epi32", reg, called("nearest_i32", F32)),
+        ("cvttps_epi32", reg, called("trunc_i32", F32)),
+        ("cvtepi32_ps", ps, lambda a: call("convert", (as_elem(a[0], I32),), of=F32)),
+        ("cvtph_ps", ps, lambda a: call("from_f16", (first_lanes(a[0], U16, lanes),))),
+        ("cvtps_ph", Vec(BITS, max(16, size // 2)), lambda a: padded(call("to_f16", (a[0],)), 16)),
+    ):
+        table[f"{prefix}{name}"] = Intrinsic(of, build)
+
+
+def _x86_float_builders(elem: Scalar, lanes: int) -> dict[str, Build]:
+    """Intrinsics on floats of one size whose result is a register of them, without prefix and suffix."""
+    bits, mask = SCALARS[f"u{8 * elem.size}"], SCALARS[f"i{8 * elem.size}"]
+    comparisons = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "neq": "!="}
+    return {
+        **{name: alike(elem, op) for name, op in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/"))},
+        **{name: _as(elem, alike(bits, op)) for name, op in (("and", "&"), ("or", "|"), ("xor", "^"))},
+        **{name: called(name, elem) for name in ("min", "max", "sqrt")},
+        **{f"cmp{name}": _as(elem, alike(elem, op)) for name, op in comparisons.items()},
+        "andnot": _as(elem, called("andnot", bits)),
+        "fmadd": lambda a: call("fma", tuple(a)),
+        "fmsub": _fused(False, True),
+        "fnmadd": _fused(True, False),
+        "fnmsub": _fused(True, True),
+        "fmaddsub": lambda a: call("fma", (a[0], a[1], flipped(a[2], True))),
+        "addsub": lambda a: binary("+", a[0], flipped(a[1], True)),
+        "cmp": _as(elem, _compared(elem)),
+        "blendv": lambda a: call("select", (as_elem(a[2], mask), a[1], a[0])),
+        "set1": splat(elem, lanes),
+        "setzero": lambda a: zero(elem, lanes),
+        "set": _set(elem, lanes, is_reversed=True),
+        "setr": _set(elem, lanes),
+        "loadu": load(elem, lanes),
+        "load": load(elem, lanes),
+    }
+
+
+def _rounded(a: Sequence[Expr]) -> Expr:
+    name = {0: "nearest", 1: "floor", 2: "ceil", 3: "trunc"}.get(number(a[1]) & 7)
+    if name is None:
+        raise Mistyped("rounds as the processor is set, which is not known")
+    return call(name, (a[0],))
+
+
+def _set(elem: Scalar, lanes: int, is_reversed: bool = False) -> Build:
+    def build(given: Sequence[Expr]) -> Expr:
+        values = [cast(elem, one) for one in (reversed(given) if is_reversed else given)]
+        if len(values) != lanes:
+            raise Mistyped(f"takes {lanes} numbers, not {len(values)}")
+        known = [one.value for one in values if isinstance(one, Const)]
+        if len(known) == lanes:
+            return constant(elem, known)
+        if all(one == values[0] for one in values):
+            return call("splat", (values[0],), (integer(lanes),))
+        return _gathered(values, elem)
+
+    return build
+
+
+def _gathered(values: list[Expr], elem: Scalar) -> Expr:
+    """A vector of values that are known when the kernel runs: halves of equal ones are splats."""
+    if all(one == values[0] for one in values):
+        return call("splat", (values[0],), (integer(len(values)),))
+    middle = len(values) // 2
+    return call("concat", (_gathered(values[:middle], elem), _gathered(values[middle:], elem)))
+
+
+WIDTHS = (("8", I8, U8), ("16", I16, U16), ("32", I32, U32), ("64", I64, U64))
+
+
+def _x86_integers(table: Table, prefix: str, size: int) -> None:
+    reg = Vec(BITS, size)
+
+    def put(name: str, build: Build) -> None:
+        table[prefix + name] = Intrinsic(reg, build)
+
+    for width, signed, unsigned in WIDTHS:
+        put(f"add_epi{width}", alike(signed, "+"))
+        put(f"sub_epi{width}", alike(signed, "-"))
+        put(f"cmpeq_epi{width}", alike(signed, "=="))
+        put(f"cmpgt_epi{width}", alike(signed, ">"))
+        put(f"cmplt_epi{width}", alike(signed, "<"))
+        for name in ("min", "max"):
+            put(f"{name}_epi{width}", called(name, signed))
+            put(f"{name}_epu{width}", called(name, unsigned))
+        put(f"abs_epi{width}", called("abs", signed))
+        put(f"sign_epi{width}", called("sign", signed))
+        if width != "8":
+            put(f"mullo_epi{width}", alike(signed, "*"))
+            put(f"slli_epi{width}", shift("<<", unsigned))
+            put(f"srli_epi{width}", shift(">>", unsigned))
+            put(f"srai_epi{width}", shift(">>", signed))
+        if width in ("8", "16"):
+            for word, elem in (("i", signed), ("u", unsigned)):
+                put(f"adds_ep{word}{width}", called("add_sat", elem))
+                put(f"subs_ep{word}{width}", called("sub_sat", elem))
+    put("mulhi_epi16", called("mulhi", I16))
+    put("avg_epu8", called("avg", U8))
+    put("avg_epu16", called("avg", U16))
+    put("maddubs_epi16", lambda a: call("dot_u8i8_sat", (as_elem(a[0], U8), as_elem(a[1], I8))))
+    put("madd_epi16", called("dot_i16", I16))
+    for name in ("dpbusd_epi32", "dpbusd_avx_epi32"):
+        put(name, lambda a: call("dot_u8i8", (as_elem(a[0], I32), as_elem(a[1], U8), as_elem(a[2], I8))))
+    for suffix in (f"si{8 * size}", "epi32", "epi64"):
+        elem = I64 if suffix == "epi64" else I32
+        for name, op in (("and", "&"), ("or", "|"), ("xor", "^")):
+            put(f"{name}_{suffix}", _bitwise(op, elem))
+        put(f"andnot_{suffix}", called("andnot", elem))
+    put("blendv_epi8", lambda a: call("select", (as_elem(a[2], I8), as_elem(a[1], I8), as_elem(a[0], I8))))
+    for name, elem in (("epi8", I8), ("epi16", I16), ("epi32", I32), ("epi64x", I64), ("epi64", I64)):
+        put(f"set1_{name}", splat(elem, size // elem.size))
+        put(f"set_{name}", _set(elem, size // elem.size, is_reversed=True))
+        put(f"setr_{name}", _set(elem, size // elem.size))
+    put(f"setzero_si{8 * size}", lambda a: zero(I32, size // 4))
+    put("packs_epi32", lambda a: call("pack", (as_elem(a[0], I32), as_elem(a[1], I32)), of=I16))
+    put("packus_epi32", lambda a: call("pack", (as_elem(a[0], I32), as_elem(a[1], I32)), of=U16))
+    put("packs_epi16", lambda a: call("pack", (as_elem(a[0], I16), as_elem(a[1], I16)), of=I8))
+    put("packus_epi16", lambda a: call("pack", (as_elem(a[0], I16), as_elem(a[1], I16)), of=U8))
+    for narrow, i_narrow, u_narrow in WIDTHS[:3]:
+        for wide, i_wide, _u_wide in WIDTHS[1:]:
+            if i_wide.size > i_narrow.size:
+                lanes = size // i_wide.size
+                put(f"cvtepi{narrow}_epi{wide}", _widened(i_narrow, i_wide, lanes))
+                put(f"cvtepu{narrow}_epi{wide}", _widened(u_narrow, i_wide, lanes))
+
+
+def _bitwise(op: str, elem: Scalar) -> Build:
+    """In the lanes that both sides have, so that no reinterpretation stands between them."""
+
+    def build(a: Sequence[Expr]) -> Expr:
+        own = [one.type.elem for one in a if isinstance(one.type, Vec)]
+        shared = own[0] if own[0] == own[1] and not own[0].is_float else elem
+
+        for one, other in ((0, 1), (1, 0)):
+            constant_side = isinstance(a[one], CallExpression) and a[one].name in ("splat", "vector")  # type: ignore[union-attr]
+            if constant_side and not own[one].is_float and own[one] != own[other]:
+                shared = own[one]
+        return binary(op, as_elem(a[0], shared), as_elem(a[1], shared))
+
+    return build
+
+
+def _widened(narrow: Scalar, wide: Scalar, lanes: int) -> Build:
+    return lambda a: call("widen", (first_lanes(a[0], narrow, lanes),), of=wide)
+
+
+def _x86_moves(table: Table, prefix: str, size: int) -> None:
+    reg = Vec(BITS, size)
+    si = f"si{8 * size}"
+    for name in ("loadu", "load", "lddqu"):
+        table[f"{prefix}{name}_{si}"] = Intrinsic(reg, load(None, size))
+    for name in ("storeu", "store", "stream"):
+        table[f"{prefix}{name}_{si}"] = Intrinsic(VOID, store(None))
+    kinds = {"ps": F32, "pd": F64, "si": BITS}
+    for one, elem in kinds.items():
+        for other, to in kinds.items():
+            if one != other:
+                right = f"{other}{8 * size}" if other == "si" else other
+                left = f"{one}{8 * size}" if one == "si" else one
+                table[f"{prefix}cast{left}_{right}"] = Intrinsic(
+                    Vec(to, size // to.size),
+                    lambda a, to=to: a[0] if to == BITS else as_elem(a[0], to),  # type: ignore[misc]
+                )
+        for bigger in (32, 64):
+            if bigger > size:
+                wide = {32: "_mm256_", 64: "_mm512_"}[bigger]
+                big_name, small_name = f"{one}{8 * bigger}", f"{one}{8 * size}"
+                table[f"{wide}cast{big_name}_{small_name}"] = Intrinsic(
+                    Vec(elem, size // elem.size),
+                    lambda a, size=size: _low(a[0], size),  # type: ignore[misc]
+                )
+                for word in ("cast", "zext"):
+                    table[f"{wide}{word}{small_name}_{big_name}"] = Intrinsic(
+                        Vec(elem, bigger // elem.size),
+                        lambda a, bigger=bigger: padded(a[0], bigger),  # type: ignore[misc]
+                    )
+
+
+def _low(e: Expr, size: int) -> Expr:
+    while size_of(e) > size:
+        e = half("lo", e)
+    return e
+
+
+def _part(e: Expr, at: int, size: int) -> Expr:
+    """The part number `at` of `size` bytes."""
+    parts = size_of(e) // size
+    while parts > 1:
+        parts //= 2
+        e = half("hi" if at >= parts else "lo", e)
+        at %= parts
+    return e
+
+
+def _x86_shuffles(table: Table, prefix: str, size: int) -> None:
+    ps, reg = Vec(F32, size // 4), Vec(BITS, size)
+
+    def put(name: str, build: Build, of: Type = reg) -> None:
+        table[prefix + name] = Intrinsic(of, build)
+
+    put("movehdup_ps", dup((1, 1, 3, 3), F32), ps)
+    put("moveldup_ps", dup((0, 0, 2, 2), F32), ps)
+    put("permute_ps", lambda a: dup(imm4(number(a[1])), F32)(a), ps)
+    put("shuffle_epi32", lambda a: dup(imm4(number(a[1])), I32)(a))
+    put("shuffle_ps", _shuffle_ps, ps)
+    put("shufflelo_epi16", lambda a: dup((*imm4(number(a[1])), 4, 5, 6, 7), I16)(a))
+    put("shufflehi_epi16", lambda a: dup((0, 1, 2, 3, *(4 + i for i in imm4(number(a[1])))), I16)(a))
+    put("shuffle_epi8", lambda a: call("lookup", (as_elem(a[0], I8), as_elem(a[1], I8))))
+    put("alignr_epi8", lambda a: _aligned(a[0], a[1], number(a[2])))
+    for name in ("srli_si128", "bsrli_epi128", "bsrli_si128"):
+        put(name, lambda a: _aligned(zero(I8, size_of(a[0])), a[0], number(a[1])))
+    for name in ("slli_si128", "bslli_epi128", "bslli_si128"):
+        put(name, lambda a: _aligned(a[0], zero(I8, size_of(a[0])), 16 - number(a[1])))
+    for suffix, elem, of in (
+        ("ps", F32, ps),
+        ("pd", F64, Vec(F64, size // 8)),
+        ("epi8", I8, reg),
+        ("epi16", I16, reg),
+        ("epi32", I32, reg),
+        ("epi64", I64, reg),
+    ):
+        put(f"unpacklo_{suffix}", unpacked(elem, 0), of)
+        put(f"unpackhi_{suffix}", unpacked(elem, 1), of)
+    put("hadd_ps", lambda a: neighbours(a, F32), ps)
+    put("hadd_pd", lambda a: neighbours(a, F64), Vec(F64, size // 8))
+    put("hadd_epi32", lambda a: neighbours(a, I32))
+    put("hadd_epi16", lambda a: neighbours(a, I16))
+
+
+def _shuffle_ps(a: Sequence[Expr]) -> Expr:
+    imm = imm4(number(a[2]))
+    return shuffled(a[0], a[1], (imm[0], imm[1], 4 + imm[2], 4 + imm[3]))
+
+
+def _aligned(high: Expr, low: Expr, by: int) -> Expr:
+    if by > 16:
+        raise Mistyped("shifts by more than 16 bytes are not in the subset")
+    return (
+        shuffled(as_elem(low, I8), as_elem(high, I8), [by + i for i in range(16)])
+        if by < 16
+        else as_elem(high, I8)
+    )
+
+
+def _x86_halves(table: Table) -> None:
+    """Intrinsics that take a register apart, or join two into one."""
+    for suffix, elem in (("ps", F32), ("pd", F64), ("si256", BITS)):
+        small, big = Vec(elem, 16 // elem.size), Vec(elem, 32 // elem.size)
+        table[f"_mm256_extractf128_{suffix}"] = Intrinsic(small, lambda a: _part(a[0], number(a[1]), 16))
+        table[f"_mm256_insertf128_{suffix}"] = Intrinsic(big, _inserted)
+        table[f"_mm256_permute2f128_{suffix}"] = Intrinsic(big, _chosen_halves)
+    table["_mm256_extracti128_si256"] = table["_mm256_extractf128_si256"]
+    table["_mm256_inserti128_si256"] = table["_mm256_insertf128_si256"]
+    table["_mm256_permute2x128_si256"] = table["_mm256_permute2f128_si256"]
+    for suffix, elem in (("", F32), ("i", BITS), ("d", F64)):
+        of = Vec(elem, 32 // elem.size)
+        table[f"_mm256_set_m128{suffix}"] = Intrinsic(of, lambda a: joined(a[1], a[0]))
+        table[f"_mm256_setr_m128{suffix}"] = Intrinsic(of, lambda a: joined(a[0], a[1]))
+    for name, elem, size in (
+        ("extractf32x8_ps", F32, 32),
+        ("extractf64x4_pd", F64, 32),
+        ("extracti64x4_epi64", BITS, 32),
+        ("extracti32x8_epi32", BITS, 32),
+        ("extractf32x4_ps", F32, 16),
+        ("extracti32x4_epi32", BITS, 16),
+    ):
+        table[f"_mm512_{name}"] = Intrinsic(
+            Vec(elem, size // elem.size),
+            lambda a, size=size: _part(a[0], number(a[1]), size),  # type: ignore[misc]
+        )
+    for name, elem in (
+        ("inserti64x4", BITS),
+        ("insertf32x8", F32),
+        ("insertf64x4", F64),
+        ("inserti32x8", BITS),
+    ):
+        table[f"_mm512_{name}"] = Intrinsic(Vec(elem, 64 // elem.size), _inserted)
+    bits32 = Vec(BITS, 32)
+    for name in ("_mm256_broadcastsi128_si256", "_mm_broadcastsi128_si256"):
+        table[name] = Intrinsic(bits32, lambda a: joined(a[0], a[0]))
+    table["_mm256_permute4x64_epi64"] = Intrinsic(
+        bits32, lambda a: permuted(as_elem(a[0], I64), imm4(number(a[1])))
+    )
+    table["_mm256_permute4x64_pd"] = Intrinsic(Vec(F64, 4), lambda a: permuted(a[0], imm4(number(a[1]))))
+    table["_mm256_permutevar8x32_epi32"] = Intrinsic(
+        bits32, lambda a: permuted(as_elem(a[0], I32), _places(a[1]))
+    )
+    table["_mm256_permutevar8x32_ps"] = Intrinsic(Vec(F32, 8), lambda a: permuted(a[0], _places(a[1])))
+    for size, prefix in ((16, "_mm_"), (32, "_mm256_"), (64, "_mm512_")):
+        table[f"{prefix}broadcastss_ps"] = Intrinsic(
+            Vec(F32, size // 4),
+            lambda a, size=size: call(  # type: ignore[misc]
+                "splat", (call("lane", (a[0],), (integer(0),)),), (integer(size // 4),)
+            ),
+        )
+        table[f"{prefix}broadcast_ss"] = Intrinsic(
+            Vec(F32, size // 4),
+            lambda a, size=size: call("splat", (element(a[0]),), (integer(size // 4),)),  # type: ignore[misc]
+        )
+    table["_mm256_broadcast_ps"] = Intrinsic(Vec(F32, 8), lambda a: joined(load(F32, 4)(a), load(F32, 4)(a)))
+    for name, how in (
+        ("reduce_add", "reduce_add"),
+        ("reduce_max", "reduce_max"),
+        ("reduce_min", "reduce_min"),
+    ):
+        table[f"_mm512_{name}_ps"] = Intrinsic(F32, called(how, F32))
+        table[f"_mm512_{name}_epi32"] = Intrinsic(I32, called(how, I32))
+
+
+def _inserted(a: Sequence[Expr]) -> Expr:
+    assert isinstance(a[1].type, Vec)
+    whole = as_elem(a[0], a[1].type.elem)
+    if size_of(whole) != 2 * size_of(a[1]):
+        raise Mistyped("only halves are inserted in this subset")
+    return joined(half("lo", whole), a[1]) if number(a[2]) & 1 else joined(a[1], half("hi", whole))
+
+
+def _chosen_halves(a: Sequence[Expr]) -> Expr:
+    imm = number(a[2])
+
+    def chosen(bits: int) -> Expr:
+        if bits & 8:
+            assert isinstance(a[0].type, Vec)
+            return zero(a[0].type.elem, a[0].type.lanes // 2)
+        return half("hi" if bits & 1 else "lo", a[bits >> 1 & 1])
+
+    return joined(chosen(imm & 15), chosen(imm >> 4 & 15))
+
+
+def _places(e: Expr) -> list[int]:
+
+    found = as_elem(e, I32)
+    if not isinstance(found, CallExpression) or found.name != "vector":
+        raise Mistyped("takes places that are known when compiling")
+    return [number(one) & 7 for one in found.numbers]
+
+
+def _x86_scalars(table: Table) -> None:
+    """Intrinsics between vectors and numbers, and those of the lowest lane alone."""
+
+    def lane(elem: Scalar, at: int = 0) -> Build:
+        return lambda a: call("lane", (as_elem(a[0], elem),), (integer(at),))
+
+    for bits, size in ((128, 16), (256, 32), (512, 64)):
+        prefix = "_mm_" if size == 16 else f"_mm{bits}_"
+        table[f"{prefix}cvtss_f32"] = Intrinsic(F32, lane(F32))
+        table[f"{prefix}cvtsd_f64"] = Intrinsic(F64, lane(F64))
+        for name in (f"cvtsi{bits}_si32",):
+            table[prefix + name] = Intrinsic(I32, lane(I32))
+        table[f"{prefix}cvtsi{bits}_si64"] = Intrinsic(I64, lane(I64))
+        for width, signed, unsigned in WIDTHS:
+            of = {"8": I32, "16": I32, "32": I32, "64": I64}[width]
+            elem = unsigned if width in ("8", "16") and size == 16 else signed
+            table[f"{prefix}extract_epi{width}"] = Intrinsic(of, _extracted(elem, of))
+            table[f"{prefix}insert_epi{width}"] = Intrinsic(Vec(BITS, size), _with(signed))
+    m128i, m128 = Vec(BITS, 16), Vec(F32, 4)
+    for name, elem in (("cvtsi32_si128", I32), ("cvtsi64_si128", I64)):
+        table[f"_mm_{name}"] = Intrinsic(m128i, _alone(elem))
+    table["_mm_set_ss"] = Intrinsic(m128, _alone(F32))
+    table["_mm_load_ss"] = Intrinsic(m128, lambda a: _alone(F32)([element(pointer_to(a[0], F32))]))
+    table["_mm_store_ss"] = Intrinsic(
+        VOID, lambda a: call("store", (pointer_to(a[0], F32), permuted(a[1], (0,))))
+    )
+    for name in ("loadl_epi64", "loadu_si64"):
+        table[f"_mm_{name}"] = Intrinsic(m128i, lambda a: padded(load(None, 8)(a), 16))
+    table["_mm_storel_epi64"] = Intrinsic(VOID, lambda a: store(None)([a[0], half("lo", as_elem(a[1], I64))]))
+    for name in ("loadu_si32",):
+        table[f"_mm_{name}"] = Intrinsic(m128i, lambda a: padded(load(None, 4)(a), 16))
+    for name, op in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/")):
+        table[f"_mm_{name}_ss"] = Intrinsic(m128, _lowest(lambda x, y, op=op: binary(op, x, y)))  # type: ignore[misc]
+    for name in ("min", "max"):
+        table[f"_mm_{name}_ss"] = Intrinsic(m128, _lowest_by_vector(name))
+    table["_mm_movehl_ps"] = Intrinsic(m128, lambda a: shuffled(a[1], a[0], (2, 3, 6, 7)))
+    table["_mm_movelh_ps"] = Intrinsic(m128, lambda a: shuffled(a[0], a[1], (0, 1, 4, 5)))
+    table["_cvtsh_ss"] = Intrinsic(F32, lambda a: call("from_f16", (_u16(a[0]),)))
+    table["_cvtss_sh"] = Intrinsic(U16, lambda a: call("to_f16", (a[0],)))
+    table["_mm_storel_pi"] = Intrinsic(
+        VOID, lambda a: call("store", (pointer_to(a[0], F32), half("lo", a[1])))
+    )
+    table["_mm_prefetch"] = Intrinsic(VOID, lambda a: call("prefetch", (a[0],)))
+    table["__builtin_prefetch"] = Intrinsic(VOID, lambda a: call("prefetch", (a[0],)))
+
+
+def _u16(e: Expr) -> Expr:
+    return cast(U16, e)
+
+
+def _extracted(elem: Scalar, of: Scalar) -> Build:
+    return lambda a: cast(of, call("lane", (as_elem(a[0], elem),), (integer(number(a[1])),)))
+
+
+def _with(elem: Scalar) -> Build:
+    return lambda a: call("with_lane", (as_elem(a[0], elem), cast(elem, a[1])), (integer(number(a[2])),))
+
+
+def _alone(elem: Scalar) -> Build:
+    lanes = 16 // elem.size
+    return lambda a: call("with_lane", (zero(elem, lanes), cast(elem, a[0])), (integer(0),))
+
+
+def _lowest(op: Callable[[Expr, Expr], Expr]) -> Build:
+    """An operation on lane 0; the other lanes are the first argument's."""
+
+    def build(a: Sequence[Expr]) -> Expr:
+        x, y = (call("lane", (one,), (integer(0),)) for one in a)
+        return call("with_lane", (a[0], op(x, y)), (integer(0),))
+
+    return build
+
+
+def _lowest_by_vector(name: str) -> Build:
+    def build(a: Sequence[Expr]) -> Expr:
+        found = call("lane", (call(name, tuple(a)),), (integer(0),))
+        return call("with_lane", (a[0], found), (integer(0),))
+
+    return build

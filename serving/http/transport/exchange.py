@@ -1,0 +1,146 @@
+"""One request and its answer on an HTTP/1 connection: `receive` and `send` of the ASGI interface."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from email.utils import formatdate
+from functools import lru_cache
+from http import HTTPStatus
+from typing import Protocol
+
+import h11
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Scope
+
+_BODY_AHEAD_BYTES = 64 * 1024
+"""The most of a body that is read before the application asks for it."""
+_REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
+
+log = logging.getLogger("phasewise.http")
+"""Gets what the application raises: a fault of ours, never what a client does wrong."""
+
+
+class Outlet(Protocol):
+    """A connection, as an exchange on it knows it."""
+
+    conn: h11.Connection
+    writable: asyncio.Event
+    """Set unless the reader is behind with what was written."""
+
+    def write(self, event: h11.Event) -> None: ...
+
+    def body_taken(self) -> None:
+        """The application has taken the body so far: more may be read."""
+        ...
+
+    def answered(self) -> None:
+        """The last of an answer has been written."""
+        ...
+
+    def finish(self) -> None:
+        """Close once all is written."""
+        ...
+
+
+class Exchange:
+    """The connection adds what comes of the body; the application takes it, and sends its answer."""
+
+    def __init__(self, outlet: Outlet, scope: Scope) -> None:
+        self.scope = scope
+        self.has_started = False
+        """True once the head of the answer is written."""
+        self.is_complete = False
+        """True once the answer is written, or has no reader any more."""
+        self._outlet = outlet
+        self._body = bytearray()
+        self._more_body = True
+        self._news = asyncio.Event()
+        """Set while `receive` has something to look at."""
+
+    @property
+    def is_full(self) -> bool:
+        """True if the application is to take some of the body before more is read."""
+        return len(self._body) > _BODY_AHEAD_BYTES and not self.is_complete
+
+    def add(self, data: bytes | bytearray) -> None:
+        """Some of the body has come."""
+        self._body += data
+        self._news.set()
+
+    def end_body(self) -> None:
+        self._more_body = False
+        self._news.set()
+
+    def wake(self) -> None:
+        """Let the application look at the body in progress, though nothing more of it has come."""
+        self._news.set()
+
+    def leave(self) -> None:
+        """Nobody reads the answer: what is written from now on is dropped."""
+        self.is_complete = True
+        self._news.set()
+
+    async def run(self, app: ASGIApp) -> None:
+        """Let `app` answer. Where it fails, the client is told 500, or sees its answer break off."""
+        try:
+            await app(self.scope, self.receive, self.send)
+            if not self.is_complete:
+                log.error("the application has returned without a whole answer")
+        except ClientDisconnect:
+            pass
+        except Exception:
+            log.exception("the application has failed")
+        if self.is_complete:
+            return
+        if self.has_started:
+            self._outlet.finish()
+            return
+        headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
+        await self.send({"type": "http.response.start", "status": 500, "headers": headers})
+        await self.send({"type": "http.response.body", "body": b"Internal Server Error"})
+
+    async def receive(self) -> Message:
+        """As ASGI says."""
+        if self._outlet.conn.they_are_waiting_for_100_continue and not self.is_complete:
+            self._outlet.write(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue"))
+        if not self.is_complete:
+            await self._news.wait()
+            self._news.clear()
+        if self.is_complete:
+            return {"type": "http.disconnect"}
+        body, self._body = bytes(self._body), bytearray()
+        self._outlet.body_taken()
+        return {"type": "http.request", "body": body, "more_body": self._more_body}
+
+    async def send(self, message: Message) -> None:
+        """As ASGI says."""
+        if not self._outlet.writable.is_set():
+            await self._outlet.writable.wait()
+        if self.is_complete:
+            return
+        if message["type"] != ("http.response.body" if self.has_started else "http.response.start"):
+            raise RuntimeError(f"the application sends {message['type']!r} out of turn")
+        if not self.has_started:
+            self.has_started = True
+            status = message["status"]
+            headers = [_date(int(time.time())), *message.get("headers", [])]
+            self._outlet.write(
+                h11.Response(status_code=status, headers=headers, reason=_REASONS.get(status, b""))
+            )
+            return
+        data = b"" if self.scope["method"] == "HEAD" else message.get("body", b"")
+        if message.get("more_body", False):
+            self._outlet.write(h11.Data(data=data))
+            return
+        self.is_complete = True
+        self._news.set()
+        self._outlet.write(h11.Data(data=data))
+        self._outlet.write(h11.EndOfMessage())
+        self._outlet.answered()
+
+
+@lru_cache(maxsize=1)
+def _date(unix_s: int) -> tuple[bytes, bytes]:
+    return b"date", formatdate(unix_s, usegmt=True).encode()

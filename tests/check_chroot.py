@@ -1,0 +1,88 @@
+"""Install a wheel in Debian systems that have Python and no compiler, and answer requests there.
+
+    python3 tests/check_chroot.py WHEEL MODEL.gguf SCRATCH_DIR [SUITE ...]
+
+For the oldest Debian with Python 3.11 (bookworm) and the current one (trixie), or the suites that are named.
+Each is made by debootstrap in SCRATCH_DIR/SUITE, or used as it is where that is there already. The wheels of
+all dependencies are fetched here, for the system's own Python, and installed without an index. Then `doctor`,
+`generate`, and `serve` with a request run. Needs root, debootstrap and Debian's archive.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+SUITES = ("bookworm", "trixie")
+ARCHIVE = "http://deb.debian.org/debian"
+PACKAGES = "python3,python3-venv,ca-certificates"
+PHASEWISE = "/venv/bin/phasewise"
+ASK = """
+import json, subprocess, time, urllib.request
+command = ["/venv/bin/phasewise", "serve", "/model.gguf", "--port", "8123", "--served-model-name", "m"]
+server = subprocess.Popen(command)
+def get(path, body=None):
+    url, headers = "http://127.0.0.1:8123" + path, {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, body, headers)
+    return urllib.request.urlopen(request, timeout=60).read()
+for _ in range(600):
+    try:
+        get("/ready")
+        break
+    except OSError:
+        assert server.poll() is None, "the server has ended"
+        time.sleep(0.1)
+body = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
+usage = json.loads(get("/v1/completions", json.dumps(body).encode()))["usage"]
+assert usage["prompt_tokens"] == 3 and usage["completion_tokens"] > 0, usage
+server.terminate()
+assert server.wait(60) == 0
+"""
+
+
+def in_system(root: Path, *command: str) -> str:
+    """What a command prints in the system at `root`, which has /proc and this machine's network."""
+    inside = ("unshare", "--mount", "--pid", "--fork", f"--mount-proc={root}/proc", "chroot", root)
+    environment = {"PATH": "/usr/sbin:/usr/bin:/bin", "HOME": "/root", "LC_ALL": "C.UTF-8"}
+    done = subprocess.run([*inside, *command], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{root.name}: {' '.join(command)[:200]} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def check(suite: str, wheel: Path, model: Path, scratch: Path) -> None:
+    root = scratch / suite
+    if not root.exists():
+        made = ("debootstrap", "--variant=minbase", f"--include={PACKAGES}", suite, root, ARCHIVE)
+        subprocess.run(made, check=True, stdout=subprocess.DEVNULL)
+    version = in_system(root, "python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])").strip()
+    compilers = in_system(root, "sh", "-c", "command -v cc gcc clang || true").strip()
+    assert not compilers, f"{suite} has a compiler: {compilers}"
+    wheels = root / "wheels"
+    shutil.rmtree(wheels, ignore_errors=True)
+    machine = os.uname().machine
+    platforms = [f"--platform=manylinux_2_{minor}_{machine}" for minor in range(17, 37)]
+    asked = ("--only-binary=:all:", f"--python-version={version}", f"--platform=manylinux2014_{machine}")
+    download = (sys.executable, "-m", "pip", "download", "-q", "-d", wheels, *asked, *platforms, wheel)
+    subprocess.run(download, check=True)
+    shutil.copy(model, root / "model.gguf")
+    in_system(root, "python3", "-m", "venv", "--clear", "/venv")
+    in_system(root, "/venv/bin/pip", "install", "-q", "--no-index", "--find-links=/wheels", "phasewise")
+    in_system(root, PHASEWISE, "doctor")
+    in_system(root, PHASEWISE, "generate", "/model.gguf", "-p", "a", "-n", "4")
+    in_system(root, "python3", "-c", ASK)
+    print(f"{suite}, Python {version}, no compiler: {wheel.name} installs; doctor, generate and serve work")
+
+
+def main() -> None:
+    wheel, model, scratch = (Path(one).resolve() for one in sys.argv[1:4])
+    scratch.mkdir(parents=True, exist_ok=True)
+    for suite in sys.argv[4:] or SUITES:
+        check(suite, wheel, model, scratch)
+
+
+if __name__ == "__main__":
+    main()

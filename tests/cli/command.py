@@ -1,0 +1,130 @@
+"""`phasewise` as tests call it: in this process, or as the process that a script starts.
+
+Both give exit codes and lines as `phasewise.cli.main.main` has them. A process is for what depends on one:
+signals, devices as stdout, two commands at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.testing import CliRunner
+
+from phasewise.cli.main import app
+
+
+@dataclass(frozen=True)
+class Done:
+    """The end of a command: its exit code and what it wrote."""
+
+    exit_code: int
+    stdout_bytes: bytes
+    stderr: str
+
+    @property
+    def stdout(self) -> str:
+        return self.stdout_bytes.decode()
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+    @property
+    def usage_error(self) -> str:
+        """The words of wrong usage without their frame; nothing is on stdout."""
+        assert self.exit_code == 2, self
+        assert self.stdout == ""
+        return " ".join(self.stderr.replace("│", " ").split())
+
+    @property
+    def refusal(self) -> str:
+        """The one line of an expected failure, behind those of packing a model; nothing is on stdout."""
+        assert self.exit_code == 1, self
+        assert self.stdout == ""
+        *before, line = self.stderr.splitlines()
+        assert line.startswith("phasewise: ")
+        assert all(one.startswith("packing") for one in before), before
+        return line
+
+
+@cache
+def tree() -> Any:
+    """All commands; a run in a process of its own builds them anew, and that takes longer than most runs."""
+    return typer.main.get_command(app)
+
+
+def run(*arguments: object, stdin: str | bytes | None = None, env: Mapping[str, str] | None = None) -> Done:
+    """In this process. What is no expected failure is raised."""
+    exit_code, failure = 0, ""
+    with CliRunner().isolation(input=stdin, env=env) as (stdout, stderr, _):
+        try:
+            tree().main([*map(str, arguments)], prog_name="phasewise")
+        except SystemExit as end:
+            exit_code = int(end.code or 0)
+        except Exception as error:
+            if not hasattr(error, "exit_code"):
+                raise
+            exit_code, failure = error.exit_code, f"phasewise: {error}\n"
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return Done(exit_code, stdout.getvalue(), stderr.getvalue().decode() + failure)
+
+
+def text_of(*arguments: object, exit_code: int = 0, **options: Any) -> str:
+    """stdout of a command that ends with `exit_code`."""
+    done = run(*arguments, **options)
+    assert done.exit_code == exit_code, done
+    return done.stdout
+
+
+def fields_of(*arguments: object, **options: Any) -> dict[str, Any]:
+    """The JSON object of a command, in version 1 of its schema."""
+    fields = dict(json.loads(text_of(*arguments, "--json", **options)))
+    assert fields.pop("schema_version") == 1
+    return fields
+
+
+def run_process(
+    *arguments: object,
+    stdin: bytes = b"",
+    stdout: int = subprocess.PIPE,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Done:
+    """As a script runs it; `env` comes on top of this process's environment."""
+    done = subprocess.run(
+        _command(arguments),
+        input=stdin,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        env=os.environ | (env or {}),
+        cwd=cwd,
+        timeout=120,
+        check=False,
+    )
+    return Done(done.returncode, done.stdout or b"", done.stderr.decode())
+
+
+def start(*arguments: object, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """A process that goes on, with pipes for all that it reads and writes."""
+    return subprocess.Popen(
+        _command(arguments),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | (env or {}),
+    )
+
+
+def _command(arguments: tuple[object, ...]) -> list[str]:
+    return [sys.executable, "-m", "phasewise", *map(str, arguments)]

@@ -1,0 +1,104 @@
+"""What an installation brings: few dependencies for serving, and a line in place of each that is an extra."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import subprocess
+import sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from phasewise._places import user_folder
+from phasewise.cli.extras import EXTRAS
+from tests.support.tiny_models import write_tiny_gguf
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_FOR_SERVING = 16
+SERVING = (
+    "workflows.serve",
+    "serving.http.server",
+    "serving.loaders",
+    "kerneldb.store",
+    "tuner.predictor.files",
+)
+"""The modules that `serve` is made of, beside those that they import at once."""
+LATER = {"alembic", "huggingface-hub", "llguidance"}
+"""Dependencies that serving imports when they are needed: to make the database, to fetch, for a schema."""
+
+
+def _settings() -> configparser.ConfigParser:
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    return settings
+
+
+def _names(requirements: str) -> set[str]:
+    return {re.split(r"[\[<>=]", line)[0] for line in requirements.split()}
+
+
+def test_serving_needs_few_direct_dependencies() -> None:
+    pytest.importorskip(
+        "phasewise.cython_kernels._native", reason="the kernels are not built", exc_type=ImportError
+    )
+    imports = "; ".join(f"import phasewise.{name}" for name in SERVING)
+    code = f"import sys; {imports}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    owners = packages_distributions()
+    loaded = {
+        owner.lower().replace("_", "-") for name in done.stdout.split() for owner in owners.get(name, [])
+    }
+
+    needed = (loaded | LATER) & _names(_settings()["options"]["install_requires"])
+    assert len(needed) <= MOST_FOR_SERVING, sorted(needed)
+
+
+def test_what_an_extra_has_is_no_dependency() -> None:
+    settings = _settings()
+    required = _names(settings["options"]["install_requires"])
+
+    for module, extra in EXTRAS.items():
+        distribution = {"zmq": "pyzmq"}.get(module, module.replace("_", "-"))
+        assert distribution not in required
+        assert distribution in _names(settings["options.extras_require"][extra])
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "arguments"),
+    [
+        ("tree_sitter", "kernels", ["kernels", "raise", "ir/samples/rmsnorm.c", "--function", "rmsnorm"]),
+        ("zmq", "pools", ["serve", "MODEL", "--prompt-pool", "0", "--token-pool", "1"]),
+        ("ray", "ray", ["serve", "MODEL", "--cluster", "auto", "--prompt", "1x1", "--token", "1x1"]),
+        ("ray", "ray", ["cluster", "status"]),
+    ],
+)
+def test_the_absence_of_an_extra_is_one_line_that_names_it(
+    module: str, extra: str, arguments: list[str], tmp_path: Path
+) -> None:
+    pytest.importorskip(
+        "phasewise.cython_kernels._native", reason="the kernels are not built", exc_type=ImportError
+    )
+    model = write_tiny_gguf(tmp_path / "tiny.gguf")
+    given = [str(model) if one == "MODEL" else one for one in arguments]
+    code = f"import sys; sys.modules[{module!r}] = None; from phasewise.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *given], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+
+    assert done.returncode == 1
+    assert f"phasewise[{extra}]" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("kind", ["cache", "config", "data", "state"])
+@pytest.mark.parametrize("value", ["/elsewhere", "", " "])
+def test_folders_are_those_of_the_xdg_specification(
+    kind: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platformdirs = pytest.importorskip("platformdirs")
+    monkeypatch.setenv(f"XDG_{kind.upper()}_HOME", value)
+
+    assert user_folder(kind) == getattr(platformdirs, f"user_{kind}_path")("phasewise")  # type: ignore[arg-type]

@@ -1,0 +1,71 @@
+"""Commands of benchmarks and soaks that pages name are there, and have the options that they are given."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+import typer
+
+from tests.support import ROOT
+
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile", "benchmarks/README.md")),
+    *sorted((ROOT / "benchmarks" / "notes").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+COMMAND = re.compile(r"(?:benchmarks/([a-z_]+)\.py|tests\.soak\.([a-z_]+))((?: [^`\n#|$\\]+)?)")
+
+
+def named() -> list[tuple[str, str, str]]:
+    """(page, module, what follows on its line), each once."""
+    found = {
+        (path.name, f"benchmarks.{own}" if own else f"tests.soak.{soak}", rest.strip())
+        for path in PAGES
+        for own, soak, rest in COMMAND.findall(path.read_text(encoding="utf-8"))
+    }
+    return sorted(found)
+
+
+@cache
+def options(module: str) -> set[str] | None:
+    """Options of a benchmark on the shared harness, and names of its commands; None for other programs."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    text = Path(spec.origin).read_text(encoding="utf-8")
+    if "import torch\n" in text:  # not installed here
+        return None
+    if "app = commands(" not in text:
+        return set(re.findall(r'"(--?[a-z][a-z-]*)"', text)) | {"--model", "--quick", "--only", "--help"}
+    command = typer.main.get_command(importlib.import_module(module).app)
+    every = [command, *getattr(command, "commands", {}).values()]
+    flags = {flag for one in every for param in one.params for flag in (*param.opts, *param.secondary_opts)}
+    return flags | set(getattr(command, "commands", {})) | {"--help"}
+
+
+def test_every_program_that_a_page_names_is_there() -> None:
+    missing = [(page, module) for page, module, _ in named() if importlib.util.find_spec(module) is None]
+    assert not missing
+
+
+@pytest.mark.parametrize("module", sorted({module for _, module, _ in named()}))
+def test_every_option_that_a_page_gives_is_one(module: str) -> None:
+    known = options(module)
+    for page, own, rest in named():
+        if own != module or known is None:
+            continue
+        words = shlex.split(rest.replace("'", " ")) if rest.count('"') % 2 == 0 else rest.split()
+        given = words[: words.index("--")] if "--" in words else words
+        flags = {word.split("=")[0] for word in given if re.fullmatch(r"--?[a-z][a-z-]*(=.*)?", word)}
+        assert flags <= known, f"{page}: {module} {rest}"
+
+
+def test_the_figures_that_pages_name_are_figures() -> None:
+    asked = {rest.split()[0] for _, module, rest in named() if module == "benchmarks.figures" and rest}
+    assert asked - {"NAME"} <= (options("benchmarks.figures") or set())

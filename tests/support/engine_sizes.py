@@ -1,0 +1,20 @@
+"""Sizes of engines in a line."""
+
+from __future__ import annotations
+
+from phasewise.serving.engine_size import EngineSize
+from phasewise.serving.ranks_contract import KvMemory
+from phasewise.serving.scheduler_terms import SchedulerLimits
+
+
+def engine_size(
+    context_length: int,
+    kv_slots: int,
+    max_sequences: int,
+    max_batch_tokens: int = 2048,
+    kv_format: str = "auto",
+    kv_policy: str = "odma",
+) -> EngineSize:
+    """The size of an engine that does all by default."""
+    limits = SchedulerLimits(context_length, max_batch_tokens, max_sequences)
+    return EngineSize(limits, KvMemory(kv_slots, kv_format), kv_policy)
