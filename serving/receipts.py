@@ -18,7 +18,7 @@ from phasewise.serving.fingerprint import Fingerprint, digest_of
 from phasewise.serving.guides import GuideRecipe
 from phasewise.serving.logit_chain import LogitChain, n_digests
 from phasewise.serving.messages import Evidence, Submit
-from phasewise.serving.request import FinishReason
+from phasewise.serving.request import FinishReason as FinishReason  # for HTTP, which never sees the scheduler
 from phasewise.serving.sampling import Sampler, SamplingParams
 
 SCHEMA_VERSION: Literal[1] = 1

@@ -49,8 +49,7 @@ from phasewise.serving.http.schemas import (
 )
 from phasewise.serving.http.transport.connection import connection_of
 from phasewise.serving.messages import Evidence, Submit
-from phasewise.serving.receipts import receipt_of
-from phasewise.serving.request import FinishReason
+from phasewise.serving.receipts import FinishReason, receipt_of
 
 Body = TypeVar("Body", bound=Strict)
 

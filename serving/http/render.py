@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
 from phasewise.serving.messages import Answer, DraftCounts, Evidence, Failure, Submit
-from phasewise.serving.request import FinishReason
+from phasewise.serving.receipts import FinishReason
 from phasewise.serving.sampling import SampledToken
 from phasewise.serving.tools.parts import Begun, Call, Piece, Reader, Reasoning, Text
 
