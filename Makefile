@@ -12,9 +12,9 @@ WORKERS ?= -n 2 --dist loadfile
 # What meets the libraries that phasewise depends on: each dependency of setup.cfg has a file here.
 MEETS_OUTSIDE := tests/kerneldb/test_store.py tests/kerneldb/test_portable.py tests/kerneldb/test_schema.py \
 	tests/serving/loaders/test_load_gguf.py tests/serving/loaders/test_load_hf.py tests/serving/loaders/test_resolve.py \
-	tests/serving/test_chat.py tests/serving/test_guides.py tests/serving/test_tokenizer.py tests/serving/test_http_api.py \
-	tests/serving/test_http_connections.py tests/serving/test_http_framing.py tests/serving/test_http_refusals.py \
-	tests/topology/test_topology_lstopo.py tests/cli/test_main.py tests/cli/test_bench_serve_servers.py \
+	tests/serving/text/test_chat.py tests/serving/grammar/test_guides.py tests/serving/text/test_tokenizer.py tests/serving/http/test_http_api.py \
+	tests/serving/http/transport/test_http_connections.py tests/serving/http/transport/test_http_framing.py tests/serving/http/test_http_refusals.py \
+	tests/topology/test_topology_lstopo.py tests/cli/test_main.py tests/cli/commands/test_bench_serve_servers.py \
 	tests/tuner/config/test_search_study.py::test_a_study_finds_what_the_walk_finds
 KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -o -name "*.pyx" -o -name "*.pxi")
 
@@ -68,7 +68,7 @@ test-torch: build setup  ## phasewise.torch and what is compared with torch, on 
 
 test-ray: build setup    ## instances on two nodes of a Ray cluster of this machine
 	$(BIN)/pip install -q --target $(VENV)/ray "ray>=2.52"
-	PYTHONPATH=$(VENV)/ray $(BIN)/python -m pytest tests/cluster/test_ray_cluster.py $(ARGS)
+	PYTHONPATH=$(VENV)/ray $(BIN)/python -m pytest tests/cluster/real/test_ray_cluster.py $(ARGS)
 
 test-soak: build setup test-asan  ## hours: twenty times the examples, ASan, fuzzing, faults; a soak with TRACE=CSV
 	$(BIN)/python -m pytest --tier=soak $(ARGS)

@@ -169,16 +169,21 @@ def files_like(*patterns: str) -> list[str]:
 
 
 # What isa/<name>.c is made of; doors, programs and teams can change without compiling the kernels again.
-ISA_HEADERS = ("blocks.h", "cpu.h", "dispatch.h", "gemm.h", "ops.h", "sparse.h", "*/*.h")
-ISA_DEPENDS = files_like(*ISA_HEADERS, "families/*.c", "isa/*.json", "abi.py")
+ISA_HEADERS = ("blocks.h", "cpu.h", "dispatch.h", "gemm.h", "ops.h", "sparse.h", "families/*.h", "simd/*.h")
+ISA_DEPENDS = files_like(*ISA_HEADERS, "families/**/*.c", "isa/*.json", "abi.py")
 native = Extension(
     "phasewise.cython_kernels._native",
     sources=[
         str(KERNELS / "_native.pyx"),
-        *sorted(str(path) for path in KERNELS.glob("*.c") if path.name != "_native.c"),
+        *sorted(
+            str(path)
+            for folder in (".", "group", "memory", "program", "team")
+            for path in KERNELS.joinpath(folder).glob("*.c")
+            if path.name != "_native.c"
+        ),
     ],
     include_dirs=[str(KERNELS)],
-    depends=files_like("*.h", "*/*.h", "*.pxi", "families/*.c", "isa/*.c", "isa/*.json", "abi.py"),
+    depends=files_like("*.h", "*/*.h", "doors/*.pxi", "families/**/*.c", "isa/*.c", "isa/*.json", "abi.py"),
     define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
     extra_compile_args=[*COMMON_FLAGS, *ISA_FLAGS["portable"]],
     extra_link_args=["-pthread"],

@@ -53,7 +53,8 @@ def rate(url: str, model: str) -> float:
 
 
 def live(url: str, ends: threading.Event) -> None:
-    """As the page's live view asks. By http.client: to make an httpx.Client takes tens of milliseconds
+    """As the page's live view asks. By http.answers.client: to make an httpx.Client takes tens of
+    milliseconds
     of this process, which loads the server and is no browser."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
     while True:

@@ -42,13 +42,13 @@ from phasewise.serving.drafts.lookup import LookupDrafter
 from phasewise.serving.drafts.model_drafter import ModelDrafter
 from phasewise.serving.drafts.opening import DraftSource
 from phasewise.serving.drafts.step_costs import StepCosts
-from phasewise.serving.engine_size import EngineSize
-from phasewise.serving.messages import Submit
-from phasewise.serving.one_answer import OneAnswer
-from phasewise.serving.open_engine import OpenEngine, open_engine
-from phasewise.serving.ranks import KvMemory, LocalRanks, RankOptions
-from phasewise.serving.sampling import GREEDY, SamplingParams
-from phasewise.workflows.open_model import open_model
+from phasewise.serving.engine.engine_size import EngineSize
+from phasewise.serving.engine.messages import Submit
+from phasewise.serving.engine.one_answer import OneAnswer
+from phasewise.serving.engine.open_engine import OpenEngine, open_engine
+from phasewise.serving.ranks.open_ranks import KvMemory, LocalRanks, RankOptions
+from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
+from phasewise.workflows.opening.open_model import open_model
 
 MOST_ROWS = 64
 Tokens = Annotated[int, Option("-n", help="tokens of each answer")]

@@ -19,10 +19,10 @@ from typer import Argument, Option
 from benchmarks.harness import Model, Yielded, commands, listed
 from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.embedding.depth import predict_and_try
+from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.open_embedding import open_embedding
 from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
 from phasewise.serving.embedding.queues import Depth, DeviceQueue, QueueManager
-from phasewise.serving.encoder.text import Tokens
 from phasewise.serving.loaders import load_model
 
 ROUNDS = 3

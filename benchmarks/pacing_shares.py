@@ -24,9 +24,9 @@ from typing import Annotated
 from typer import Option
 
 from benchmarks.harness import Row, Yielded, commands
-from phasewise.cluster.machines import ProductionMachine
-from phasewise.cluster.steps import Curve, StepTimes
-from phasewise.serving.pacing import Pacing
+from phasewise.cluster.simulated.machines import ProductionMachine
+from phasewise.cluster.simulated.steps import Curve, StepTimes
+from phasewise.serving.scheduling.pacing import Pacing
 from phasewise.tuner.config.trace import load_trace
 from tests.support.closed_loop import ClosedLoop
 

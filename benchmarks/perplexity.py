@@ -27,8 +27,8 @@ from typer import Option
 from benchmarks.harness import Model, Yielded, commands, listed, note
 
 if TYPE_CHECKING:
-    from phasewise.serving.model import PackedModel
-    from phasewise.workflows.arithmetic_choice import ArithmeticChoice
+    from phasewise.serving.models.packed_model import PackedModel
+    from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice
 
 TEXT = Path(__file__).parent / "data" / "alice.txt"
 TEXT_SHA256 = "af94397088d12541d0e19740f18732ad244bfa272b77d43205aee4c34c006028"
@@ -83,7 +83,7 @@ def read_text(
 ) -> Reading:
     """By a loaded model, every window computed as one prefill from an empty cache."""
     from phasewise.serving.batch import Batch, SequenceSlice
-    from phasewise.serving.tokenizer import Tokenizer
+    from phasewise.serving.text.tokenizer import Tokenizer
 
     ids = Tokenizer.from_json(model.tokenizer_json, model.config).encode(english_text(), add_special=False)
     losses, likeliest = [], []
@@ -105,11 +105,11 @@ def model_perplexity(model: PackedModel, threads: int | None, n_tokens: int = N_
 
 def _open_ranks(model: PackedModel, threads: int | None, kv_format: str, arithmetic: ArithmeticChoice) -> Any:
     """Without a database: `tuned` is the kernels' own arithmetic."""
-    from phasewise.serving.ranks import KvMemory, LocalRanks, RankOptions
+    from phasewise.serving.ranks.open_ranks import KvMemory, LocalRanks, RankOptions
     from phasewise.topology import read_machine
     from phasewise.tuner.lookup import ScheduleTable
     from phasewise.tuner.plans import PHASES, default_plan
-    from phasewise.workflows.tuned_schedules import KernelSchedules
+    from phasewise.workflows.opening.tuned_schedules import KernelSchedules
 
     machine = read_machine()
     plans = {phase: default_plan(machine, phase, threads=threads) for phase in PHASES}

@@ -28,13 +28,13 @@ from typer import Option
 
 from benchmarks.harness import MODEL, Model, Row, Yielded, commands, in_turns, numbers, seconds_of
 from phasewise.serving.batch import Batch, SequenceSlice
-from phasewise.serving.engine_size import EngineSize
-from phasewise.serving.messages import Answer, Submit
-from phasewise.serving.open_engine import open_engine
+from phasewise.serving.engine.engine_size import EngineSize
+from phasewise.serving.engine.messages import Answer, Submit
+from phasewise.serving.engine.open_engine import open_engine
 from phasewise.serving.pools.contract import KV_CHUNK
-from phasewise.serving.ranks import Ranks
-from phasewise.serving.sampling import GREEDY
-from phasewise.workflows.open_model import OpenModel, Weights, open_model
+from phasewise.serving.ranks.open_ranks import Ranks
+from phasewise.serving.sampling.sampling import GREEDY
+from phasewise.workflows.opening.open_model import OpenModel, Weights, open_model
 
 ROUNDS = 9
 OWN_TOKENS = 32

@@ -19,12 +19,12 @@ from typer import Option
 
 from benchmarks.harness import Yielded, commands
 from phasewise.ir.build import built, chosen
-from phasewise.ir.checking import Program, check, in_folder
 from phasewise.ir.errors import UserKernelError
-from phasewise.ir.parse import parse_file
 from phasewise.ir.printing import printed_c
-from phasewise.ir.raise_file import raise_file
+from phasewise.ir.raising.parse import parse_file
+from phasewise.ir.raising.raise_file import raise_file
 from phasewise.ir.reading import read
+from phasewise.ir.running.checking import Program, check, in_folder
 from phasewise.ir.targets import TARGETS
 
 DOTS = """q4_0_q8_0 q4_1_q8_1 q5_0_q8_0 q5_1_q8_1 q8_0_q8_0 q2_K_q8_K q3_K_q8_K q4_K_q8_K q5_K_q8_K q6_K_q8_K

@@ -26,17 +26,17 @@ import numpy as np
 from typer import Option
 
 from benchmarks.harness import MODEL, Model, Yielded, commands
-from phasewise.serving import sampling
 from phasewise.serving.batch import Batch
-from phasewise.serving.engine_size import EngineSize
-from phasewise.serving.engine_thread import EngineThread
+from phasewise.serving.engine.engine_size import EngineSize
+from phasewise.serving.engine.engine_thread import EngineThread
+from phasewise.serving.engine.messages import Submit
+from phasewise.serving.engine.open_engine import OpenEngine, open_engine
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.listening import TcpAddress
-from phasewise.serving.messages import Submit
-from phasewise.serving.open_engine import OpenEngine, open_engine
-from phasewise.serving.ranks import LocalRanks
+from phasewise.serving.http.transport.listening import TcpAddress
+from phasewise.serving.ranks.open_ranks import LocalRanks
+from phasewise.serving.sampling import sampling
 from phasewise.serving.service import ServiceSettings, run_service
-from phasewise.workflows.open_model import Weights, open_model
+from phasewise.workflows.opening.open_model import Weights, open_model
 from tests.soak import raw_http
 
 PROMPT = "The history of the steam engine begins"

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from typer import Argument
 
 from benchmarks.harness import Yielded, commands
-from tests.support.encoder_models import tokenizer_of
+from tests.support.models.encoder_models import tokenizer_of
 
 CONTEXT, VOCABULARY = 512, 30522
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import time
 
-from phasewise.serving.messages import Answer, Submit
-from phasewise.serving.open_engine import EngineSize, OpenEngine, open_engine
-from phasewise.serving.receipts import Receipt, receipt_of
-from phasewise.serving.sampling import SamplingParams
-from phasewise.workflows.open_model import open_model
-from phasewise.workflows.replay_receipts import replay_receipts
+from phasewise.serving.engine.messages import Answer, Submit
+from phasewise.serving.engine.open_engine import EngineSize, OpenEngine, open_engine
+from phasewise.serving.engine.receipts import Receipt, receipt_of
+from phasewise.serving.sampling.sampling import SamplingParams
+from phasewise.workflows.opening.open_model import open_model
+from phasewise.workflows.replay.run import replay_receipts
 
 PROMPT = tuple(100 + 7 * at for at in range(64))
 

@@ -16,8 +16,8 @@ import numpy as np
 from typer import Option
 
 from benchmarks.harness import Yielded, commands, note
-from phasewise.serving.guides import Grammar, Guide, GuideCompiler, TokenView
-from phasewise.serving.sampling import Sampler, SamplingParams, sample_rows
+from phasewise.serving.grammar.guides import Grammar, Guide, GuideCompiler, TokenView
+from phasewise.serving.sampling.sampling import Sampler, SamplingParams, sample_rows
 
 SETTINGS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
@@ -54,8 +54,8 @@ def cost_us(logits: np.ndarray, params: dict[str, float], guide: Guide | None = 
 
 def compiler_of(name: str) -> tuple[GuideCompiler, int]:
     """The compiler of a model's grammars, and the size of its vocabulary."""
+    from phasewise.serving.engine.open_engine import ModelText
     from phasewise.serving.loaders import load_model
-    from phasewise.serving.open_engine import ModelText
 
     model = load_model(name, "native", report=note)
     tokenizer, config = ModelText(model).tokenizer, model.config

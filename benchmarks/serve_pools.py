@@ -28,19 +28,19 @@ from typer import Argument, Option
 
 from benchmarks.harness import MODEL, Rounds, Row, Spread, Yielded, commands, listed, note, ratios
 from phasewise.serving.batch import Batch
-from phasewise.serving.engine import Engine
-from phasewise.serving.engine_size import EngineSize
-from phasewise.serving.messages import Answer, Submit
-from phasewise.serving.open_engine import open_engine
+from phasewise.serving.engine.engine import Engine
+from phasewise.serving.engine.engine_size import EngineSize
+from phasewise.serving.engine.messages import Answer, Submit
+from phasewise.serving.engine.open_engine import open_engine
 from phasewise.serving.pools.opening import open_pool
-from phasewise.serving.rank_teams import keeping_affinity
-from phasewise.serving.ranks_contract import KvMemory
-from phasewise.serving.sampling import SamplingParams
-from phasewise.serving.scheduler_terms import SchedulerLimits
+from phasewise.serving.ranks.rank_teams import keeping_affinity
+from phasewise.serving.ranks.ranks_contract import KvMemory
+from phasewise.serving.sampling.sampling import SamplingParams
+from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
 from phasewise.tuner.errors import TraceError
 from phasewise.workflows.bench.kv.replay import Replay, ReplayInputs, replay_of
 from phasewise.workflows.bench.kv.settings import TraceSelection
-from phasewise.workflows.open_model import OpenModel, Weights, open_model
+from phasewise.workflows.opening.open_model import OpenModel, Weights, open_model
 
 POLICIES = ("odma", "static", "fixed", "paged")
 PLAIN_IDS = (1000, 30000)

@@ -29,18 +29,18 @@ import numpy as np
 from typer import Option
 
 from benchmarks.harness import MODEL, Rounds, Row, Spread, Yielded, commands, in_turns, ratios
-from phasewise.cluster.front import Front
-from phasewise.cluster.local_instances import LocalInstances
+from phasewise.cluster.real.front import Front
+from phasewise.cluster.real.local_instances import LocalInstances
+from phasewise.cluster.real.supervisor import FrontSettings, Launcher
 from phasewise.cluster.routing import Role
-from phasewise.cluster.supervisor import FrontSettings, Launcher
-from phasewise.serving.engine_size import EngineSize
+from phasewise.serving.engine.engine_size import EngineSize
+from phasewise.serving.engine.messages import Abort, Delivery, Failure, Submit
 from phasewise.serving.loaders import load_model
-from phasewise.serving.messages import Abort, Delivery, Failure, Submit
-from phasewise.serving.sockets import Keys
+from phasewise.serving.processes.sockets import Keys
 from phasewise.tuner.config.trace import read_trace
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
-from phasewise.workflows.open_model import Weights
-from phasewise.workflows.serve_instance import MODULE, InstanceSpec
+from phasewise.workflows.opening.open_model import Weights
+from phasewise.workflows.serve.instance_process import MODULE, InstanceSpec
 
 PATIENCE_S = 280.0
 SERIAL = 1 << 30
@@ -274,7 +274,7 @@ def ray(
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
     from ray.cluster_utils import Cluster
 
-    from phasewise.cluster.ray_cluster import RayInstances, WantedInstance, ray_connection
+    from phasewise.cluster.real.ray_cluster import RayInstances, WantedInstance, ray_connection
 
     load = Load(model)
     node = {"num_cpus": 1, "object_store_memory": 80 << 20}

@@ -5,7 +5,8 @@
 1. An engine is opened as `phasewise serve` opens it, and its steps are timed: prompts of several lengths, and
    decode steps of several numbers of sequences and contexts.
 2. `phasewise serve` is started with the same settings, and `phasewise bench serve` sends it a drawn trace.
-3. The same trace runs through `cluster.simulate` with those step times, and both are printed side by side.
+3. The same trace runs through `cluster.simulated.simulate` with those step times, and both are printed side
+by side.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from typer import Option
 
 from benchmarks.harness import MODEL, Threads, Yielded, commands
 from benchmarks.peers.servers import phasewise, running
-from phasewise.cluster.arrivals import poisson
-from phasewise.cluster.links import Link
-from phasewise.cluster.metrics import summarise
-from phasewise.cluster.requests import Arrival
-from phasewise.cluster.simulate import ClusterSpec, MachineType, Pool, simulate
-from phasewise.cluster.timed_steps import TimedStep, steps_of
-from phasewise.serving.engine_size import EngineSize
-from phasewise.serving.messages import Submit
-from phasewise.serving.open_engine import OpenEngine, open_engine
-from phasewise.workflows.open_model import open_model
+from phasewise.cluster.simulated.arrivals import poisson
+from phasewise.cluster.simulated.kv_transfer import Link
+from phasewise.cluster.simulated.metrics import summarise
+from phasewise.cluster.simulated.recorded_steps import TimedStep, steps_of
+from phasewise.cluster.simulated.simulate import ClusterSpec, MachineType, Pool, simulate
+from phasewise.cluster.simulated.simulated_requests import Arrival
+from phasewise.serving.engine.engine_size import EngineSize
+from phasewise.serving.engine.messages import Submit
+from phasewise.serving.engine.open_engine import OpenEngine, open_engine
+from phasewise.workflows.opening.open_model import open_model
 
 MAX_SEQUENCES = 16
 PREFILL_TOKENS = (16, 32, 64, 128, 256, 512)

@@ -18,13 +18,13 @@ from typer import Argument, Option
 
 from benchmarks.harness import MODEL, Yielded, commands, note, numbers
 from benchmarks.simulated_server import MAX_SEQUENCES, timed_machine
-from phasewise.cluster.links import Link
-from phasewise.cluster.metrics import TABLE_VI, Slo
-from phasewise.cluster.simulate import MachineType
-from phasewise.workflows.cluster_load import lengths_of, steps_from_xml
-from phasewise.workflows.model_shape import shape_of_reference
-from phasewise.workflows.open_model import open_model
-from phasewise.workflows.plan_cluster import Design, Question, provision_for_budget
+from phasewise.cluster.simulated.kv_transfer import Link
+from phasewise.cluster.simulated.metrics import TABLE_VI, Slo
+from phasewise.cluster.simulated.simulate import MachineType
+from phasewise.workflows.capacity.load import lengths_of, steps_from_xml
+from phasewise.workflows.capacity.provision import Design, Question, provision_for_budget
+from phasewise.workflows.opening.model_shape import shape_of_reference
+from phasewise.workflows.opening.open_model import open_model
 
 REQUESTS_OF_WORK = 400
 """Requests are drawn for as long as one machine needs for N of them, so that every rate meets enough."""

@@ -25,12 +25,12 @@ from typer import Option
 from benchmarks.harness import Model, Rounds, Yielded, commands
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.loaders import load_model
-from phasewise.serving.model import PackedModel
-from phasewise.serving.ranks import KvMemory, RankOptions, Ranks, open_ranks
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.ranks.open_ranks import KvMemory, RankOptions, Ranks, open_ranks
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import PHASES, Phase, ServicePlan, check_fits, parse_cores, rank_on
 from tests.soak.served_process import TINY
-from tests.support.tiny_models import TinyShape, write_tiny_gguf
+from tests.support.models.tiny_models import TinyShape, write_tiny_gguf
 
 POSITION = 64
 RESAMPLES = 2000

@@ -22,15 +22,15 @@ from pathlib import Path
 import numpy as np
 
 import phasewise.ir
-from phasewise.ir import cases as drawing
 from phasewise.ir.build import built, chosen, target_named
-from phasewise.ir.checking import in_folder
-from phasewise.ir.compiling import compile_c
 from phasewise.ir.original import is_original, original_of
-from phasewise.ir.raise_file import raise_file
+from phasewise.ir.raising.raise_file import raise_file
 from phasewise.ir.reading import read
+from phasewise.ir.running import cases as drawing
+from phasewise.ir.running.checking import in_folder
+from phasewise.ir.running.compiling import compile_c
+from phasewise.ir.running.timing import TimingProcess, library_of
 from phasewise.ir.targets import TARGETS
-from phasewise.ir.timing import TimingProcess, library_of
 from phasewise.ir.tunable import with_parameters
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import core_signature, read_machine

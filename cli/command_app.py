@@ -73,7 +73,7 @@ class GroupedCommand(TyperCommand):
         }
 
         def model_makes_vectors() -> bool:
-            from phasewise.workflows.serve_embedding import makes_vectors
+            from phasewise.workflows.serve.embedding import makes_vectors
 
             return makes_vectors(given["MODEL"].value, str(given["--format"].value), note)
 

@@ -24,17 +24,16 @@ from phasewise.cli.commands import (
     kernels,
     models,
     predict_len,
-    provision,
     prune,
     replay,
     report,
     serve,
-    simulate,
     topo,
     tune_config,
     tune_embed,
     tune_kernels,
 )
+from phasewise.cli.commands.capacity import provision, simulate
 from phasewise.cli.config_file import defaults_of, read_config
 from phasewise.cli.extras import absence_of
 from phasewise.cli.present import EXIT_INTERRUPTED, fail

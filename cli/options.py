@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 import typer
 
 from phasewise.cli.option_sets import opt, option_set
-from phasewise.workflows.answer_settings import SamplingChoice
+from phasewise.workflows.generate.answer_settings import SamplingChoice
 
 if TYPE_CHECKING:
     from phasewise.tuner.plans import Phase
@@ -41,14 +41,14 @@ UNITS_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def _complete_model(incomplete: str) -> list[str]:
-    from phasewise.workflows.model_names import completions
+    from phasewise.workflows.opening.model_names import completions
 
     return completions(incomplete)
 
 
 def complete_name(incomplete: str) -> list[str]:
     """Names of models that begin so, for commands that take no path."""
-    from phasewise.workflows.model_names import names
+    from phasewise.workflows.opening.model_names import names
 
     return names(incomplete)
 

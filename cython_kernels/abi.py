@@ -24,14 +24,14 @@ FAMILIES = {
 """The families whose schedules are tuned, and their own files."""
 
 UNTUNED = (
-    "families/activations.c",
+    "families/rows/activations.c",
     "families/all.h",
-    "families/elementwise.c",
-    "families/layernorm.c",
+    "families/rows/elementwise.c",
+    "families/rows/layernorm.c",
     "families/limits.c",
     "families/ops.c",
-    "families/rmsnorm.c",
-    "families/rope.c",
+    "families/rows/rmsnorm.c",
+    "families/rows/rope.c",
 )
 """Files that no schedule steers."""
 

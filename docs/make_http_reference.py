@@ -13,14 +13,14 @@ from prometheus_client import CollectorRegistry
 
 from phasewise.serving.embedding.client import LaneState
 from phasewise.serving.embedding.metrics import EmbeddingMetrics
-from phasewise.serving.http import openapi
+from phasewise.serving.engine.messages import Answer, DraftCounts, EngineLoad, HandOverCounts, Submit
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import RequestFacts
-from phasewise.serving.http.metrics import Gauges, Metrics
-from phasewise.serving.messages import Answer, DraftCounts, EngineLoad, HandOverCounts, Submit
+from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
+from phasewise.serving.http.routes import openapi
 from phasewise.serving.pools.contract import BucketStats, PoolStats
 
-SOURCES = Path(openapi.__file__).resolve().parent
+SOURCES = Path(openapi.__file__).resolve().parents[1]
 PAGE = Path(__file__).resolve().parent / "reference" / "http-api.md"
 
 # ruff: noqa: E501  (the page's own lines)
@@ -163,7 +163,7 @@ def _errors() -> str:
 def _codes() -> set[tuple[str, int]]:
     """Every code with its status, as the sources of the server have them."""
     found = set()
-    for path in sorted(SOURCES.glob("*.py")):
+    for path in sorted(SOURCES.rglob("*.py")):
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
                 continue

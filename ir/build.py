@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from phasewise.ir.errors import SourceError
-from phasewise.ir.limited import ChildLimits, run
 from phasewise.ir.lowering import Lowered, lower
 from phasewise.ir.nodes import FunctionDefinition
 from phasewise.ir.reading import read
+from phasewise.ir.running.limited import ChildLimits, run
 from phasewise.ir.targets import COMMON_FLAGS, TARGETS, IsaTarget
 from phasewise.ir.text import printed
 from phasewise.ir.transforms import transformed

@@ -27,7 +27,7 @@ from phasewise.ir.nodes import (
     walk_body,
 )
 from phasewise.ir.operations import call
-from phasewise.ir.reductions import without_unused
+from phasewise.ir.raising.reductions import without_unused
 from phasewise.ir.types import I32, Vec
 
 MOST = 128

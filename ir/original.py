@@ -14,8 +14,8 @@ from pathlib import Path
 from phasewise.ir.errors import UserKernelError
 from phasewise.ir.lowering import Lowered
 from phasewise.ir.nodes import FunctionDefinition
-from phasewise.ir.parse import parse_file
 from phasewise.ir.printing import printed_c, printed_parts
+from phasewise.ir.raising.parse import parse_file
 from phasewise.ir.targets import TARGETS, IsaTarget
 
 NAME = "original"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from phasewise.ir.c_text import number, wrapped
-from phasewise.ir.intrinsics import register_name
 from phasewise.ir.nodes import (
     AddressOf,
     Assign,
@@ -30,6 +29,7 @@ from phasewise.ir.nodes import (
     While,
 )
 from phasewise.ir.operations import COMPARISONS
+from phasewise.ir.raising.intrinsics import register_name
 from phasewise.ir.types import Array, Pointer, Scalar, Struct, Type, Vec, Void, common, promoted
 from phasewise.ir.words import C_NAMES
 

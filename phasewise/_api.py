@@ -23,18 +23,18 @@ from phasewise.topology import read_machine as read_sysfs
 from phasewise.tuner.errors import EvaluationError, PlanError, TraceError
 from phasewise.workflows.config_file import StandingOptions
 from phasewise.workflows.errors import UsageError
-from phasewise.workflows.open_model import OpenModel, Weights
-from phasewise.workflows.open_model import open_model as open_for_running
+from phasewise.workflows.opening.open_model import OpenModel, Weights
+from phasewise.workflows.opening.open_model import open_model as open_for_running
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.store import Store
-    from phasewise.serving.sparse_mode import SparseMode
+    from phasewise.serving.models.sparse_mode import SparseMode
     from phasewise.tuner.config.steps import EvaluatorKind
     from phasewise.tuner.config.study import Event
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.tuner.tuning_run import TuningProgress
-    from phasewise.workflows.arithmetic_choice import ArithmeticChoice
+    from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice
     from phasewise.workflows.tune_config.run import Found
     from phasewise.workflows.tune_kernels.rounds import TunedRound
 
@@ -107,13 +107,13 @@ class Model:
         """
         if max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, not {max_tokens}", "max_tokens")
-        from phasewise.serving.engine_size import EngineSize
-        from phasewise.serving.messages import Submit
-        from phasewise.serving.one_answer import OneAnswer
-        from phasewise.serving.open_engine import ModelText, open_engine
-        from phasewise.serving.rank_teams import keeping_affinity
-        from phasewise.serving.sampling import SamplingParams
-        from phasewise.workflows.drafts import find_drafts
+        from phasewise.serving.engine.engine_size import EngineSize
+        from phasewise.serving.engine.messages import Submit
+        from phasewise.serving.engine.one_answer import OneAnswer
+        from phasewise.serving.engine.open_engine import ModelText, open_engine
+        from phasewise.serving.ranks.rank_teams import keeping_affinity
+        from phasewise.serving.sampling.sampling import SamplingParams
+        from phasewise.workflows.opening.drafts import find_drafts
 
         standing = StandingOptions.of("generate")
         kv_format = kv_format or standing.text("kv_format") or "auto"
@@ -156,8 +156,8 @@ def open_model(
     _TILE_PROMPTS and _ARITHMETIC, then [generate], then as the commands do. Raises ModelError, PlanError,
     KernelDbError, and UsageError for a variable that says what cannot be.
     """
-    from phasewise.serving.sparse_mode import SPARSE_MODES
-    from phasewise.workflows.arithmetic_choice import ARITHMETIC_CHOICES
+    from phasewise.serving.models.sparse_mode import SPARSE_MODES
+    from phasewise.workflows.opening.arithmetic_choice import ARITHMETIC_CHOICES
 
     standing = StandingOptions.of("generate")
     weights = Weights(

@@ -16,35 +16,35 @@ from functools import partial
 from typing import Protocol
 
 from phasewise._words import counted
-from phasewise.serving.chat import Conversation
-from phasewise.serving.confined import Patience
 from phasewise.serving.embedding.open_embedding import OpenEmbedding
-from phasewise.serving.embedding.service import BothClients
-from phasewise.serving.embedding.service import served as served_embeddings
-from phasewise.serving.engine_host import EngineHost, OpenHost
-from phasewise.serving.engine_size import EngineSize
+from phasewise.serving.embedding_service import BothClients
+from phasewise.serving.embedding_service import served as served_embeddings
+from phasewise.serving.engine.engine_host import EngineHost, OpenHost
+from phasewise.serving.engine.engine_size import EngineSize
+from phasewise.serving.engine.fingerprint import Fingerprint, defaults_told
+from phasewise.serving.engine.open_engine import ModelText
 from phasewise.serving.errors import ContextLengthExceeded
-from phasewise.serving.fingerprint import Fingerprint, defaults_told
-from phasewise.serving.guides import GuideCompiler, TokenView
-from phasewise.serving.headroom import allocator_headroom
-from phasewise.serving.http.access_log import NOT_LOGGED, Logging, open_log
-from phasewise.serving.http.app import Surroundings, create_app
-from phasewise.serving.http.client import EngineClient
-from phasewise.serving.http.connections import Connections
-from phasewise.serving.http.hangup import ReadKeys, on_hangup
+from phasewise.serving.grammar.guides import GuideCompiler, TokenView
+from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, ServedModel
-from phasewise.serving.http.lengths import LengthObserver, RealisedLength
+from phasewise.serving.http.length_log import LengthLog
 from phasewise.serving.http.lifecycle import Lifecycle
-from phasewise.serving.http.listening import Address
-from phasewise.serving.http.live import MachineFacts
-from phasewise.serving.http.metrics import Gauges, Metrics
-from phasewise.serving.http.server import HttpServer, Service
-from phasewise.serving.length_log import LengthLog
-from phasewise.serving.line_log import LineLog
-from phasewise.serving.model import PackedModel
-from phasewise.serving.open_engine import ModelText
+from phasewise.serving.http.monitoring.access_log import NOT_LOGGED, Logging, open_log
+from phasewise.serving.http.monitoring.live import MachineFacts
+from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
+from phasewise.serving.http.requests.lengths import LengthObserver, RealisedLength
+from phasewise.serving.http.routes.app import Surroundings, create_app
+from phasewise.serving.http.routes.hangup import ReadKeys, on_hangup
+from phasewise.serving.http.transport.connections import Connections
+from phasewise.serving.http.transport.listening import Address
+from phasewise.serving.http.transport.server import HttpServer, Service
+from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.contract import Estimate
-from phasewise.serving.sampling_defaults import SamplingDefaults
+from phasewise.serving.processes.headroom import allocator_headroom
+from phasewise.serving.processes.line_log import LineLog
+from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
+from phasewise.serving.sandbox.confined import Patience
+from phasewise.serving.text.chat import Conversation
 from phasewise.serving.tools.dialect import Dialect, dialect_of
 
 _SWITCH_INTERVAL_S = 0.0005

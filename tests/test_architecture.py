@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -14,21 +16,7 @@ LINKS = sorted(path for path in (ROOT / "phasewise").iterdir() if path.is_symlin
 ROOMS = ("phasewise", *(link.name for link in LINKS))
 
 # Integers in, decisions out: no tensors, sockets or clock, so that a simulator can run the same code.
-PURE = (
-    "serving.request",
-    "serving.prefixes",
-    "serving.waiting_line",
-    "serving.client_turns",
-    "serving.admission",
-    "serving.client_shares",
-    "serving.prefill_turns",
-    "serving.scheduler_terms",
-    "serving.scheduler_laws",
-    "serving.pools",
-    "serving.batch",
-    "serving.errors",
-    "tuner.plans",
-)
+PURE = ("serving.scheduling", "serving.pools", "serving.batch", "serving.errors", "tuner.plans")
 
 # Longest matching prefix decides. A module may always import its own room unless its row says less.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -57,6 +45,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "tuner.errors",
         "_version",
     ),
+    # Below: the rooms of serving, the lowest first. A room may import itself and what its row names.
     "serving": (
         "serving",
         "tuner.plans",
@@ -65,36 +54,126 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "cython_kernels",
         "_files",
         "_places",
+        "_words",
     ),
-    "serving.instance": ("serving", "cython_kernels", "_version"),
-    "serving.request": PURE,
-    "serving.pools": PURE,
-    "serving.scheduler": PURE,
-    "serving.prefixes": PURE,
-    "serving.waiting_line": PURE,
-    "serving.client_turns": PURE,
-    "serving.admission": PURE,
-    "serving.client_shares": PURE,
-    "serving.prefill_turns": PURE,
-    "serving.scheduler_terms": PURE,
-    "serving.scheduler_laws": PURE,
-    "serving.pacing": PURE,
-    "cluster": (
-        "cluster",
+    "serving.errors": (),
+    "serving.batch": ("tuner.plans",),
+    "serving.processes": ("serving.processes", "serving.errors"),
+    "serving.sandbox": ("serving.sandbox", "serving.processes", "serving.errors"),
+    "serving.text": ("serving.text", "serving.sandbox", "serving.errors"),
+    "serving.pools": ("serving.pools", "serving.batch", "serving.errors"),
+    "serving.scheduling": PURE,
+    "serving.grammar": (
+        "serving.grammar",
+        "serving.sandbox",
+        "serving.scheduling.client_turns",
+        "serving.errors",
+    ),
+    "serving.tools": ("serving.tools", "serving.grammar", "serving.errors"),
+    "serving.sampling": ("serving.sampling", "serving.grammar", "serving.errors", "cython_kernels"),
+    "serving.models": ("serving.models", "serving.sampling", "serving.errors", "cython_kernels"),
+    "serving.loaders": (
+        "serving.loaders",
+        "serving.models",
+        "serving.sampling",
+        "serving.text",
+        "serving.processes",
+        "serving.errors",
+        "cython_kernels",
+        "_places",
+        "_words",
+    ),
+    "serving.ranks": (
+        "serving.ranks",
+        "serving.models",
+        "serving.pools",
+        "serving.processes",
+        "serving.batch",
+        "serving.errors",
+        "cython_kernels",
+        "tuner.plans",
+    ),
+    "serving.drafts": (
+        "serving.drafts",
+        "serving.ranks",
+        "serving.models",
+        "serving.sampling",
+        "serving.scheduling",
+        "serving.text",
+        "serving.processes",
+        "serving.batch",
+        "serving.errors",
+    ),
+    "serving.engine": (
+        "serving.engine",
+        "serving.drafts",
+        "serving.ranks",
+        "serving.models",
+        "serving.sampling",
+        "serving.grammar",
+        "serving.scheduling",
+        "serving.pools",
+        "serving.text",
+        "serving.processes",
+        "serving.batch",
+        "serving.errors",
+        "cython_kernels",
+        "tuner.plans",
+    ),
+    "serving.embedding": (
+        "serving.embedding",
+        "serving.engine.engine_host",
+        "serving.loaders",
+        "serving.ranks.rank_teams",
+        "serving.models",
+        "serving.scheduling.client_turns",
+        "serving.text",
+        "serving.processes",
+        "serving.errors",
+        "cython_kernels",
+        "topology",
         "_files",
-        "_toml",
+        "_places",
+    ),
+    # The HTTP layer knows the engine by its messages. It never sees the scheduler, ranks or loaders.
+    "serving.http": (
+        "serving.http",
+        "serving.embedding",
+        "serving.engine",
+        "serving.sampling",
+        "serving.tools",
+        "serving.grammar",
+        "serving.pools.contract",
+        "serving.scheduling.client_turns",
+        "serving.text",
+        "serving.sandbox",
+        "serving.processes",
+        "serving.errors",
+        "tuner.plans",
+        "_files",
+    ),
+    "cluster": ("cluster.errors",),
+    "cluster.simulated": (
+        "cluster.simulated",
+        "cluster.routing",
+        "cluster.errors",
         *PURE,
         "tuner.config.slo",
         "tuner.errors",
-        "serving.scheduler",
-        "serving.pacing",
         "kerneldb",
         "topology",
+        "_files",
+        "_toml",
+        "_words",
     ),
-    "cluster.front": ("cluster.routing", "cluster.supervisor", "cluster.errors", "serving"),
-    "cluster.supervisor": ("cluster.routing", "serving", "_version"),
-    "cluster.local_instances": ("cluster", "serving"),
-    "cluster.ray_cluster": ("cluster", "serving"),
+    "cluster.real": (
+        "cluster.real",
+        "cluster.routing",
+        "cluster.errors",
+        "serving",
+        "cython_kernels",
+        "_version",
+    ),
     "cluster.routing": ("cluster.errors",),
     "tuner": ("tuner", "kerneldb", "topology", "cython_kernels", "_files", "_places"),
     "tuner.topotree": ("tuner.topotree", "tuner.plans", "tuner.errors", "topology"),
@@ -122,12 +201,12 @@ HOMES: dict[str, tuple[str, ...]] = {
     "fastapi": ("serving.http",),
     "starlette": ("serving.http",),
     "h11": ("serving.http",),
-    "llguidance": ("serving.guides",),
-    "tree_sitter": ("ir.parse", "ir.parse_source", "ir.parse_expressions"),
-    "tree_sitter_c": ("ir.parse_source",),
+    "llguidance": ("serving.grammar.guides",),
+    "tree_sitter": ("ir.raising.parse", "ir.raising.parse_source", "ir.raising.parse_expressions"),
+    "tree_sitter_c": ("ir.raising.parse_source",),
     "aiohttp": ("loadtest",),
-    "ray": ("cluster.ray_cluster",),
-    "zmq": ("serving.sockets", "serving.instance", "cluster.front"),
+    "ray": ("cluster.real.ray_cluster",),
+    "zmq": ("serving.processes.sockets", "cluster.real"),
 }
 
 
@@ -255,3 +334,59 @@ def test_docstrings_name_what_they_describe() -> None:
         if isinstance(node.value.value, str) and node.value.value.lstrip().startswith("Of ")
     ]
     assert not broken
+
+
+MOST_FILES = 25
+SUFFIXES = (".py", ".pyx", ".pxi", ".pyi", ".c", ".h")
+
+
+def test_folders_can_be_read_at_a_glance() -> None:
+    """No folder has more than 25 source files of its own."""
+    sizes = Counter(
+        str(path.parent.relative_to(ROOT))
+        for room in ROOMS
+        for path in (ROOT / room).rglob("*")
+        if path.suffix in SUFFIXES and path.name != "_native.c" and not path.is_symlink()
+    )
+    assert not {folder: n for folder, n in sizes.items() if n > MOST_FILES}
+
+
+def test_every_folder_of_serving_and_cluster_has_a_row() -> None:
+    """Each says what it may import, and every row is a folder or a file that is there."""
+    folders = {
+        f"{room}.{path.parent.name}"
+        for room in ("serving", "cluster")
+        for path in (ROOT / room).glob("*/__init__.py")
+    }
+    assert folders <= set(MAY_IMPORT)
+    known = {module for module, _ in SOURCES}
+    assert set(MAY_IMPORT) <= known | {"phasewise", "migrations.versions"}
+    targets = {target for row in MAY_IMPORT.values() for target in row} - {"", "torch"}
+    assert targets <= known | {f"phasewise.{name}" for name in known} | {
+        module.removeprefix("phasewise.") for module in known
+    }
+
+
+def test_rooms_of_serving_are_layers() -> None:
+    """By their rows: a room imports only rooms whose rows are above its own."""
+    rows = [row for row in MAY_IMPORT if row.startswith("serving.")]
+    broken = [
+        f"{row} may import {target}"
+        for at, row in enumerate(rows)
+        for target in MAY_IMPORT[row]
+        if target.startswith("serving.") and not any(_under(target, below) for below in rows[: at + 1])
+    ]
+    assert not broken
+
+
+def test_files_form_no_circle() -> None:
+    """Imports within functions and for types count as well."""
+    known = dict(SOURCES)
+    graph: dict[str, set[str]] = {}
+    for module, path in SOURCES:
+        names = (
+            target.removeprefix("phasewise.") for target in _imports(path) if target.startswith("phasewise.")
+        )
+        found = (name if name in known else name.rpartition(".")[0] for name in names)
+        graph[module] = {name for name in found if name in known and name != module}
+    TopologicalSorter(graph).prepare()  # CycleError names the files of a circle

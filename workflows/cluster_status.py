@@ -16,7 +16,7 @@ class ClusterStatus:
 
 def cluster_status(address: str) -> ClusterStatus:
     """Ask the cluster at `address`, or `auto`. ClusterError, in one line, where it cannot be reached."""
-    from phasewise.cluster.ray_cluster import nodes, ray_connection, running_instances
+    from phasewise.cluster.real.ray_cluster import nodes, ray_connection, running_instances
 
     with ray_connection(address):
         return ClusterStatus(nodes(), running_instances())

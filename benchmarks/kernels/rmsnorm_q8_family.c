@@ -1,4 +1,4 @@
-/* The same by the kernels that the engine runs: families/rmsnorm.c, then the loops of families/quantise.c for groups of
+/* The same by the kernels that the engine runs: families/rows/rmsnorm.c, then the loops of families/quantise.c for groups of
  * 32, without the fields that only products read. Built with -I cython_kernels and the flags of the vocabulary. */
 #if defined(__AVX512F__)
 #define PW_ISA avx512
@@ -7,7 +7,7 @@
 #define PW_ISA avx2
 #include "simd/avx2.h"
 #endif
-#include "families/rmsnorm.c"
+#include "families/rows/rmsnorm.c"
 
 static void quantise(const float *x, int8_t *q, float *d) {
     vi magnitude = vi_set1(0);

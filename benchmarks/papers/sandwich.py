@@ -23,9 +23,9 @@ from phasewise.tuner.topotree import (
 )
 from phasewise.workflows.bench.kernel_rows import KernelRow, rows_from_json, summarise, summary_fields
 from phasewise.workflows.line_chart import Chart, Panel, draw_chart
-from tests.support import planted
 from tests.support.ablation import WITHIN, Walked, brute_force, switches, top_k_losses, walked
-from tests.support.paper_machines import epyc, kunpeng
+from tests.support.machines import planted
+from tests.support.machines.paper_machines import epyc, kunpeng
 
 KS = (1, 2, 5, 10, 15, 20)
 MOST_FOLD = 3
@@ -149,7 +149,8 @@ def plans(structures: int = 20, first_seed: int = 0, ablation: bool = True) -> Y
     """The search for service plans on machines whose best plan is known: is it found, and at what cost?
 
     The machines are the paper's, modelled: 4x Kunpeng 920 with hidden tag clusters of 4 cores, 2x EPYC 7H12
-    with 4 cores to an L3, and random hidden structures on these and the Xeons (tests/support/planted.py).
+    with 4 cores to an L3, and random hidden structures on these and the Xeons
+    (tests/support/machines/planted.py).
     The oracle is brute force over every configuration. A plan is found when it is within 1 % of the
     oracle's; `found at` says after how many evaluations, `asked` how many the walk asked for until it ended
     (`+`: it had not). Exit code 1 where a plan is not found for at most 10 % of the configurations.

@@ -19,14 +19,14 @@ import numpy as np
 from typer import Argument, Option
 
 from benchmarks.harness import Broken, Row, Yielded, note
-from phasewise.cluster.arrivals import poisson
-from phasewise.cluster.metrics import TABLE_VI, summarise
-from phasewise.cluster.requests import Arrival
-from phasewise.cluster.simulate import ClusterSpec, Pool, simulate
-from phasewise.cluster.spec_file import MachineCatalogue, StepSources, parse_pools
-from phasewise.cluster.steps import read_profile
-from phasewise.workflows.cluster_load import lengths_of
-from phasewise.workflows.plan_cluster import (
+from phasewise.cluster.simulated.arrivals import poisson
+from phasewise.cluster.simulated.metrics import TABLE_VI, summarise
+from phasewise.cluster.simulated.simulate import ClusterSpec, Pool, simulate
+from phasewise.cluster.simulated.simulated_requests import Arrival
+from phasewise.cluster.simulated.spec_file import MachineCatalogue, StepSources, parse_pools
+from phasewise.cluster.simulated.steps import read_profile
+from phasewise.workflows.capacity.load import lengths_of
+from phasewise.workflows.capacity.provision import (
     Design,
     Provisioned,
     Question,

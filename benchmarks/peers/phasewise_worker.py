@@ -7,14 +7,14 @@ import sys
 
 from worker_loop import answer, timed_ns
 
-from phasewise.serving.encoder.embedder import Embedder
-from phasewise.serving.encoder.text import Tokens
-from phasewise.serving.forward import AUTO
+from phasewise.serving.embedding.encoder.embedder import Embedder
+from phasewise.serving.embedding.encoder.input_tokens import Tokens
+from phasewise.serving.engine.throughput import Workload, measure
 from phasewise.serving.loaders import load_model
-from phasewise.serving.throughput import Workload, measure
+from phasewise.serving.models.forward import AUTO
 from phasewise.topology import read_machine
-from phasewise.workflows.bench.model import MAX_BATCH_TOKENS, open_ranks
-from phasewise.workflows.open_model import Weights, open_model
+from phasewise.workflows.bench.model_speed import MAX_BATCH_TOKENS, open_ranks
+from phasewise.workflows.opening.open_model import Weights, open_model
 
 LARGEST = (Workload(MAX_BATCH_TOKENS, 0, 1), Workload(0, 256, 8))
 

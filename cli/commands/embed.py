@@ -10,7 +10,7 @@ import typer
 
 from phasewise.cli.options import FormatOption, ModelArgument, ThreadsOption
 from phasewise.cli.present import note, print_json, read_stdin, say
-from phasewise.workflows.embed import lines_of, open_embedder, texts_in
+from phasewise.workflows.embed.run import lines_of, open_embedder, texts_in
 
 if TYPE_CHECKING:
     import numpy as np

@@ -26,11 +26,11 @@ from phasewise.cli.options import (
     TilePromptsOption,
 )
 from phasewise.cli.present import note, print_json, read_stdin, write_text
-from phasewise.workflows.answer_settings import AnswerSettings, SamplingChoice, prompt_from
+from phasewise.workflows.generate.answer_settings import AnswerSettings, SamplingChoice, prompt_from
 
 if TYPE_CHECKING:
-    from phasewise.workflows.generate import Generated
-    from phasewise.workflows.tuned_schedules import ScheduleUse
+    from phasewise.workflows.generate.run import Generated
+    from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 
 _SETTINGS = option_set(
     AnswerSettings,
@@ -83,8 +83,8 @@ def generate(
     in it are recognised. Without a prompt it is read from stdin, unless that
     is a terminal. Without --temperature the likeliest token is chosen always.
     """
-    from phasewise.cli.render.explain_text import uses_fields, uses_text
-    from phasewise.workflows.generate import generate_text
+    from phasewise.cli.explain_text import uses_fields, uses_text
+    from phasewise.workflows.generate.run import generate_text
 
     explained: list[ScheduleUse] = []
 

@@ -13,7 +13,7 @@ EXIT_USAGE = 2
 
 
 def _complete_topic(incomplete: str) -> list[str]:
-    from phasewise.cli.render.guide_text import titles
+    from phasewise.cli.guide_text import titles
 
     return [name for name in titles() if name.startswith(incomplete)]
 
@@ -30,7 +30,7 @@ def help_topic(
     ] = None,
 ) -> None:
     """Print a page of the guide, or the help of a command; without TOPIC the names of all pages."""
-    from phasewise.cli.render.guide_text import list_text, page_text, titles
+    from phasewise.cli.guide_text import list_text, page_text, titles
 
     root = context.find_root()
     commands: dict[str, Any] = getattr(root.command, "commands", {})

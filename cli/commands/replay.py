@@ -53,8 +53,8 @@ def replay(
 
     The exit code is 0 if every receipt is confirmed, and 3 if any is refused.
     """
-    from phasewise.workflows.open_model import Weights
-    from phasewise.workflows.replay_receipts import replay_files
+    from phasewise.workflows.opening.open_model import Weights
+    from phasewise.workflows.replay.run import replay_files
 
     weights = Weights(weight_format, sparse, arithmetic=arithmetic)
     verdicts = replay_files(receipts, model, weights, threads=threads, ranks=ranks, db=db, report=note)

@@ -30,8 +30,8 @@ def report(
     user names are not in it.
     """
     from phasewise._version import __version__
-    from phasewise.workflows.database_report import report_of
-    from phasewise.workflows.report_page import page
+    from phasewise.workflows.machine_report.facts import report_of
+    from phasewise.workflows.machine_report.page import page
 
     found = report_of(db, measure=not no_measure, report=note)
     write_target(output, page(found, __version__, time.time()))

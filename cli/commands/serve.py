@@ -25,11 +25,11 @@ from phasewise.cli.options import (
     parse_bytes,
 )
 from phasewise.cli.present import note
-from phasewise.workflows.open_model import Weights
-from phasewise.workflows.serve import serve_model
-from phasewise.workflows.serve_embedding import Embeddings
-from phasewise.workflows.serve_pools import Pools
-from phasewise.workflows.serve_settings import (
+from phasewise.workflows.opening.open_model import Weights
+from phasewise.workflows.serve.embedding import Embeddings
+from phasewise.workflows.serve.pools import Pools
+from phasewise.workflows.serve.run import serve_model
+from phasewise.workflows.serve.settings import (
     Accepting,
     Answering,
     KeysAndValues,
@@ -385,8 +385,8 @@ def serve(
     three is given it ends the server as SIGTERM does, unless it is ignored
     (nohup).
     """
-    from phasewise.cli.render.explain_text import uses_text
-    from phasewise.serving.secrets import hide_values_of
+    from phasewise.cli.explain_text import uses_text
+    from phasewise.serving.processes.secrets import hide_values_of
 
     if hide_values_of("--api-key"):
         note(

@@ -29,7 +29,7 @@ def tune_embed(
     the plan that `serve` then uses: cores, and how much each queue may hold.
     """
     from phasewise.tuner.measurement_lock import user_lock
-    from phasewise.workflows.tune_embed import tune_embed as tune
+    from phasewise.workflows.embed.tune import tune_embed as tune
 
     with user_lock(note).turn():
         tuned = tune(model, weight_format, parse_budget(slo), tokens, instances, note)

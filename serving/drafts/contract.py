@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from phasewise.serving.batch import Batch
-from phasewise.serving.sampling import FloatVector, Sampler
-from phasewise.serving.scheduler_terms import DraftRoom
+from phasewise.serving.sampling.sampling import FloatVector, Sampler
+from phasewise.serving.scheduling.scheduler_terms import DraftRoom
 
 MOST_DRAFTED = 15
 """Drafts of one sequence in one step: with the token before them 16 rows."""

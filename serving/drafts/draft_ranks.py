@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.serving.batch import Batch
-from phasewise.serving.first_rank import FirstRank, room_for
-from phasewise.serving.forward import build_program, kv_bytes_per_slot, resolve_kv_format
-from phasewise.serving.memory import check_memory
-from phasewise.serving.model import PackedModel
-from phasewise.serving.rank_teams import touch_memory
-from phasewise.serving.ranks_contract import RankOptions
+from phasewise.serving.models.forward import build_program, kv_bytes_per_slot, resolve_kv_format
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.processes.memory import check_memory
+from phasewise.serving.ranks.first_rank import FirstRank, room_for
+from phasewise.serving.ranks.rank_teams import touch_memory
+from phasewise.serving.ranks.ranks_contract import RankOptions
 
 
 class DraftRanks(Protocol):

@@ -14,9 +14,9 @@ from phasewise.serving.drafts.contract import MOST_DRAFTED, NO_DRAFT, Draft
 from phasewise.serving.drafts.lengths import choose_lengths
 from phasewise.serving.drafts.repeats import MOST_MATCHED, Repeats
 from phasewise.serving.drafts.step_costs import StepCosts
-from phasewise.serving.request import LiveSequence
-from phasewise.serving.sampling import Sampler
-from phasewise.serving.scheduler_terms import DraftRoom
+from phasewise.serving.sampling.sampling import Sampler
+from phasewise.serving.scheduling.request import LiveSequence
+from phasewise.serving.scheduling.scheduler_terms import DraftRoom
 
 _FIRST_RATES = (0.25, 0.4, 0.55, 0.7, 0.8, 0.9)
 _KIND_FROM = (2, 3, 4, 6, 10, 18)  # tokens of a match from which on it is of a kind

@@ -19,9 +19,9 @@ from phasewise.serving.drafts.contract import MOST_DRAFTED, NO_DRAFT, Draft
 from phasewise.serving.drafts.draft_ranks import DraftRanks
 from phasewise.serving.drafts.lengths import LEAST_GAIN
 from phasewise.serving.drafts.step_costs import StepCosts
-from phasewise.serving.request import LiveSequence
-from phasewise.serving.sampling import FloatVector, Sampler
-from phasewise.serving.scheduler_terms import DraftRoom
+from phasewise.serving.sampling.sampling import FloatVector, Sampler
+from phasewise.serving.scheduling.request import LiveSequence
+from phasewise.serving.scheduling.scheduler_terms import DraftRoom
 
 _FIRST_RATE = 0.7
 _CATCH_UP_TOKENS = 128  # of all sequences, in one step

@@ -11,10 +11,10 @@ from phasewise.serving.drafts.lookup import LookupDrafter
 from phasewise.serving.drafts.model_drafter import ModelDrafter
 from phasewise.serving.drafts.step_costs import StepCosts
 from phasewise.serving.errors import ModelError
-from phasewise.serving.first_rank import ALL_LOGITS_ROWS, FirstRank
-from phasewise.serving.model import PackedModel
-from phasewise.serving.ranks_contract import RankOptions
-from phasewise.serving.tokenizer import Tokenizer
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.ranks.first_rank import ALL_LOGITS_ROWS, FirstRank
+from phasewise.serving.ranks.ranks_contract import RankOptions
+from phasewise.serving.text.tokenizer import Tokenizer
 
 LEAST_STEP_TOKENS = 1 + MOST_DRAFTED
 """Rows that the steps of an engine with drafts have room for."""

@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from phasewise._words import counted
+from phasewise.serving.embedding.encoder.input_tokens import Tokens
+from phasewise.serving.embedding.encoder.pooling import check_numbers
 from phasewise.serving.embedding.pace import DevicePace
 from phasewise.serving.embedding.protocol import Floats, inputs_to_bytes
 from phasewise.serving.embedding.queues import Depth, DeviceQueue, QueueManager
 from phasewise.serving.embedding.turns import InputTurns
-from phasewise.serving.encoder.pooling import check_numbers
-from phasewise.serving.encoder.text import Tokens
-from phasewise.serving.engine_host import EngineState
+from phasewise.serving.engine.engine_host import EngineState
 from phasewise.serving.errors import QueueFull, RanksError, ServingError, StepFailed, Stopping
-from phasewise.serving.restarts import Restarts
+from phasewise.serving.processes.restarts import Restarts
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from typing import Self
 
 from phasewise.serving.embedding.client import EmbeddingClient, Start
 from phasewise.serving.embedding.devices import RANKS
+from phasewise.serving.embedding.encoder.input_tokens import EncoderText
 from phasewise.serving.embedding.plan import EmbeddingPlan
 from phasewise.serving.embedding.queues import DeviceQueue, QueueManager
 from phasewise.serving.embedding.worker import WorkerSpec
 from phasewise.serving.embedding.worker_process import WorkerProcess
-from phasewise.serving.encoder.text import EncoderText
 from phasewise.serving.errors import ModelError, RanksError
-from phasewise.serving.model import PackedModel
+from phasewise.serving.models.packed_model import PackedModel
 
 
 @dataclass(frozen=True)

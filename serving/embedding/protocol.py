@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise._words import counted
-from phasewise.serving.encoder.text import Tokens
+from phasewise.serving.embedding.encoder.input_tokens import Tokens
 
 Floats = npt.NDArray[np.float32]
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from phasewise.serving.embedding.encoder.input_tokens import Tokens
+from phasewise.serving.embedding.encoder.pooling import pooled
 from phasewise.serving.embedding.protocol import Floats
-from phasewise.serving.encoder.pooling import pooled
-from phasewise.serving.encoder.text import Tokens
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.model_directory import ModelDirectory
-from phasewise.serving.loaders.resolve import cache_root, locate
-from phasewise.serving.model import Embedding
+from phasewise.serving.loaders.fetching.resolve import cache_root, locate
+from phasewise.serving.loaders.formats.model_directory import ModelDirectory
+from phasewise.serving.models.packed_model import Embedding
 
 _ADAPTER = "adapter_config.json"
 
@@ -95,7 +95,7 @@ def _refuse_strangers_code(path: Path) -> None:
 def _what_it_gives(path: Path) -> tuple[Embedding, bool]:
     """The pooling of its rows to vectors, and whether it gives scores instead."""
     from phasewise.serving.loaders import open_source
-    from phasewise.serving.loaders.resolve import Located
+    from phasewise.serving.loaders.fetching.resolve import Located
 
     with open_source(Located(path.name, path)) as source:
         if source.embedding is None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.protocol import (
     Floats,
     WorkerFrameKind,
@@ -26,7 +27,6 @@ from phasewise.serving.embedding.protocol import (
     read_frame,
     vectors_to_bytes,
 )
-from phasewise.serving.encoder.text import Tokens
 
 NICENESS = 10
 WARMING_TOKENS = 512
@@ -85,7 +85,7 @@ def yield_to_the_front() -> None:
 def _cpu_backend(spec: WorkerSpec) -> Backend:
     from pathlib import Path
 
-    from phasewise.serving.encoder.embedder import Embedder
+    from phasewise.serving.embedding.encoder.embedder import Embedder
     from phasewise.serving.loaders import load_model
 
     yield_to_the_front()

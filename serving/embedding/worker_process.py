@@ -26,7 +26,7 @@ from phasewise.serving.embedding.protocol import (
 )
 from phasewise.serving.embedding.worker import WorkerSpec
 from phasewise.serving.errors import RanksError, StepFailed
-from phasewise.serving.secrets import environment_for_children
+from phasewise.serving.processes.secrets import environment_for_children
 
 COMMAND = ("-P", "-m", "phasewise.serving.embedding.worker")
 START_S = 300.0

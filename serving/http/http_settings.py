@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from phasewise.serving.confined import Patience
-from phasewise.serving.sampling_defaults import SamplingDefaults
+from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
+from phasewise.serving.sandbox.confined import Patience
 from phasewise.serving.tools.dialect import Dialect, dialect_of
 
 if TYPE_CHECKING:
-    from phasewise.serving.chat import Conversation
-    from phasewise.serving.fingerprint import Fingerprint
-    from phasewise.serving.guides import GuideCompiler
+    from phasewise.serving.engine.fingerprint import Fingerprint
+    from phasewise.serving.grammar.guides import GuideCompiler
     from phasewise.serving.pools.contract import Estimate
+    from phasewise.serving.text.chat import Conversation
 
 
 class RequestFacts(NamedTuple):

@@ -6,7 +6,7 @@ import math
 import time
 from typing import Literal, Protocol
 
-from phasewise.serving.engine_host import EngineState
+from phasewise.serving.engine.engine_host import EngineState
 from phasewise.serving.http.errors import ApiError
 
 ServiceState = Literal["starting", "running", "replacing", "lost", "draining"]

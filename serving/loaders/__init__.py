@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.fetching.resolve import Located, cache_root, locate
 from phasewise.serving.loaders.packed_file import read_packed, versions, write_packed
-from phasewise.serving.loaders.resolve import Located, cache_root, locate
 from phasewise.serving.loaders.source import ModelSource
 from phasewise.serving.loaders.storage import FILE_SUFFIXES, StorageChoice
-from phasewise.serving.model import FORMATS, PackedModel
+from phasewise.serving.models.packed_model import FORMATS, PackedModel
 
 Report = Callable[[str], None]
 
@@ -92,12 +92,12 @@ def open_source(located: Located) -> ModelSource:
 
 def _open(located: Located) -> ModelSource:
     if located.path.is_dir():
-        from phasewise.serving.loaders.hf_model import open_hf_model
+        from phasewise.serving.loaders.formats.hf_model import open_hf_model
 
         return open_hf_model(located.path, located.name)
     if located.path.suffix == ".safetensors":
         raise ModelError(f"{located.path} is only the weights of a model: give the directory that holds it")
-    from phasewise.serving.loaders.gguf_model import open_gguf_model
+    from phasewise.serving.loaders.formats.gguf_model import open_gguf_model
 
     return open_gguf_model(located.path, located.name)
 

@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from phasewise.serving.loaders import hub
-from phasewise.serving.loaders.cache import packed_caches, stored_models
+from phasewise.serving.loaders.fetching import hub
+from phasewise.serving.loaders.fetching.cache import packed_caches, stored_models
+from phasewise.serving.loaders.fetching.registry import KNOWN, KNOWN_ON_HUB, is_here, known_path
 from phasewise.serving.loaders.layout import has_bias, plan_weights
 from phasewise.serving.loaders.packed_file import kept_numbers
-from phasewise.serving.loaders.registry import KNOWN, KNOWN_ON_HUB, is_here, known_path
 from phasewise.serving.loaders.source import ModelSource, SourceTensor
 from phasewise.serving.loaders.storage import break_even, bytes_share, can_be_sparse
-from phasewise.serving.model import FORMATS, ModelConfig, config_to_json
+from phasewise.serving.models.packed_model import FORMATS, ModelConfig, config_to_json
 
 
 @dataclass(frozen=True)

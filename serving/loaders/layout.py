@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders import encoder_layout
+from phasewise.serving.loaders.encoders import encoder_layout
 from phasewise.serving.loaders.forms import WeightForm, target_form
 from phasewise.serving.loaders.source import ModelSource, SourceTensor
-from phasewise.serving.model import ModelConfig
+from phasewise.serving.models.packed_model import ModelConfig
 
 FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 BIASES = ("q_bias", "k_bias", "v_bias")

@@ -47,9 +47,15 @@ from phasewise.serving.loaders.layout import (
 )
 from phasewise.serving.loaders.source import ModelSource
 from phasewise.serving.loaders.storage import NEARLY_DENSE, StorageChoice, can_be_sparse
-from phasewise.serving.model import Embedding, MappedFile, PackedModel, config_from_json, config_to_json
-from phasewise.serving.sampling_defaults import SamplingDefaults
-from phasewise.serving.segments import prefer_huge_pages
+from phasewise.serving.models.packed_model import (
+    Embedding,
+    MappedFile,
+    PackedModel,
+    config_from_json,
+    config_to_json,
+)
+from phasewise.serving.processes.segments import prefer_huge_pages
+from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 
 FILE_VERSION = 6  # change with anything in this module, or in how a loader reads a source
 MAGIC = b"PHASWISE"

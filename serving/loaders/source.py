@@ -18,8 +18,8 @@ from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.cython_kernels.packing import Array, QuantRows
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.forms import Rows, WeightForm
-from phasewise.serving.model import Embedding, ModelConfig
-from phasewise.serving.sampling_defaults import SamplingDefaults
+from phasewise.serving.models.packed_model import Embedding, ModelConfig
+from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 
 RowReader = Callable[[int, int], Rows]  # of rows [start, stop)
 

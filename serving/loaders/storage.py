@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from phasewise.cython_kernels import _native, packing, sparse
 from phasewise.cython_kernels.packing import COLUMN_GROUP
 from phasewise.serving.loaders.forms import WeightForm
-from phasewise.serving.sparse_mode import SparseMode
+from phasewise.serving.models.sparse_mode import SparseMode
 
 WORTH_BYTES = {"bf16": 0.9, "q8": 0.7, "q8 column": 0.3}
 """The largest share of the dense one's bytes that a sparse weight takes where nothing was measured.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from phasewise.serving.grammar_limits import checked_schema
+from phasewise.serving.grammar.grammar_limits import checked_schema
 from phasewise.serving.tools.parts import Reader
 
 MOST_CALLS = 16

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny_models import TinyShape, tiny_gguf
+from tests.support.models.tiny_models import TinyShape, tiny_gguf
 
 
 @pytest.fixture

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
+from phasewise.cluster.real.instance import Orders
 from phasewise.serving.embedding.devices import Device
-from phasewise.serving.instance import Orders
-from phasewise.serving.open_engine import ModelText, OpenEngine
+from phasewise.serving.engine.open_engine import ModelText, OpenEngine
 from phasewise.serving.pools.contract import Estimate
 from phasewise.serving.service import Predictor
 from phasewise.topology import Machine
 from tests.cli import command
-from tests.support.paper_machines import xeon
+from tests.support.machines.paper_machines import xeon
 
 ESTIMATE = Estimate(7, 0.0)
 
@@ -79,29 +79,29 @@ class Boundary:
     def _replace(self) -> None:
         set_ = self._patch.setattr
         set_("phasewise.topology.read_machine", lambda *_: self._machine)
-        set_("phasewise.serving.headroom.use_one_heap", lambda: None)
-        set_("phasewise.serving.memory.available_bytes", lambda: 1 << 36)
-        set_("phasewise.serving.engine_size.available_bytes", lambda: 1 << 36)
-        set_("phasewise.serving.http.listening.allow_many_connections", lambda: 1 << 14)
-        set_("phasewise.serving.http.listening.TcpAddress", self._tcp)
-        set_("phasewise.serving.http.listening.UnixAddress", self._unix)
-        set_("phasewise.serving.http.listening.tls_context", lambda *files: files)
+        set_("phasewise.serving.processes.headroom.use_one_heap", lambda: None)
+        set_("phasewise.serving.processes.memory.available_bytes", lambda: 1 << 36)
+        set_("phasewise.serving.engine.engine_size.available_bytes", lambda: 1 << 36)
+        set_("phasewise.serving.http.transport.listening.allow_many_connections", lambda: 1 << 14)
+        set_("phasewise.serving.http.transport.listening.TcpAddress", self._tcp)
+        set_("phasewise.serving.http.transport.listening.UnixAddress", self._unix)
+        set_("phasewise.serving.http.transport.listening.tls_context", lambda *files: files)
         set_("phasewise.serving.embedding.devices.accelerators", lambda: [Device("cuda", 0)])
         set_("phasewise.serving.embedding.open_embedding.open_embedding", self._embedding)
-        set_("phasewise.serving.embedding.service.run_embedding_service", self._serve_embeddings)
-        set_("phasewise.serving.open_engine.open_engine", self._engine)
+        set_("phasewise.serving.embedding_service.run_embedding_service", self._serve_embeddings)
+        set_("phasewise.serving.engine.open_engine.open_engine", self._engine)
         set_("phasewise.serving.service.run_service", self._serve)
-        set_("phasewise.workflows.length_estimator.open_predictor", self._predictor)
-        set_("phasewise.cli.render.explain_text.uses_text", self._explained)
-        set_("phasewise.cluster.local_instances.LocalInstances", self._instances)
-        set_("phasewise.cluster.front.Front", self._front)
-        set_("phasewise.cluster.ray_cluster.ray_connection", self._ray)
-        set_("phasewise.cluster.ray_cluster.RayInstances", self._ray_instances)
+        set_("phasewise.workflows.serve.length_estimator.open_predictor", self._predictor)
+        set_("phasewise.cli.explain_text.uses_text", self._explained)
+        set_("phasewise.cluster.real.local_instances.LocalInstances", self._instances)
+        set_("phasewise.cluster.real.front.Front", self._front)
+        set_("phasewise.cluster.real.ray_cluster.ray_connection", self._ray)
+        set_("phasewise.cluster.real.ray_cluster.RayInstances", self._ray_instances)
         self._watch_loading()
 
     def _watch_loading(self) -> None:
         from phasewise.serving import loaders
-        from phasewise.workflows import tuned_schedules
+        from phasewise.workflows.opening import tuned_schedules
 
         load = loaders.load_model
 

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
+pytest.importorskip(
+    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
+)
 from phasewise.cli.main import app
 from phasewise.cython_kernels import isa
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
-from phasewise.serving.fingerprint import ARITHMETIC_VERSION
+from phasewise.serving.engine.fingerprint import ARITHMETIC_VERSION
 from phasewise.topology import read_machine
-from phasewise.workflows import bits_check, bits_known
+from phasewise.workflows.replay import bits_check, bits_known
 
 
 def test_every_known_result_is_this_machines() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.serving.loaders.hub import folder_of
+from phasewise.serving.loaders.fetching.hub import folder_of
 from tests.cli import command
 
 

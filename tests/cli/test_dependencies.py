@@ -13,13 +13,13 @@ import pytest
 
 from phasewise._places import user_folder
 from phasewise.cli.extras import EXTRAS
-from tests.support.tiny_models import write_tiny_gguf
+from tests.support.models.tiny_models import write_tiny_gguf
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_FOR_SERVING = 16
 SERVING = (
-    "workflows.serve",
-    "serving.http.server",
+    "workflows.serve.run",
+    "serving.http.transport.server",
     "serving.loaders",
     "kerneldb.store",
     "tuner.predictor.files",

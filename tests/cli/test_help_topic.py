@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from phasewise.cli.guide_text import COLUMNS, page_text, titles
 from phasewise.cli.main import app
-from phasewise.cli.render.guide_text import COLUMNS, page_text, titles
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide"
 

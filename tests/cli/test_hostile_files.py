@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 import phasewise._files
 from phasewise.cli.present import on_one_line
-from phasewise.cluster.spec_file import read_cluster
-from phasewise.cluster.steps import read_profile
-from phasewise.ir.preprocess import read_source
+from phasewise.cluster.simulated.spec_file import read_cluster
+from phasewise.cluster.simulated.steps import read_profile
+from phasewise.ir.raising.preprocess import read_source
 from phasewise.serving.errors import ServingError
 from phasewise.topology import read_lstopo, read_machine
 from phasewise.tuner.config import trace_files
@@ -33,20 +33,20 @@ from phasewise.tuner.errors import TraceError, TunerError
 from phasewise.tuner.predictor import log
 from phasewise.tuner.predictor.files import load_predictor
 from phasewise.tuner.probe.result import read_groups
-from phasewise.workflows.answer_settings import _read as _prompt
-from phasewise.workflows.cluster_load import Load, arrivals_of
-from phasewise.workflows.embed import lines_of
+from phasewise.workflows.capacity.load import Load, arrivals_of
+from phasewise.workflows.embed.run import lines_of
 from phasewise.workflows.errors import WorkflowError
-from phasewise.workflows.plan_json import read_plans
+from phasewise.workflows.generate.answer_settings import _read as _prompt
 from phasewise.workflows.prune.run import _read as _calibration
 from phasewise.workflows.report import silent
-from phasewise.workflows.serve_front import http_limits, tls_of
-from phasewise.workflows.serve_settings import Accepting, Listening
+from phasewise.workflows.serve.address import http_limits, tls_of
+from phasewise.workflows.serve.settings import Accepting, Listening
+from phasewise.workflows.topo.plan_json import read_plans
 from phasewise.workflows.user_kernels.files import read_text
 from tests.cli import command
 from tests.ir.samples import NAMES, text_of
+from tests.support.models.tiny_models import TinyShape, hf_config
 from tests.support.tiers import examples, first_is_smoke
-from tests.support.tiny_models import TinyShape, hf_config
 
 MOST_CHARS = 1000
 MOST_GROWN_BYTES = 1 << 30

@@ -11,16 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phasewise.cli import row_forms
+from phasewise.cli.commands.capacity import text as cluster_text
+from phasewise.cli.commands.db import text as db_text
+from phasewise.cli.commands.models import text as models_text
+from phasewise.cli.commands.predict_len import text as predict_len_text
+from phasewise.cli.commands.topo.text import topo_lines
+from phasewise.cli.commands.tune_config import text as config_text
 from phasewise.cli.present import on_one_line
-from phasewise.cli.render import cluster_text, config_text, db_text, models_text, predict_len_text, row_forms
-from phasewise.cli.render.topo_text import topo_lines
 from phasewise.topology.picture import draw_svg
 from phasewise.topology.svg import escaped
 from phasewise.tuner.plans import Phase, ServicePlan, default_plan
-from phasewise.workflows.database_report import DatabaseReport
 from phasewise.workflows.line_chart import Chart, Panel, draw_chart
-from phasewise.workflows.report_page import page
-from tests.support import machine_shapes
+from phasewise.workflows.machine_report.facts import DatabaseReport
+from phasewise.workflows.machine_report.page import page
+from tests.support.machines import machine_shapes
 
 HOSTILE = "a\nb\tc\x1b]0;owned\x07\x00\x9b31m\u202e\u2028</text><script>x|\ufffe\ud800"
 

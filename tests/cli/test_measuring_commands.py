@@ -14,7 +14,7 @@ from phasewise.kerneldb.records import Problem, Schedule
 from phasewise.kerneldb.store import open_store
 from phasewise.tuner.measurement_lock import LOCK_NAME, FileLock
 from tests.cli import command
-from tests.support.tiny_models import write_tiny_gguf
+from tests.support.models.tiny_models import write_tiny_gguf
 from tests.support.tuned_here import timed
 
 PATIENCE_S = 120

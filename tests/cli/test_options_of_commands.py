@@ -21,7 +21,7 @@ from phasewise.workflows.unused_options import WAYS, GivenOption, Way, unused_op
 from tests.cli.command import run, text_of
 from tests.cli.command_options import commands, flag_of, options_of
 from tests.cli.opened_by_serve import plain
-from tests.support.tiny_models import write_tiny_gguf
+from tests.support.models.tiny_models import write_tiny_gguf
 
 ROOT = Path(__file__).parents[2]
 QUIET = {"PHASEWISE_CONFIG": "/dev/null"}
@@ -65,7 +65,7 @@ BENCH_KV = {
 }
 HANDED = {
     "generate": Handing(
-        "phasewise.workflows.generate.generate_text",
+        "phasewise.workflows.generate.run.generate_text",
         ["m", "-p", "x"],
         {
             "--tile-prompts": ["--tile-prompts"],
@@ -75,7 +75,7 @@ HANDED = {
         },
     ),
     "chat": Handing(
-        "phasewise.workflows.chat_session.ChatSession",
+        "phasewise.workflows.chat.session.ChatSession",
         ["m"],
         {**SAMPLING, "--kv-format": ["--kv-format", "int8"]},
     ),
@@ -83,17 +83,17 @@ HANDED = {
         "phasewise.workflows.tune_config.subject.open_subject", ["m"], {"--resume": ["--no-resume"]}
     ),
     "tune-embed": Handing(
-        "phasewise.workflows.tune_embed.tune_embed",
+        "phasewise.workflows.embed.tune.tune_embed",
         ["m"],
         {"--tokens": ["--tokens", "9"], "--instances": ["--instances", "2"]},
     ),
     "simulate": Handing(
-        "phasewise.workflows.simulate_cluster.simulate_cluster",
+        "phasewise.workflows.capacity.simulate.simulate_cluster",
         ["fixed:8/8", "--pools", "mixed=1*h100", "--rate", "1"],
         {"--draw": ["--draw", "columns"], "--duration": ["--duration", "7"]},
     ),
     "provision": Handing(
-        "phasewise.workflows.plan_cluster.provision_cluster",
+        "phasewise.workflows.capacity.provision.provision_cluster",
         ["fixed:8/8"],
         {
             "--power": ["--power", "9"],
@@ -102,7 +102,7 @@ HANDED = {
         },
     ),
     "replay": Handing(
-        "phasewise.workflows.replay_receipts.replay_files",
+        "phasewise.workflows.replay.run.replay_files",
         ["receipt.json", "--model", "m"],
         {
             "--sparse": ["--sparse", "always"],
@@ -128,7 +128,7 @@ HANDED = {
     ),
     "bench kv": Handing("phasewise.workflows.bench.kv.replay.replay_policies", ["fixed:8/8"], BENCH_KV),
     "bench run": Handing(
-        "phasewise.workflows.open_model.open_model",
+        "phasewise.workflows.opening.open_model.open_model",
         ["m"],
         {"--tile-prompts": ["--tile-prompts"], "--arithmetic": ["--arithmetic", "blocks"]},
     ),
@@ -159,13 +159,13 @@ HANDED = {
         {"--overflow": ["--overflow", "0.3"], "--encoder": ["--encoder", "none"]},
     ),
     "db export": Handing(
-        "phasewise.workflows.share_database.export_rows", [], {"--user-kernels": ["--user-kernels"]}
+        "phasewise.workflows.database.sharing.export_rows", [], {"--user-kernels": ["--user-kernels"]}
     ),
     "db verify": Handing(
-        "phasewise.workflows.verify_schedules.verdicts",
+        "phasewise.workflows.database.verify_schedules.verdicts",
         [],
         {"--top": ["--top", "9"]},
-        {"phasewise.workflows.share_database.existing_store": contextlib.nullcontext()},
+        {"phasewise.workflows.database.sharing.existing_store": contextlib.nullcontext()},
     ),
     "bench embed": Handing(
         "phasewise.loadtest.embed.find_model", ["http://127.0.0.1:9"], {"--api-key": ["--api-key", "k"]}
@@ -175,11 +175,11 @@ HANDED = {
 SHOWN_ELSEWHERE = {
     **{(one, "--wide"): "test_row_forms.py" for one in ("bench run", "bench allreduce", "bench kv")},
     ("bench kernels", "--wide"): "test_row_forms.py",
-    ("provision", "--wide"): "test_cluster_commands.py",
-    ("db show", "--wide"): "test_db.py",
+    ("provision", "--wide"): "commands/test_cluster_commands.py",
+    ("db show", "--wide"): "commands/test_db.py",
     ("tune-embed", "--json"): "test_every_command.py",
-    ("bench embed", "--seed"): "test_bench_embed.py",
-    ("predict-len train", "--verbose"): "test_predict_len.py",
+    ("bench embed", "--seed"): "commands/test_bench_embed.py",
+    ("predict-len train", "--verbose"): "commands/test_predict_len.py",
 }
 """Options whose test works without the command's name: the file beside this one that has it."""
 

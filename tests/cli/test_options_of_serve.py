@@ -12,16 +12,18 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
+pytest.importorskip(
+    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
+)
 
 from phasewise.tuner.plans import PHASES
 from phasewise.workflows.unused_options import WAYS
 from tests.cli.command_options import options_of
 from tests.cli.opened_by_serve import Boundary, Run
-from tests.support.encoder_models import write_encoder
-from tests.support.paper_machines import xeon
-from tests.support.stored_plans import keep_plan
-from tests.support.tiny_models import TinyShape, tiny_gguf
+from tests.support.machines.paper_machines import xeon
+from tests.support.machines.stored_plans import keep_plan
+from tests.support.models.encoder_models import write_encoder
+from tests.support.models.tiny_models import TinyShape, tiny_gguf
 
 TLS = Path(__file__).parents[1] / "data" / "tls"
 

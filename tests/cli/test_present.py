@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from phasewise.cli.present import note, on_one_line, print_json, printable
 from tests.cli import command
 from tests.support import ROOT
-from tests.support.tiny_models import write_tiny_gguf
+from tests.support.models.tiny_models import write_tiny_gguf
 
 FAMILY = "\U0001f468\u200d\U0001f469"
 HOSTILE = "a\x1b]0;owned\x07\x1b[2J\x9b31m\u202egpj.exe\rb"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from phasewise._version import SCHEMA_VERSION
 from phasewise._words import LOW_LIMIT
-from phasewise.cli.render import row_forms
+from phasewise.cli import row_forms
 
 
 @dataclass(frozen=True)

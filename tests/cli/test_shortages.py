@@ -14,7 +14,7 @@ import pytest
 
 from phasewise.cli.shortages import _thread_ended, _ToStderr
 from phasewise.serving.errors import shortage_of
-from tests.support.tiny_models import write_tiny_gguf
+from tests.support.models.tiny_models import write_tiny_gguf
 
 SHORTAGES = {
     "memory": MemoryError(),

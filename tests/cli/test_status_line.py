@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.live import Live
 
-from phasewise.cli.render.status_line import StatusLine, status_line
+from phasewise.cli.status_line import StatusLine, status_line
 
 
 def test_off_a_terminal_a_line_is_printed_at_most_so_often(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,15 +17,17 @@ import pytest
 
 from tests.cli.command_options import commands
 from tests.ir.samples import path_of
-from tests.support.encoder_models import write_encoder
-from tests.support.fake_embedding import FakeWorker, embedding_server
-from tests.support.fake_server import fake_server
-from tests.support.length_examples import made_up, write_log
-from tests.support.stand_in_hub import serving
+from tests.support.models.encoder_models import write_encoder
+from tests.support.models.length_examples import made_up, write_log
+from tests.support.models.stand_in_hub import serving
+from tests.support.models.tiny_models import TinyShape, tiny_gguf, write_tiny_hf
+from tests.support.servers.fake_embedding import FakeWorker, embedding_server
+from tests.support.servers.fake_server import fake_server
 from tests.support.terminal import Place, too_wide
-from tests.support.tiny_models import TinyShape, tiny_gguf, write_tiny_hf
 
-pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
+pytest.importorskip(
+    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
+)
 
 TRACE = "lognormal:200,0.8/100,0.8"
 

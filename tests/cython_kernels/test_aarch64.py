@@ -15,8 +15,17 @@ import pytest
 
 from phasewise.cython_kernels import _native, packing, sparse
 from phasewise.cython_kernels.blocks import BLOCKS
-from tests.support.cross import HERE, KERNELS, Walk, common_sources, compile_all, isa_flags, link, product
-from tests.support.gemm_reference import (
+from tests.support.kernels.cross import (
+    HERE,
+    KERNELS,
+    Walk,
+    common_sources,
+    compile_all,
+    isa_flags,
+    link,
+    product,
+)
+from tests.support.kernels.gemm_reference import (
     DENSITIES,
     FORMATS,
     expected,

@@ -17,7 +17,7 @@ SOURCES = {
     "gemm.h": "int k_parts;",
     "families/gemm.c": "int f(void) { return 1; }",
     "families/attention.c": "int g(void) { return 1; }",
-    "families/rmsnorm.c": "int h(void) { return 1; }",
+    "families/rows/rmsnorm.c": "int h(void) { return 1; }",
     "ops.h": "int op;",
 }
 FLAGS = ["-O3", "-mavx2"]
@@ -36,7 +36,7 @@ def test_another_source_or_vocabulary_is_another_name(file: str) -> None:
     assert with_source(file, "int changed;") != name()
 
 
-@pytest.mark.parametrize("file", ["families/attention.c", "families/rmsnorm.c", "ops.h"])
+@pytest.mark.parametrize("file", ["families/attention.c", "families/rows/rmsnorm.c", "ops.h"])
 def test_the_source_of_another_family_changes_nothing(file: str) -> None:
     assert with_source(file, "int changed;") == name()
     assert (with_source(file, "int changed;", "attention") == name("attention")) == ("attention" not in file)
@@ -74,7 +74,7 @@ def test_every_usable_instruction_set_has_a_name_of_its_own(family: str) -> None
 def test_every_source_belongs_to_a_family_or_to_none_that_is_tuned() -> None:
     """A new file in families/ has to be put where it belongs, or stale timings would look current."""
     patterns = [*UNTUNED, *VOCABULARY, *(pattern for own in FAMILIES.values() for pattern in own)]
-    files = [path.relative_to(KERNELS) for path in (KERNELS / "families").iterdir()]
+    files = [path.relative_to(KERNELS) for path in (KERNELS / "families").rglob("*.[ch]")]
 
     assert [str(file) for file in files if not any(file.match(pattern) for pattern in patterns)] == []
 

@@ -15,7 +15,7 @@ from phasewise.cython_kernels import isa
 from phasewise.cython_kernels._native import ALL_REDUCE_KINDS, Group, group_bytes
 from phasewise.cython_kernels.errors import GroupError
 from tests.cython_kernels.test_process_group import LONG_S, yield_at_random
-from tests.support import rank_processes
+from tests.support.kernels import rank_processes
 
 EDGES = (0, 1, 15, 16, 17, 255, 256, 257, 509, 1024, 4099)
 """Floats: one, around a cache line and the smallest chunk, primes."""

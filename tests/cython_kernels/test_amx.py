@@ -19,8 +19,8 @@ import pytest
 
 from phasewise.cython_kernels import _native, isa, sparse
 from phasewise.cython_kernels.packing import PackedWeight
-from tests.support.cross import Walk, link_emulated, product
-from tests.support.gemm_reference import DENSITIES, FORMATS, Array, expected, make_weight, pruned
+from tests.support.kernels.cross import Walk, link_emulated, product
+from tests.support.kernels.gemm_reference import DENSITIES, FORMATS, Array, expected, make_weight, pruned
 
 Product = Callable[..., Array]
 TILED = ("bf16", "q8 column")

@@ -1,7 +1,8 @@
 """The operations that give other bits on another instruction set: exactly these, and no others.
 
 `python -m tests.support.isa_operations` prints the list for this machine. What is taken off stays off;
-an operation that comes to differ is a change of the arithmetic (`serving.fingerprint.ARITHMETIC_VERSION`).
+an operation that comes to differ is a change of the arithmetic
+(`serving.engine.fingerprint.ARITHMETIC_VERSION`).
 """
 
 from __future__ import annotations

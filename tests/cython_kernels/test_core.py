@@ -13,7 +13,7 @@ import pytest
 
 from phasewise.cython_kernels import _native, core, isa
 from phasewise.cython_kernels.errors import IsaError
-from tests.support.gemm_reference import FORMATS, make_weight
+from tests.support.kernels.gemm_reference import FORMATS, make_weight
 
 KERNELS = Path(__file__).parents[2] / "cython_kernels"
 VENDOR_TEST = re.compile(r"__builtin_cpu_(is|supports)|AuthenticAMD|GenuineIntel|HygonGenuine")

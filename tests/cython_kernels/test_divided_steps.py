@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cross import COMMON_FLAGS, HERE, KERNELS, common_sources
+from tests.support.kernels.cross import COMMON_FLAGS, HERE, KERNELS, common_sources
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to compile with")
 

@@ -16,8 +16,8 @@ import pytest
 from phasewise.cython_kernels import _native, isa, packing
 from phasewise.cython_kernels.errors import WeightError
 from phasewise.cython_kernels.packing import PackedWeight
-from tests.support.cross import Walk, link_emulated, product
-from tests.support.gemm_reference import Array, expected, make_weight
+from tests.support.kernels.cross import Walk, link_emulated, product
+from tests.support.kernels.gemm_reference import Array, expected, make_weight
 
 Product = Callable[..., Array]
 NAME, PATH = "avx512_fp16", "f16_fma"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from phasewise.cython_kernels import _native, isa, packing
 from phasewise.cython_kernels.errors import WeightError
-from tests.support.gemm_reference import FORMATS, expected, make_weight
+from tests.support.kernels.gemm_reference import FORMATS, expected, make_weight
 from tests.support.tiers import examples
 
 EDGES = (1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 65, 97)

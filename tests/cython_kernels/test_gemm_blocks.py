@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from phasewise.cython_kernels import _native, core, isa, packing
 from phasewise.cython_kernels.blocks import BLOCKS
 from phasewise.cython_kernels.errors import WeightError
-from tests.support.gemm_reference import expected, random_blocks
+from tests.support.kernels.gemm_reference import expected, random_blocks
 from tests.support.tiers import examples
 
 WAYS = [(name, kind) for name in isa.usable() for kind in BLOCKS]

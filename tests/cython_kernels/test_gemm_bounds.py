@@ -15,7 +15,7 @@ from tests.support import ROOT
 @pytest.mark.parametrize("name", isa.usable())
 def test_operands_may_touch_unreadable_pages(name: str, side: str) -> None:
     got = subprocess.run(
-        [sys.executable, "-m", "tests.support.gemm_at_guard_pages", name, side],
+        [sys.executable, "-m", "tests.support.kernels.gemm_at_guard_pages", name, side],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phasewise.cython_kernels import _native, isa
 from phasewise.cython_kernels.packing import Kind
-from tests.support.gemm_reference import FORMATS, PLAIN_KINDS, expected, make_weight
+from tests.support.kernels.gemm_reference import FORMATS, PLAIN_KINDS, expected, make_weight
 from tests.support.tiers import examples
 
 WAYS = [(name, kind) for name in isa.usable() for kind in PLAIN_KINDS]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cross import COMMON_FLAGS, HERE, KERNELS
+from tests.support.kernels.cross import COMMON_FLAGS, HERE, KERNELS
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to compile with"),
@@ -34,69 +34,69 @@ WALKS = [
 # What is broken in which file, by which text it becomes; and a walk that must notice.
 MUTANTS: dict[str, tuple[str, str, str, str]] = {
     "sums before all have filled": (
-        "all_reduce.c",
+        "group/all_reduce.c",
         "    int status = barrier(r);\n",
         "    int status = PW_GROUP_OK;\n    arrive(r);\n",
         "order 2 rank-shifted",
     ),
     "returns before all have summed": (
-        "all_reduce.c",
+        "group/all_reduce.c",
         "    return barrier(r);\n}\n\n/* ---- master",
         "    arrive(r);\n    return PW_GROUP_OK;\n}\n\n/* ---- master",
         "order 2 rank-shifted",
     ),
     "the master leaves before all have copied": (
-        "all_reduce.c",
+        "group/all_reduce.c",
         "if (r->rank == 0) return barrier(r);",
         "if (r->rank == 0) return arrive(r) * 0;",
         "order 2 master-copies",
     ),
     "workers add out of turn": (
-        "all_reduce.c",
+        "group/all_reduce.c",
         "r->rank - 1, added);",
         "0, added);",
         "order 3 master-copies",
     ),
     "the ring leaves before its neighbour has copied": (
-        "all_reduce.c",
+        "group/all_reduce.c",
         "    return await(r, right, shown);",
         "    (void)right;\n    return PW_GROUP_OK;",
         "order 3 ring",
     ),
     "a neighbour's chunk is taken one step early": (
-        "all_reduce.c",
+        "group/all_reduce.c",
         "await(r, left, shown);",
         "await(r, left, shown - 1);",
         "order 3 ring",
     ),
     "nobody is woken": (
-        "group.c",
+        "group/group.c",
         "== 1 + rank) wake(other);",
         "== -7) wake(other);",
         "reduce 2 rank-shifted",
     ),
     "looks before it says that it sleeps": (
-        "group.c",
+        "group/group.c",
         "    atomic_store(&self->asleep, awaited->sleeper);\n    int status;\n",
         "    int status = look(group, awaited);\n    if (status != STILL_WAITING) return status;\n"
         "    atomic_store(&self->asleep, AWAKE);\n",
         "reduce 2 rank-shifted",
     ),
     "looks at the alarm too late": (
-        "group.c",
+        "group/group.c",
         "        unsigned alarm = atomic_load(&self->alarm);\n        status = look(group, awaited);\n",
         "        status = look(group, awaited);\n        unsigned alarm = atomic_load(&self->alarm);\n",
         "reduce 2 rank-shifted",
     ),
-    "a bell wakes nobody": ("group.c", "== FOR_BELL) wake(called);", "== -7) wake(called);", "bell 2"),
+    "a bell wakes nobody": ("group/group.c", "== FOR_BELL) wake(called);", "== -7) wake(called);", "bell 2"),
     "failure wakes nobody": (
-        "group.c",
+        "group/group.c",
         "++rank) wake(place_of(group, rank));",
         "++rank) (void)place_of(group, rank);",
         "fail 3 rank-shifted",
     ),
     "who is late tells nobody": (
-        "group.c",
+        "group/group.c",
         "    if (status == PW_GROUP_LATE) pw_group_fail(group);\n",
         "",
         "late 2 rank-shifted",
@@ -107,6 +107,7 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
 def built(out: Path, changed: Mapping[str, str] | None = None) -> Path:
     """The model over our sources, or over changed ones."""
     for name, text in (changed or {}).items():
+        (out / name).parent.mkdir(exist_ok=True)
         (out / name).write_text(text)
     program = out / "group_model"
     (out / "group_model.c").write_text((HERE / "group_model.c").read_text())  # includes look beside it first

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cross import COMMON_FLAGS, HERE, KERNELS
+from tests.support.kernels.cross import COMMON_FLAGS, HERE, KERNELS
 
-SOURCES = [HERE / "group_threads.c", KERNELS / "group.c", KERNELS / "all_reduce.c"]
+SOURCES = [HERE / "group_threads.c", KERNELS / "group" / "group.c", KERNELS / "group" / "all_reduce.c"]
 
 
 def built(sanitiser: str, out: Path) -> Path:

@@ -11,7 +11,7 @@ import pytest
 
 from phasewise.cython_kernels import _native, isa
 from phasewise.cython_kernels.errors import IsaError
-from tests.support.gemm_reference import FORMATS, expected, make_weight
+from tests.support.kernels.gemm_reference import FORMATS, expected, make_weight
 
 
 def run_with(wanted: str) -> subprocess.CompletedProcess[str]:

@@ -77,7 +77,7 @@ def test_rmsnorm_keeps_its_bound(scale: float) -> None:
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
 @pytest.mark.parametrize("shift", [0.0, 100.0])
 def test_layernorm_keeps_its_bound(scale: float, shift: float) -> None:
-    """The bound of families/layernorm.c, with and without a bias before the norm."""
+    """The bound of families/rows/layernorm.c, with and without a bias before the norm."""
     for n in SIZES:
         x, bias = (row(n, 1) + np.float32(shift)) * np.float32(scale), row(n, 2) * np.float32(scale)
         weight, norm_bias, eps = row(n, 3), row(n, 4), 1e-5
@@ -101,7 +101,7 @@ def erf(x: np.ndarray) -> np.ndarray:
 
 
 def test_gelu_keeps_its_bound_over_the_whole_range() -> None:
-    """The bound of families/activations.c; far below zero nothing is left, far above all."""
+    """The bound of families/rows/activations.c; far below zero nothing is left, far above all."""
     x = np.concatenate([np.linspace(-9, 9, 60011), [-1e30, -100.0, 100.0, 1e30]]).astype(np.float32)
 
     got = _native.activated("gelu", x)

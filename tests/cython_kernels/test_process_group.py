@@ -14,7 +14,7 @@ import pytest
 
 from phasewise.cython_kernels._native import GROUP_ALIGNMENT, Group, group_bytes
 from phasewise.cython_kernels.errors import GroupError
-from tests.support import rank_processes
+from tests.support.kernels import rank_processes
 from tests.support.tiers import first_is_smoke
 
 LONG_S = 30.0

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from phasewise.cython_kernels import isa, packing
 from phasewise.cython_kernels._native import Team, TeamProduct, compute_paths, default_schedule
-from tests.support.cross import COMMON_FLAGS, HERE, KERNELS
-from tests.support.gemm_reference import FORMATS, make_weight
+from tests.support.kernels.cross import COMMON_FLAGS, HERE, KERNELS
+from tests.support.kernels.gemm_reference import FORMATS, make_weight
 from tests.support.tiers import examples
 
 sizes = st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(0, 70))

@@ -19,7 +19,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Mixture:
-    """As `serving.model.Experts`."""
+    """As `serving.models.packed_model.Experts`."""
 
     count: int
     chosen: int

@@ -18,8 +18,8 @@ from phasewise.cython_kernels import _native, isa, packing, sparse
 from phasewise.cython_kernels.division import columns
 from phasewise.cython_kernels.errors import WeightError
 from phasewise.cython_kernels.packing import PANEL, SPARSE_TAIL, PackedWeight, QuantRows
-from tests.support.cross import COMMON_FLAGS, KERNELS
-from tests.support.gemm_reference import DENSITIES
+from tests.support.kernels.cross import COMMON_FLAGS, HERE, KERNELS
+from tests.support.kernels.gemm_reference import DENSITIES
 from tests.support.tiers import examples
 
 FORMATS = ("bf16", "q8", "q8g16", "q8c")
@@ -262,7 +262,7 @@ def test_kinds_without_an_exact_zero_are_refused() -> None:
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to compile with")
 def test_damaged_streams_read_nothing_outside_under_a_sanitizer(tmp_path: Path) -> None:
     program = tmp_path / "sparse_streams"
-    sources = [Path(__file__).with_name("sparse_streams.c"), KERNELS / "sparse.c"]
+    sources = [HERE / "sparse_streams.c", KERNELS / "sparse.c"]
     flags = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     subprocess.run(["gcc", *COMMON_FLAGS, *flags, "-I", KERNELS, *sources, "-o", program], check=True)
 

@@ -7,15 +7,15 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 KERNELS = Path(__file__).parents[2] / "cython_kernels"
-INCLUDE = re.compile(r'^#include "(\w+)\.h"', re.MULTILINE)
+INCLUDE = re.compile(r'^#include "(?:\w+/)?(\w+)\.h"', re.MULTILINE)
 LAYERS = ("division", "program", "run", "attend", "executor", "orders")
 
 
 def units() -> dict[str, set[str]]:
     """Each unit, a .c and a .h of one name, with the units whose headers it includes."""
     found: dict[str, set[str]] = {}
-    for path in [*KERNELS.glob("*.h"), *KERNELS.glob("*.c")]:
-        if path.name != "_native.c":
+    for path in KERNELS.rglob("*.[ch]"):
+        if path.name != "_native.c" and not {"families", "isa", "simd"} & set(path.parts):
             found.setdefault(path.stem, set()).update(set(INCLUDE.findall(path.read_text())) - {path.stem})
     return found
 

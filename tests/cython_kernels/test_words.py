@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from phasewise.cython_kernels import isa
-from tests.support.cross import COMMON_FLAGS, HERE, KERNELS, isa_flags
+from tests.support.kernels.cross import COMMON_FLAGS, HERE, KERNELS, isa_flags
 
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 FLAGS_HERE = isa_flags(platform.machine())

@@ -3,7 +3,7 @@
     python tests/data/make_embeddings.py [--minilm DIRECTORY]
 
 Runs by hand, in an environment that has sentence-transformers; the tests only read what it leaves: vectors
-and scores of the tiny models of tests/support/encoder_models.py, and vectors of all-MiniLM-L6-v2.
+and scores of the tiny models of tests/support/models/encoder_models.py, and vectors of all-MiniLM-L6-v2.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from tests.support.encoder_models import CASES, PAIRS, TEXTS, write_encoder  # noqa: E402
+from tests.support.models.encoder_models import CASES, PAIRS, TEXTS, write_encoder  # noqa: E402
 
 
 def vectors_of(directory: Path) -> np.ndarray:

@@ -26,9 +26,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from tests.support import reference_models as layout  # noqa: E402
-from tests.support.mixed_text import mixed_lines  # noqa: E402
-from tests.support.token_blocks import N_LINES, block_hashes  # noqa: E402
+from tests.support.models import reference_models as layout  # noqa: E402
+from tests.support.models.mixed_text import mixed_lines  # noqa: E402
+from tests.support.models.token_blocks import N_LINES, block_hashes  # noqa: E402
 
 PROMPT_LENGTHS = (
     5, 6, 8, 11, 15, 20, 27, 33, 48, 64, 65, 96, 127, 128, 200, 256, 400, 511, 700, 900,
@@ -45,7 +45,7 @@ def llama_ids(gguf: Path, texts: Sequence[str], add_special: bool = False) -> li
 
 def make_tokens(gguf: Path) -> None:
     """tokens.json: for every vocabulary, hashes of the ids of blocks of lines."""
-    from tests.support.tiny_vocabs import TINY_VOCABULARIES, write_vocabulary
+    from tests.support.models.tiny_vocabs import TINY_VOCABULARIES, write_vocabulary
 
     lines = list(mixed_lines(N_LINES))
     found = {"smollm2-135m-instruct": block_hashes(llama_ids(gguf, lines, add_special=True))}
@@ -146,7 +146,7 @@ def make_families(only: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tests.support import family_models as families
+    from tests.support.models import family_models as families
 
     file = layout.FIXTURES / "families.npz"
     arrays: dict[str, np.ndarray] = dict(np.load(file)) if only else {}
@@ -175,7 +175,7 @@ def make_long_context() -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tests.support import family_models as families
+    from tests.support.models import family_models as families
 
     arrays: dict[str, np.ndarray] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -220,8 +220,8 @@ def make_chats() -> None:
     """chats.json: what transformers renders, for every template and conversation."""
     from peer_tokens import transformers_chats
 
-    from tests.support.chat_templates import SPECIAL, TEMPLATES, chats_for
-    from tests.support.tiny_models import tokenizer_json
+    from tests.support.models.chat_templates import SPECIAL, TEMPLATES, chats_for
+    from tests.support.models.tiny_models import tokenizer_json
 
     with tempfile.TemporaryDirectory() as folder:
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL}

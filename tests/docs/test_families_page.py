@@ -17,7 +17,7 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import families, load_model
 from phasewise.serving.loaders.families import Family
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
-from tests.support.tiny_models import (
+from tests.support.models.tiny_models import (
     gguf_name,
     hf_config,
     safetensors_bytes,
@@ -28,7 +28,7 @@ from tests.support.tiny_models import (
 )
 
 pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
-from phasewise.serving.ranks import KvMemory, RankOptions, open_ranks
+from phasewise.serving.ranks.open_ranks import KvMemory, RankOptions, open_ranks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "model-families.md").read_text()
 DIVISOR = 4.0

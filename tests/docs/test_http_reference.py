@@ -10,15 +10,15 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from phasewise.serving.http.app import ServedEmbeddings
+from phasewise.serving.engine.messages import Answer, EngineLoad, StepStats, Submit
 from phasewise.serving.http.http_settings import RequestFacts
-from phasewise.serving.http.metrics import Gauges, Metrics
-from phasewise.serving.messages import Answer, EngineLoad, StepStats, Submit
+from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
+from phasewise.serving.http.routes.app import ServedEmbeddings
 from tests.serving.drafts.test_draft_laws import lookup_drafter
-from tests.support.encoder_models import write_encoder
-from tests.support.fake_embedding import embedding_server
-from tests.support.fake_server import fake_server
+from tests.support.models.encoder_models import write_encoder
 from tests.support.scripts import script
+from tests.support.servers.fake_embedding import embedding_server
+from tests.support.servers.fake_server import fake_server
 
 MODELS = ("one", "other")
 

@@ -12,9 +12,9 @@ import platformdirs
 import pytest
 
 import phasewise
-from phasewise.serving.open_engine import OpenEngine, open_engine
+from phasewise.serving.engine.open_engine import OpenEngine, open_engine
 from phasewise.workflows.errors import WorkflowError
-from tests.support.tiny_models import write_tiny_gguf
+from tests.support.models.tiny_models import write_tiny_gguf
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "python.md"
 MODEL = Path("models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -117,7 +117,7 @@ def test_an_answer_is_computed_as_they_say(
         drafters.append(drafts)
         return open_engine(*arguments, drafts=drafts)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("phasewise.serving.open_engine.open_engine", opening)
+    monkeypatch.setattr("phasewise.serving.engine.open_engine.open_engine", opening)
     model = phasewise.open_model(tiny, threads=1)
     want = model.generate("a", 3).token_ids
     (tmp_path / "config.toml").write_text('[generate]\nkv_format = "f32"\n')
@@ -173,7 +173,7 @@ def test_opening_a_model_imports_no_command_line(tmp_path: Path) -> None:
     """From packing a GGUF file to its plans and schedules."""
     script = (
         "import sys, phasewise; from pathlib import Path\n"
-        "from tests.support.tiny_models import write_tiny_gguf\n"
+        "from tests.support.models.tiny_models import write_tiny_gguf\n"
         f"write_tiny_gguf(Path({str(tmp_path / 'tiny.gguf')!r}))\n"
         f"model = phasewise.open_model({str(tmp_path / 'tiny.gguf')!r})\n"
         "assert len(model.generate('a', 2).token_ids) == 2\n"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
-from phasewise.serving import chat, grammar_limits, guides
-from phasewise.serving.http import body, embeddings, preparation, response_schemas, schemas
+from phasewise.serving.grammar import grammar_limits, guides
 from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.http.requests import body, response_schemas, schemas
+from phasewise.serving.http.requests import request_threads as preparation
+from phasewise.serving.http.routes import embeddings
+from phasewise.serving.text import chat
 from tests.soak.hostile import ROWS
 from tests.support import ROOT
 

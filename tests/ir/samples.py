@@ -6,9 +6,9 @@ from pathlib import Path
 
 import phasewise.ir
 from phasewise.ir.build import built, chosen
-from phasewise.ir.checking import REASSOCIATED_BOUND, Program, Verdict, check
-from phasewise.ir.compiling import compile_c, missing_tool
-from phasewise.ir.raise_file import raise_file
+from phasewise.ir.raising.raise_file import raise_file
+from phasewise.ir.running.checking import REASSOCIATED_BOUND, Program, Verdict, check
+from phasewise.ir.running.compiling import compile_c, missing_tool
 from phasewise.ir.targets import TARGETS, IsaTarget, cpu_flags, runs_here
 
 FOLDER = Path(phasewise.ir.__file__).parent / "samples"

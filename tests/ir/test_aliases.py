@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phasewise.ir.cases import draw
-from phasewise.ir.checking import Program, check
 from phasewise.ir.errors import CheckError, SourceError
-from phasewise.ir.raise_file import raise_file
+from phasewise.ir.raising.raise_file import raise_file
 from phasewise.ir.reading import read
+from phasewise.ir.running.cases import draw
+from phasewise.ir.running.checking import Program, check
 from phasewise.ir.targets import TARGETS
 from phasewise.ir.text import printed
 from tests.ir.samples import why_not

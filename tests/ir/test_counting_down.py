@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from phasewise.ir.build import built, chosen
-from phasewise.ir.checking import Program, check
-from phasewise.ir.raise_file import raise_file
+from phasewise.ir.raising.raise_file import raise_file
 from phasewise.ir.reading import read
+from phasewise.ir.running.checking import Program, check
 from phasewise.ir.targets import TARGETS
 from phasewise.ir.text import printed
 from tests.ir.samples import why_not

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.ir import checking
-from phasewise.ir.cases import draw
-from phasewise.ir.checking import Program
 from phasewise.ir.errors import CheckError, SourceError, UserKernelError
-from phasewise.ir.limited import ChildLimits
-from phasewise.ir.raise_file import raise_file
+from phasewise.ir.raising.raise_file import raise_file
 from phasewise.ir.reading import read
+from phasewise.ir.running import checking
+from phasewise.ir.running.cases import draw
+from phasewise.ir.running.checking import Program
+from phasewise.ir.running.limited import ChildLimits
 from phasewise.ir.targets import TARGETS
 from tests.ir.samples import why_not
 from tests.support.tiers import first_is_smoke

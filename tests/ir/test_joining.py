@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from phasewise.ir.build import built, chosen
-from phasewise.ir.cases import draw
 from phasewise.ir.joining import joined
 from phasewise.ir.nodes import CallExpression, walk_body
+from phasewise.ir.running.cases import draw
 from phasewise.ir.targets import TARGETS
 from tests.ir.samples import HOME, text_of, verdict, why_not
 from tests.support.ir_interpreter import interpreted

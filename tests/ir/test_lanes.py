@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from phasewise.ir.build import chosen
-from phasewise.ir.cases import draw
-from phasewise.ir.lanes import lanes_named
+from phasewise.ir.raising.lanes import lanes_named
 from phasewise.ir.reading import read
+from phasewise.ir.running.cases import draw
 from phasewise.ir.text import printed
 from tests.ir.samples import NAMES, text_of
 from tests.support.ir_interpreter import interpreted

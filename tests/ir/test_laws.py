@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasewise.ir import cases as drawing
 from phasewise.ir.build import built, chosen
-from phasewise.ir.cases import Case
-from phasewise.ir.checking import KernelOutputs, in_folder
-from phasewise.ir.compiling import compile_c
 from phasewise.ir.errors import SourceError
-from phasewise.ir.harness import check_program
-from phasewise.ir.limited import ChildLimits, run
 from phasewise.ir.nodes import FunctionDefinition
-from phasewise.ir.parse import parse_all
-from phasewise.ir.preprocess import preprocess
-from phasewise.ir.raising import raised
+from phasewise.ir.raising.parse import parse_all
+from phasewise.ir.raising.preprocess import preprocess
+from phasewise.ir.raising.raising import raised
 from phasewise.ir.reading import read
+from phasewise.ir.running import cases as drawing
+from phasewise.ir.running.cases import Case
+from phasewise.ir.running.checking import KernelOutputs, in_folder
+from phasewise.ir.running.compiling import compile_c
+from phasewise.ir.running.harness import check_program
+from phasewise.ir.running.limited import ChildLimits, run
 from phasewise.ir.targets import TARGETS
 from phasewise.ir.text import printed
 from phasewise.ir.tunable import innermost

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from phasewise.ir.build import chosen
-from phasewise.ir.cases import draw
 from phasewise.ir.errors import SourceError
+from phasewise.ir.raising.rolling import rolled, without_whole
 from phasewise.ir.reading import read
-from phasewise.ir.rolling import rolled, without_whole
+from phasewise.ir.running.cases import draw
 from phasewise.ir.text import printed
 from tests.ir.samples import text_of
 from tests.support.ir_interpreter import interpreted

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from phasewise.ir.build import built, chosen
-from phasewise.ir.checking import Program, check
-from phasewise.ir.parse import parse_file
 from phasewise.ir.printing import printed_c
+from phasewise.ir.raising.parse import parse_file
 from phasewise.ir.reading import read
+from phasewise.ir.running.checking import Program, check
 from phasewise.ir.targets import TARGETS
 from phasewise.ir.text import printed
 from phasewise.ir.tunable import with_parameters

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from phasewise.ir.build import chosen
-from phasewise.ir.cases import draw
 from phasewise.ir.errors import SourceError
 from phasewise.ir.nodes import CallExpression, Steps, walk_body
+from phasewise.ir.running.cases import draw
 from tests.support.ir_interpreter import interpreted
 
 GRID = """# phasewise kernel 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kerneldb_server import postgres_socket
+from tests.support.machines.kerneldb_server import postgres_socket
 
 
 @pytest.fixture(scope="session")

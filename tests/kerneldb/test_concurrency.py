@@ -20,8 +20,8 @@ from phasewise.kerneldb import schema
 from phasewise.kerneldb.portable import export_lines, import_rows, read_export, rows_of
 from phasewise.kerneldb.records import Measurement
 from phasewise.kerneldb.store import Store, open_store
-from tests.support.kerneldb_examples import MACHINE, MEASUREMENT, PLAN, PROBLEM, PROMOTION, measured
-from tests.support.kerneldb_server import new_database_url
+from tests.support.machines.kerneldb_examples import MACHINE, MEASUREMENT, PLAN, PROBLEM, PROMOTION, measured
+from tests.support.machines.kerneldb_server import new_database_url
 
 SPAWN = multiprocessing.get_context("spawn")
 FIRST_SCHEMA = Path(__file__).resolve().parent.parent / "data" / "schemas" / "0001.db"

@@ -28,8 +28,15 @@ from phasewise.kerneldb.errors import (
     ReadOnlyDatabaseError,
 )
 from phasewise.kerneldb.store import open_store
-from tests.support.kerneldb_examples import MACHINE, MEASUREMENT, PLAN, PROBLEM, measured, without_rights
-from tests.support.kerneldb_server import new_database_url
+from tests.support.machines.kerneldb_examples import (
+    MACHINE,
+    MEASUREMENT,
+    PLAN,
+    PROBLEM,
+    measured,
+    without_rights,
+)
+from tests.support.machines.kerneldb_server import new_database_url
 from tests.support.tiers import examples
 
 

@@ -35,7 +35,7 @@ from phasewise.kerneldb.records import (
     StorageDuel,
 )
 from phasewise.kerneldb.store import Store, open_store
-from tests.support.kerneldb_examples import (
+from tests.support.machines.kerneldb_examples import (
     MACHINE,
     MEASUREMENT,
     NOTICED,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from phasewise.kerneldb.errors import KernelDbError, RecordError
 from phasewise.kerneldb.records import GROUP, MachineKey, PlanRecord, Schedule
-from tests.support.kerneldb_examples import (
+from tests.support.machines.kerneldb_examples import (
     MEASUREMENT,
     ORIGIN,
     PLAN,

@@ -25,7 +25,7 @@ from phasewise.kerneldb.errors import (
 )
 from phasewise.kerneldb.models import Base
 from phasewise.kerneldb.store import open_store
-from tests.support.kerneldb_examples import (
+from tests.support.machines.kerneldb_examples import (
     MACHINE,
     MEASUREMENT,
     PLAN,
@@ -35,7 +35,7 @@ from tests.support.kerneldb_examples import (
     STORAGE_DUEL,
     USER_PROMOTION,
 )
-from tests.support.kerneldb_server import new_database_url
+from tests.support.machines.kerneldb_server import new_database_url
 
 MIGRATIONS = Path(phasewise.migrations.__file__).parent
 FIXTURES = Path(__file__).resolve().parent.parent / "data" / "schemas"

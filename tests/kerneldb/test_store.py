@@ -31,7 +31,7 @@ from phasewise.kerneldb.records import (
     StepTime,
 )
 from phasewise.kerneldb.store import Store, open_store
-from tests.support.kerneldb_examples import (
+from tests.support.machines.kerneldb_examples import (
     MACHINE,
     MEASUREMENT,
     NOTICED,
@@ -50,7 +50,7 @@ from tests.support.kerneldb_examples import (
     USER_TIMING,
     measured,
 )
-from tests.support.kerneldb_server import new_database_url
+from tests.support.machines.kerneldb_server import new_database_url
 from tests.support.tiers import examples
 
 BACKENDS = ["file", "memory", "postgresql"]

@@ -26,7 +26,7 @@ from phasewise.kerneldb.upkeep import (
     preferred,
     verify,
 )
-from tests.support.kerneldb_examples import (
+from tests.support.machines.kerneldb_examples import (
     MACHINE,
     MEASUREMENT,
     ORIGIN,
@@ -39,7 +39,7 @@ from tests.support.kerneldb_examples import (
     STEP_TIME,
     measured,
 )
-from tests.support.kerneldb_server import new_database_url
+from tests.support.machines.kerneldb_server import new_database_url
 from tests.support.tiers import examples
 
 ABI = MEASUREMENT.kernel_abi

@@ -10,14 +10,14 @@ import pytest
 if TYPE_CHECKING:  # imported where it is used: most tests of this room need neither
     import openai
 
-    from tests.support.fake_server import FakeServer
-    from tests.support.scripted_engine import ScriptedRanks
+    from tests.support.servers.fake_server import FakeServer
+    from tests.support.servers.scripted_engine import ScriptedRanks
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[tuple[FakeServer, ScriptedRanks]]:
-    from tests.support.scripted_engine import scripted_server
-    from tests.support.tool_templates import HERMES
+    from tests.support.models.tool_templates import HERMES
+    from tests.support.servers.scripted_engine import scripted_server
 
     with scripted_server(HERMES, "<|im_start|>assistant\n") as found:
         yield found

@@ -27,16 +27,16 @@ from typing import Any
 
 import httpx
 
-from phasewise.serving.chat import Conversation, Conversations
-from phasewise.serving.chat_template import ChatTemplateError
-from phasewise.serving.confined import Bounds, ConfinedError, ConfinedProcess, Overrun, Patience
 from phasewise.serving.errors import ContextLengthExceeded, ModelError, RequestError
-from phasewise.serving.guides import BOUNDS, Grammar, TokenView
+from phasewise.serving.grammar.guides import BOUNDS, Grammar, TokenView
 from phasewise.serving.http.http_settings import ServedModel
+from phasewise.serving.sandbox.confined import Bounds, ConfinedError, ConfinedProcess, Overrun, Patience
+from phasewise.serving.text.chat import Conversation, Conversations
+from phasewise.serving.text.chat_template import ChatTemplateError
 from tests.soak.health_probe import watching_health
 from tests.soak.hostile_rows.siege import process_tree
-from tests.support.fake_engine import END, VOCAB_SIZE, encode, piece
-from tests.support.fake_server import fake_server
+from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
+from tests.support.servers.fake_server import fake_server
 
 EXTRA_S = 1.0
 """Beyond the bound: for a process that takes its place, and a machine with others at work."""
@@ -290,7 +290,7 @@ def try_templates(n: int, seed: int, seconds: float, bound_s: float) -> Seen:
 
 
 def _template(rng: random.Random) -> str:
-    from tests.serving.test_drawn_bombs import FILTERS, METHODS, VALUES
+    from tests.serving.sandbox.test_drawn_bombs import FILTERS, METHODS, VALUES
 
     value = rng.choice(VALUES)
     for _ in range(rng.randrange(7)):

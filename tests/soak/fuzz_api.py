@@ -20,16 +20,16 @@ from dataclasses import replace
 import httpx
 
 from tests.soak.health_probe import watching_health
-from tests.support.api_bombs import bombs
-from tests.support.api_fuzz import drop, generate
+from tests.support.servers.api_bombs import bombs
+from tests.support.servers.api_fuzz import drop, generate
 
 
 @contextlib.contextmanager
 def fake() -> Iterator[str]:
     """The fake engine behind the real application, with guides; idle and empty at the end."""
-    from phasewise.serving.guides import GuideCompiler, TokenView
-    from tests.support.fake_engine import END, VOCAB_SIZE, encode, piece
-    from tests.support.fake_server import fake_server
+    from phasewise.serving.grammar.guides import GuideCompiler, TokenView
+    from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
+    from tests.support.servers.fake_server import fake_server
 
     guides = GuideCompiler(TokenView(VOCAB_SIZE, frozenset({END}), frozenset({END}), piece, encode))
     with fake_server(model=lambda served: replace(served, guides=guides)) as server:

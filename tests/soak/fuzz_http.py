@@ -156,7 +156,7 @@ class _Surprises(logging.Handler):
 
 def _serve(pipe: Connection) -> None:
     from phasewise.serving.http.http_settings import HttpLimits
-    from tests.support.fake_server import fake_server
+    from tests.support.servers.fake_server import fake_server
 
     # Clocks as short as a test needs; a throttled connection must not be cut by them.
     limits = HttpLimits(header_s=1.0, body_s=1.0, keep_alive_s=0.2, max_body_bytes=1 << 20)

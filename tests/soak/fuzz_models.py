@@ -23,7 +23,7 @@ from functools import partial
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
-from tests.support.damaged_files import damaged, open_target, targets
+from tests.support.models.damaged_files import damaged, open_target, targets
 
 SLOWEST_S = 30.0
 

@@ -29,7 +29,7 @@ def model_reference(name: str, folder: Path) -> str:
     """What `serve` is to be given: a name that it knows, or the file of a tiny model, written to `folder`."""
     if name != TINY:
         return name
-    from tests.support.tiny_models import TinyShape, write_tiny_gguf
+    from tests.support.models.tiny_models import TinyShape, write_tiny_gguf
 
     shape = TinyShape(n_layers=4, hidden=128, ffn=256, n_heads=8, n_kv_heads=4, context_length=4096)
     path = folder / "tiny.gguf"

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phasewise.cluster.machines import EngineSettings, ProductionMachine
-from phasewise.cluster.steps import StepTimes
-from phasewise.cluster.timeline import Timeline
+from phasewise.cluster.simulated.machines import EngineSettings, ProductionMachine
+from phasewise.cluster.simulated.steps import StepTimes
+from phasewise.cluster.simulated.timeline import Timeline
 from phasewise.serving.batch import Batch
-from phasewise.serving.request import Request
-from phasewise.serving.scheduler_terms import SchedulerLimits
+from phasewise.serving.scheduling.request import Request
+from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
 
 Lengths = Iterator[tuple[int, int]]
 """Tokens of prompt and answer, request by request."""

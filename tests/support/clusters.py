@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from phasewise.cluster.links import Link
-from phasewise.cluster.requests import Arrival
-from phasewise.cluster.simulate import ClusterSpec, MachineType, Pool, Simulation
-from phasewise.cluster.steps import Curve, StepTimes
+from phasewise.cluster.simulated.kv_transfer import Link
+from phasewise.cluster.simulated.simulate import ClusterSpec, MachineType, Pool, Simulation
+from phasewise.cluster.simulated.simulated_requests import Arrival
+from phasewise.cluster.simulated.steps import Curve, StepTimes
 
 STEPS = StepTimes(Curve([(0, 0.0), (1000, 1.0)]), Curve([(0, 0.010), (1000, 0.010)]))
 """1 ms a prompt token; 10 ms a decode step."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from phasewise.serving.engine_size import EngineSize
-from phasewise.serving.ranks_contract import KvMemory
-from phasewise.serving.scheduler_terms import SchedulerLimits
+from phasewise.serving.engine.engine_size import EngineSize
+from phasewise.serving.ranks.ranks_contract import KvMemory
+from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
 
 
 def engine_size(

@@ -8,8 +8,8 @@ import numpy as np
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.drafts.contract import MOST_DRAFTED, NO_DRAFT, Draft
-from phasewise.serving.sampling import Sampler
-from phasewise.serving.scheduler_terms import DraftRoom
+from phasewise.serving.sampling.sampling import Sampler
+from phasewise.serving.scheduling.scheduler_terms import DraftRoom
 
 
 class GuessingDrafter:

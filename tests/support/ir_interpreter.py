@@ -16,8 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.ir.arithmetic import integer_result
-from phasewise.ir.cases import DTYPES, Case
-from phasewise.ir.checking import KernelOutputs
 from phasewise.ir.errors import UserKernelError
 from phasewise.ir.nodes import (
     Assign,
@@ -44,6 +42,8 @@ from phasewise.ir.nodes import (
     While,
 )
 from phasewise.ir.operations import COMPARISONS, DOTS, LIBRARY, ORDERS, REDUCTIONS, decayed, fitting
+from phasewise.ir.running.cases import DTYPES, Case
+from phasewise.ir.running.checking import KernelOutputs
 from phasewise.ir.types import F32, Array, Pointer, Scalar, Struct, Type, Vec, common
 
 Value: TypeAlias = Any

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from phasewise.cython_kernels import _native, isa, packing
 from phasewise.cython_kernels.blocks import BLOCKS
-from tests.support.gemm_reference import FORMATS, make_weight, random_blocks
+from tests.support.kernels.gemm_reference import FORMATS, make_weight, random_blocks
 
 Array = npt.NDArray[Any]
 

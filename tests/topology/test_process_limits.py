@@ -8,7 +8,7 @@ import pytest
 
 from phasewise.topology.cpusets import cpus_of
 from phasewise.topology.process_limits import cgroup_cpuset, cgroup_quota, read_limits
-from tests.support.sysfs_factory import write
+from tests.support.machines.sysfs_factory import write
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw"
 V1_CPU_MOUNT = "31 23 0:27 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct"

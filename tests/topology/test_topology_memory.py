@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phasewise.topology import Machine, MemoryAccess, NumaDistances, TopologyError, read_lstopo, read_machine
-from tests.support.sysfs_factory import grid, write, write_sysfs
+from tests.support.machines.sysfs_factory import grid, write, write_sysfs
 
 DATA = Path(__file__).parents[1] / "data" / "topology"
 RATED = NumaDistances((0, 1), ((10, 20), (20, 10)))

@@ -11,7 +11,7 @@ import pytest
 
 from phasewise.topology import Cpu, Kind, Machine, read_lstopo, read_machine
 from phasewise.topology.picture import draw_svg, plan_groups
-from tests.support.sysfs_factory import FakeCpu, grid, write_sysfs
+from tests.support.machines.sysfs_factory import FakeCpu, grid, write_sysfs
 
 SVG = "{http://www.w3.org/2000/svg}"
 DATA = Path(__file__).parents[1] / "data" / "topology"

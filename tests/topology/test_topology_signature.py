@@ -10,7 +10,7 @@ import pytest
 
 from phasewise.topology import TopologyError, core_signature, placement_signature, read_machine
 from phasewise.topology.signature import MAX_SIGNATURE_CHARS
-from tests.support.sysfs_factory import FakeCpu, grid, write, write_sysfs
+from tests.support.machines.sysfs_factory import FakeCpu, grid, write, write_sysfs
 
 XEON = "vendor_id : GenuineIntel\ncpu family : 6\nmodel : 143\nflags : avx2 avx512f amx_tile\n"
 

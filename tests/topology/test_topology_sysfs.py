@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.topology import Kind, Machine, Node, TopologyError, placement_signature, read_machine
-from tests.support.sysfs_factory import FakeCpu, grid, write, write_sysfs
+from tests.support.machines.sysfs_factory import FakeCpu, grid, write, write_sysfs
 from tests.support.tiers import examples
 
 SHAPES = st.tuples(*(st.integers(1, 3) for _ in range(5)))

@@ -21,7 +21,7 @@ from phasewise.tuner.emit import TOOLS, cpu_mask, emit
 from phasewise.tuner.errors import PlanError
 from phasewise.tuner.plans import Phase, RankCores, ServicePlan, default_plan, parse_cores
 from phasewise.tuner.topotree import OperatorLimits, configurations, parse
-from tests.support.paper_machines import epyc, kunpeng, xeon
+from tests.support.machines.paper_machines import epyc, kunpeng, xeon
 
 LIMITS = OperatorLimits(n_heads=32, n_kv_heads=32, head_dim=128, ffn=11008)
 TREES = {

@@ -13,7 +13,7 @@ from phasewise.tuner.native import NativeEvaluator, default_schedule
 from phasewise.tuner.search.space import Arithmetic
 from phasewise.tuner.storage import StorageTable, read_storage_table
 from phasewise.tuner.weights import blank_weight, format_name, random_weight
-from tests.support.kerneldb_examples import MACHINE, OTHER_MACHINE, STORAGE_DUEL
+from tests.support.machines.kerneldb_examples import MACHINE, OTHER_MACHINE, STORAGE_DUEL
 
 WIN, TIE, LOSS = Comparison(1.5, 1.4, 1.6, 0.99, 15), Comparison(0.99, 0.9, 1.1, 0.99, 15), Comparison(
     0.9, 0.8, 1.2, 0.99, 15

@@ -24,9 +24,9 @@ from phasewise.tuner.measurement_lock import NoLock
 from phasewise.tuner.search.space import Arithmetic
 from phasewise.tuner.task_division import Task
 from phasewise.tuner.tuning_run import INTERLEAVED, Duel, Tools, TuningOutcome, TuningProgress, tune
-from tests.support import synthetic_machine
-from tests.support.kerneldb_server import new_database_url, postgres_socket
-from tests.support.synthetic_machine import (
+from tests.support.machines import synthetic_machine
+from tests.support.machines.kerneldb_server import new_database_url, postgres_socket
+from tests.support.machines.synthetic_machine import (
     MACHINE,
     MS,
     OTHER,

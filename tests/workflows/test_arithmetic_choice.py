@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.tiny_models import TinyShape, tiny_gguf
+from tests.support.models.tiny_models import TinyShape, tiny_gguf
 
 pytest.importorskip(
     "phasewise.cython_kernels._native", reason="the kernels are not built", exc_type=ImportError
@@ -17,16 +17,16 @@ from phasewise.cython_kernels.blocks import BLOCKS
 from phasewise.kerneldb.records import MachineKey, Measurement, Origin, Problem, Sample
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.loaders import load_model
-from phasewise.serving.model import PackedModel
-from phasewise.serving.ranks import KvMemory, LocalRanks, RankOptions
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.ranks.open_ranks import KvMemory, LocalRanks, RankOptions
 from phasewise.topology import read_machine
 from phasewise.tuner import native
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.plans import default_plan
 from phasewise.tuner.search.space import Arithmetic
 from phasewise.tuner.weights import blank_weight
-from phasewise.workflows.arithmetic_choice import ArithmeticChoice
-from phasewise.workflows.tuned_schedules import KernelSchedules
+from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice
+from phasewise.workflows.opening.tuned_schedules import KernelSchedules
 
 WIDE = TinyShape(hidden=256, ffn=512, head_dim=64)
 TOKENS = [5, 9, 200, 31, 77, 12]

@@ -19,7 +19,7 @@ from phasewise.workflows.bench.kernels import BITS, Point, TimedSystem, take_tur
 from phasewise.workflows.bench.peers import processes as kernel_peers
 from phasewise.workflows.bench.peers.processes import NAMES, Peer, PeerCell
 from phasewise.workflows.line_chart import LEFT, PLOT_HEIGHT, Chart, Panel, draw_chart
-from tests.support.kernel_rows import kernel_row
+from tests.support.kernels.kernel_rows import kernel_row
 
 CORE = read_machine().allowed_pus[0]
 SVG = "{http://www.w3.org/2000/svg}"

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from phasewise.serving.loaders import load_model
-from phasewise.serving.model import PackedModel
+from phasewise.serving.models.packed_model import PackedModel
 from phasewise.topology import Machine, read_machine
 from phasewise.tuner import timing
 from phasewise.tuner.config.steps import Step
@@ -15,7 +15,7 @@ from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import RankCores, ServicePlan, default_plan
 from phasewise.tuner.topotree import Configuration
 from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator, PlanTiming, Room
-from tests.support.tiny_models import write_tiny_gguf
+from tests.support.models.tiny_models import write_tiny_gguf
 
 STEPS = (Step("prefill", 24), Step("prefill", 8, context=16), Step("decode", 1, 3, 20))
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.serving.loaders.registry import KNOWN, KNOWN_ON_HUB
-from phasewise.workflows.model_names import completions
+from phasewise.serving.loaders.fetching.registry import KNOWN, KNOWN_ON_HUB
+from phasewise.workflows.opening.model_names import completions
 
 
 @pytest.fixture(autouse=True)

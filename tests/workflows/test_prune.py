@@ -11,7 +11,7 @@ import pytest
 
 from phasewise.cython_kernels import packing, sparse
 from phasewise.serving.loaders import load_model, open_source
-from phasewise.serving.loaders.resolve import Located
+from phasewise.serving.loaders.fetching.resolve import Located
 from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.prune import masks
@@ -19,7 +19,7 @@ from phasewise.workflows.prune.calibration import gather
 from phasewise.workflows.prune.directory import check_family
 from phasewise.workflows.prune.masks import Pattern
 from phasewise.workflows.prune.run import PruneSettings, parse_pattern, prune
-from tests.support.tiny_models import TinyShape, write_calibration, write_tiny_gguf, write_tiny_hf
+from tests.support.models.tiny_models import TinyShape, write_calibration, write_tiny_gguf, write_tiny_hf
 
 HALF = Pattern(0.5)
 TWO_OF_FOUR = Pattern(0.5, 2, 4)

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from phasewise.serving.instance import Orders
+from phasewise.cluster.real.instance import Orders
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import PHASES, default_plan
-from phasewise.workflows import serve_instance
-from phasewise.workflows.open_model import OpenModel, Weights, open_under
-from phasewise.workflows.serve_instance import InstanceSpec
+from phasewise.workflows.opening.open_model import OpenModel, Weights, open_under
+from phasewise.workflows.serve import instance_process as serve_instance
+from phasewise.workflows.serve.instance_process import InstanceSpec
 from tests.support.engine_sizes import engine_size
-from tests.support.tiny_models import write_tiny_gguf
+from tests.support.models.tiny_models import write_tiny_gguf
 
 WEIGHTS = Weights("int8", "never", checksum=True, tile_prompts=True, arithmetic="blocks")
 ORDERS = Orders("", "", "")
@@ -50,7 +50,7 @@ def test_weights_reach_the_instance_s_loader_and_its_engine_whole(
         multiplied.append({phase: (one.in_tiles, one.choice) for phase, one in arguments[4].items()})
 
     monkeypatch.setattr(serve_instance, "open_under", opening)
-    monkeypatch.setattr("phasewise.serving.open_engine.open_engine", running)
+    monkeypatch.setattr("phasewise.serving.engine.open_engine.open_engine", running)
     serve_instance._open(spec)
     assert opened == [WEIGHTS]
     assert multiplied == [{"prefill": (True, "blocks"), "decode": (False, "blocks")}]

@@ -13,13 +13,13 @@ from phasewise.tuner.errors import PlanError
 from phasewise.tuner.plans import Phase, RankCores, plans_for
 from phasewise.tuner.topotree import Configuration
 from phasewise.workflows.errors import UsageError
-from phasewise.workflows.open_model import Weights
-from phasewise.workflows.serve_instance import InstanceSpec
-from phasewise.workflows.serve_pools import Pools, _ray_front, planned_instances
+from phasewise.workflows.opening.open_model import Weights
+from phasewise.workflows.serve.instance_process import InstanceSpec
+from phasewise.workflows.serve.pools import Pools, _ray_front, planned_instances
 from phasewise.workflows.tune_config.run import judge, judge_again
 from phasewise.workflows.tune_config.search import Searched
 from tests.support.engine_sizes import engine_size
-from tests.support.paper_machines import xeon
+from tests.support.machines.paper_machines import xeon
 from tests.workflows.test_tune_config_run import CountingJury, a_run
 
 

@@ -14,18 +14,18 @@ from phasewise.kerneldb.store import open_store
 from phasewise.kerneldb.upkeep import Here
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.storage import StorageChoice
-from phasewise.serving.model import PackedModel
+from phasewise.serving.models.packed_model import PackedModel
 from phasewise.topology import Machine, read_machine
 from phasewise.tuner.measurement_lock import NoLock
 from phasewise.tuner.plans import Phase, ServicePlan, machine_key, rank_on
 from phasewise.tuner.timing import Duel
-from phasewise.workflows import tuned_schedules
-from phasewise.workflows.storage_choice import storage_choice
+from phasewise.workflows.database.verify_schedules import verify_storage_duels
+from phasewise.workflows.opening import tuned_schedules
+from phasewise.workflows.opening.storage_choice import storage_choice
 from phasewise.workflows.tune_kernels.rounds import Round, plan_rounds, shapes_of
 from phasewise.workflows.tune_kernels.storage_duels import fight_storage_duels, storage_problems
-from phasewise.workflows.verify_schedules import verify_storage_duels
-from tests.support.kerneldb_examples import MACHINE, OTHER_SCHEDULE, SCHEDULE, STORAGE_DUEL
-from tests.support.tiny_models import TinyShape, write_sparse_hf
+from tests.support.machines.kerneldb_examples import MACHINE, OTHER_SCHEDULE, SCHEDULE, STORAGE_DUEL
+from tests.support.models.tiny_models import TinyShape, write_sparse_hf
 
 SHAPE = TinyShape(n_layers=1, hidden=64, ffn=96, head_dim=32)
 CORE = sorted(os.sched_getaffinity(0))[:1]

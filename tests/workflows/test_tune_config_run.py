@@ -22,7 +22,7 @@ from phasewise.tuner.topotree import Configuration, OperatorLimits
 from phasewise.workflows.tune_config.run import Run, judge, judge_again
 from phasewise.workflows.tune_config.search import Searched
 from phasewise.workflows.tune_config.subject import Subject, Wish
-from tests.support.paper_machines import xeon
+from tests.support.machines.paper_machines import xeon
 
 BUDGET_S = 60.0
 LIMITS = OperatorLimits(32, 32, 128, 11008)

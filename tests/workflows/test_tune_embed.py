@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("phasewise.serving.open_engine", reason="the kernels are not built", exc_type=ImportError)
+pytest.importorskip(
+    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
+)
 
 from phasewise.serving.embedding import open_embedding
 from phasewise.serving.embedding.depth import LatencyLine
@@ -14,10 +16,10 @@ from phasewise.serving.embedding.protocol import inputs_from_bytes
 from phasewise.serving.embedding.worker import WorkerSpec
 from phasewise.serving.loaders import load_model
 from phasewise.topology import read_machine
-from phasewise.workflows import tune_embed as workflow
+from phasewise.workflows.embed import tune as workflow
 from phasewise.workflows.errors import WorkflowError
-from phasewise.workflows.serve_embedding import Embeddings, plan_for
-from tests.support.encoder_models import write_encoder
+from phasewise.workflows.serve.embedding import Embeddings, plan_for
+from tests.support.models.encoder_models import write_encoder
 
 LENGTH = 20
 Lines = list[str]

@@ -11,7 +11,7 @@ import pytest
 from phasewise.ir.build import target_named
 from phasewise.ir.errors import UserKernelError
 from phasewise.ir.original import is_original, original_of
-from phasewise.ir.raise_file import raise_file
+from phasewise.ir.raising.raise_file import raise_file
 from phasewise.ir.reading import read
 from phasewise.kerneldb.portable import import_rows, rows_of
 from phasewise.kerneldb.store import open_store

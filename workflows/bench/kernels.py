@@ -31,8 +31,8 @@ from phasewise.tuner.search.space import Arithmetic, arithmetic_of
 from phasewise.tuner.weights import copies_of, dense_format, format_name, random_weight, split_format
 from phasewise.workflows.bench.kernel_rows import KernelRow, PointKey
 from phasewise.workflows.bench.peers.processes import FORMAT_OF, Peer, PeerCell, PeerError
+from phasewise.workflows.opening.tuned_schedules import read_schedules
 from phasewise.workflows.report import Report, silent
-from phasewise.workflows.tuned_schedules import read_schedules
 
 if TYPE_CHECKING:
     from phasewise.cython_kernels.packing import PackedWeight

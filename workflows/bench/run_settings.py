@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from phasewise.workflows.errors import UsageError
 
 if TYPE_CHECKING:
-    from phasewise.serving.throughput import Workload
+    from phasewise.serving.engine.throughput import Workload
 
 CACHE_TYPES = {"f32": "f32", "f16": "f16", "bf16": "bf16", "q8_0": "int8", "int8": "int8", "int4": "int4"}
 """Formats of keys and values by llama.cpp's names and ours. Its q4_0 has 4.5 bits a number, int4 has 5."""
@@ -27,7 +27,7 @@ class BenchTests:
 
     def workloads(self) -> list[Workload]:
         """By number of sequences, then depth: the prefills, the decodes, the pairs."""
-        from phasewise.serving.throughput import Workload
+        from phasewise.serving.engine.throughput import Workload
 
         tests = [(p, 0) for p in self.prompts] + [(0, n) for n in self.n_gen] + list(self.pairs)
         return [

@@ -15,7 +15,7 @@ from phasewise.workflows.predict_len.settings import CollectWish
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
-    from phasewise.serving.open_engine import OpenEngine
+    from phasewise.serving.engine.open_engine import OpenEngine
 
 TELL_EVERY = 50
 
@@ -49,10 +49,10 @@ def collect_lengths(
 
 @contextmanager
 def _engine(ref: str, wish: CollectWish, report: Report) -> Iterator[OpenEngine]:
-    from phasewise.serving.engine_size import EngineSize
-    from phasewise.serving.open_engine import open_engine
-    from phasewise.serving.rank_teams import keeping_affinity
-    from phasewise.workflows.open_model import Weights, open_model
+    from phasewise.serving.engine.engine_size import EngineSize
+    from phasewise.serving.engine.open_engine import open_engine
+    from phasewise.serving.ranks.rank_teams import keeping_affinity
+    from phasewise.workflows.opening.open_model import Weights, open_model
 
     found = open_model(ref, Weights(wish.weight_format), wish.threads, wish.db, report)
     for plan in found.plans.values():

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from phasewise._files import cut_broken_line
-from phasewise.serving.messages import Answer, Submit
-from phasewise.serving.sampling import SamplingParams
+from phasewise.serving.engine.messages import Answer, Submit
+from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.log import read_log
 
 if TYPE_CHECKING:
-    from phasewise.serving.engine import Engine
+    from phasewise.serving.engine.engine import Engine
 
 SCHEMA_VERSION = 1
 

@@ -14,7 +14,7 @@ from phasewise.tuner.predictor.log import Log, lines_of, read_log
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
-    from phasewise.serving.open_engine import ModelText
+    from phasewise.serving.engine.open_engine import ModelText
 
 PROMPT_FIELDS = ("prompt", "instruction", "question")
 
@@ -28,8 +28,8 @@ class ModelTokens:
 
     @cached_property
     def _loaded(self) -> tuple[str, ModelText]:
+        from phasewise.serving.engine.open_engine import ModelText
         from phasewise.serving.loaders import load_model
-        from phasewise.serving.open_engine import ModelText
 
         model = load_model(self._ref, "native", report=self._report)
         return model.name, ModelText(model)
@@ -117,9 +117,9 @@ def read_logs(paths: Sequence[Path], model: str | None, report: Report = silent)
 
 def tokens_here(name: str, report: Report = silent) -> ModelTokens | None:
     """The tokens of a model that is in the cache. A log's name opens no file and fetches nothing."""
-    from phasewise.serving.loaders.cache import stored_models
-    from phasewise.serving.loaders.registry import KNOWN, is_here
-    from phasewise.serving.loaders.resolve import cache_root
+    from phasewise.serving.loaders.fetching.cache import stored_models
+    from phasewise.serving.loaders.fetching.registry import KNOWN, is_here
+    from phasewise.serving.loaders.fetching.resolve import cache_root
 
     root = cache_root()
     is_here_now = name in KNOWN and is_here(KNOWN[name], root)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from phasewise.serving.encoder.embedder import Embedder
-    from phasewise.serving.encoder.text import EncoderText
+    from phasewise.serving.embedding.encoder.embedder import Embedder
+    from phasewise.serving.embedding.encoder.input_tokens import EncoderText
     from phasewise.tuner.predictor.facts import Example, PromptFacts
 
 AUTO, NONE = "auto", "none"
@@ -39,8 +39,8 @@ class PromptEncoder:
 
     @cached_property
     def _loaded(self) -> tuple[EncoderText, Embedder]:
-        from phasewise.serving.encoder.embedder import Embedder
-        from phasewise.serving.encoder.text import EncoderText
+        from phasewise.serving.embedding.encoder.embedder import Embedder
+        from phasewise.serving.embedding.encoder.input_tokens import EncoderText
         from phasewise.serving.loaders import load_model
 
         model = load_model(self.ref, WEIGHT_FORMAT, report=self._report)
@@ -48,7 +48,7 @@ class PromptEncoder:
 
     def vectors(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         """float32 [texts, width]; long texts by their beginnings. ModelError, RanksError, StepFailed."""
-        from phasewise.serving.encoder.pooling import check_numbers
+        from phasewise.serving.embedding.encoder.pooling import check_numbers
 
         with self._lock:
             text, embedder = self._loaded
@@ -81,8 +81,8 @@ class PromptEncoder:
 
 def find_encoder(wanted: str, report: Report = silent, text_of: TextOf | None = None) -> PromptEncoder | None:
     """`none`: no encoder; `auto`: the default one where it is in the cache; else the one named."""
-    from phasewise.serving.loaders.registry import KNOWN, is_here
-    from phasewise.serving.loaders.resolve import cache_root
+    from phasewise.serving.loaders.fetching.registry import KNOWN, is_here
+    from phasewise.serving.loaders.fetching.resolve import cache_root
 
     if wanted == NONE:
         return None

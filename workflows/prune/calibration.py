@@ -17,7 +17,7 @@ from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.report import Report
 
 if TYPE_CHECKING:
-    from phasewise.serving.model import PackedModel
+    from phasewise.serving.models.packed_model import PackedModel
 
 WINDOW_TOKENS = 512
 LEAST_TOKENS = 64
@@ -40,7 +40,7 @@ class Activations:
 
 def windows(model: PackedModel, text: str, n_tokens: int) -> list[list[int]]:
     """The first tokens of a text, in windows that do not overlap. WorkflowError if it is too short."""
-    from phasewise.serving.tokenizer import Tokenizer
+    from phasewise.serving.text.tokenizer import Tokenizer
 
     ids = Tokenizer.from_json(model.tokenizer_json, model.config).encode(text, add_special=False)
     length = min(WINDOW_TOKENS, model.config.context_length)
@@ -73,7 +73,7 @@ def tapped(model: PackedModel, pieces: list[list[int]]) -> Iterator[tuple[dict[t
     """After every window: the rows that each reader has multiplied, and how many they are."""
     from phasewise.cython_kernels._native import Team
     from phasewise.serving.batch import SequenceSlice
-    from phasewise.serving.forward import Capacity, build_program
+    from phasewise.serving.models.forward import Capacity, build_program
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import default_plan
 

@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels import packing
-from phasewise.serving.loaders.model_directory import ModelDirectory
+from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.workflows.errors import WorkflowError
 
 if TYPE_CHECKING:
     from phasewise.serving.loaders.source import ModelSource
-    from phasewise.serving.model import ModelConfig
+    from phasewise.serving.models.packed_model import ModelConfig
 
 Array = npt.NDArray[Any]
 

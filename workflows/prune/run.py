@@ -15,8 +15,8 @@ from phasewise._files import read_input
 from phasewise._words import counted
 from phasewise.cython_kernels import packing
 from phasewise.cython_kernels.blocks import BlockRows
+from phasewise.serving.loaders.formats.hf_model import GLOBAL_NAMES, LAYER_NAMES
 from phasewise.serving.loaders.forms import BF16, INT8
-from phasewise.serving.loaders.hf_model import GLOBAL_NAMES, LAYER_NAMES
 from phasewise.serving.loaders.storage import StorageChoice, bytes_share
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.prune import masks
@@ -129,7 +129,7 @@ def prune(settings: PruneSettings, report: Report = silent, progress: Report = s
     `progress` gets a line for each tensor and for each window of a text.
     """
     from phasewise.serving.loaders import open_source
-    from phasewise.serving.loaders.resolve import cache_root, locate
+    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 
     located = locate(settings.model, cache_root(), report)
     with open_source(located) as source, new_directory(settings.out) as directory:
@@ -324,7 +324,7 @@ def _perplexity(model: str, text: Path, report: Report, progress: Report) -> flo
     """Perplexity of a model as bf16 over the first tokens of a text, in windows that do not overlap."""
     from phasewise.serving.batch import Batch, SequenceSlice
     from phasewise.serving.loaders import load_model
-    from phasewise.serving.ranks import KvMemory, LocalRanks, RankOptions
+    from phasewise.serving.ranks.open_ranks import KvMemory, LocalRanks, RankOptions
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import PHASES, Phase, ServicePlan, default_plan
 

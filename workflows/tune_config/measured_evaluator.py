@@ -19,8 +19,8 @@ import numpy as np
 from phasewise.cython_kernels.errors import KernelError
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import ServingError
-from phasewise.serving.rank_teams import keeping_affinity
-from phasewise.serving.ranks import STEP_TOKENS, KvMemory, RankOptions, open_ranks
+from phasewise.serving.ranks.open_ranks import STEP_TOKENS, KvMemory, RankOptions, open_ranks
+from phasewise.serving.ranks.rank_teams import keeping_affinity
 from phasewise.tuner import timing
 from phasewise.tuner.conditions import Watch, is_disturbed
 from phasewise.tuner.config.steps import EvaluatorKind, Step, StepTimer
@@ -29,9 +29,9 @@ from phasewise.tuner.measurement_lock import MeasurementLock, NoLock
 from phasewise.tuner.plans import PHASES, Phase, ServicePlan, check_fits, default_plan
 
 if TYPE_CHECKING:
-    from phasewise.serving.model import PackedModel
-    from phasewise.serving.ranks import Ranks
-    from phasewise.serving.schedules import ScheduleLookup
+    from phasewise.serving.models.packed_model import PackedModel
+    from phasewise.serving.models.schedules import ScheduleLookup
+    from phasewise.serving.ranks.open_ranks import Ranks
     from phasewise.topology import Machine
     from phasewise.tuner.topotree import Configuration
 

@@ -207,8 +207,8 @@ def _plain(run: Run, store: Store) -> MeasuredEvaluator:
 
 def _tuned(run: Run, store: Store) -> MeasuredEvaluator:
     """By whatever schedules are in use for a plan's cores."""
+    from phasewise.workflows.opening.tuned_schedules import schedules_for
     from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator
-    from phasewise.workflows.tuned_schedules import schedules_for
 
     def in_use(plans: Plans) -> Schedules:
         return schedules_for(run.wish.db, subject.machine, plans, run.show.say)

@@ -34,12 +34,12 @@ from phasewise.tuner.plans import (
 )
 from phasewise.tuner.topotree import OperatorLimits, TopoTree, fundamental
 from phasewise.workflows.errors import UsageError
-from phasewise.workflows.model_shape import lone_config, shape_of_model, shape_of_reference
+from phasewise.workflows.opening.model_shape import lone_config, shape_of_model, shape_of_reference
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.tune_config.settings import TuneConfigSettings
 
 if TYPE_CHECKING:
-    from phasewise.serving.model import PackedModel
+    from phasewise.serving.models.packed_model import PackedModel
     from phasewise.workflows.tune_config.measured_evaluator import Cost
 
 TRACE_REQUESTS = 64

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from phasewise.cython_kernels.packing import PANEL
-from phasewise.serving.forward import attention_problem
+from phasewise.serving.models.forward import attention_problem
 from phasewise.topology import Machine, placement_signature
 from phasewise.tuner.plans import Phase, ServicePlan, list_cores
 from phasewise.workflows.tune_kernels.rounds import Round, Shape, plan_rounds, shapes_of
 
 if TYPE_CHECKING:
-    from phasewise.serving.model import PackedModel
+    from phasewise.serving.models.packed_model import PackedModel
     from phasewise.tuner.search.group import Group
 
 MOST_ROWS = 512

@@ -18,8 +18,8 @@ from phasewise._words import share_of_limit
 from phasewise.cython_kernels._native import kernel_abi
 from phasewise.kerneldb.records import MachineKey, Problem, Sample, Schedule, StorageDuel
 from phasewise.kerneldb.store import Store
-from phasewise.serving.rank_teams import keeping_affinity
-from phasewise.serving.ranks import ALL_LOGITS_ROWS
+from phasewise.serving.ranks.open_ranks import ALL_LOGITS_ROWS
+from phasewise.serving.ranks.rank_teams import keeping_affinity
 from phasewise.topology import Machine
 from phasewise.tuner.attention import attention_group
 from phasewise.tuner.ledger import Ledger, Scope
@@ -45,7 +45,7 @@ from phasewise.tuner.weights import cold_bytes, format_name
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from phasewise.serving.model import PackedModel
+    from phasewise.serving.models.packed_model import PackedModel
 
 
 DECODE_ROWS = 64

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from phasewise._words import counted
 from phasewise.kerneldb.store import open_store
-from phasewise.serving.forward import attention_problem
+from phasewise.serving.models.forward import attention_problem
 from phasewise.topology import Machine
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.plans import Phase, ServicePlan, default_plan
@@ -28,8 +28,8 @@ from phasewise.workflows.tune_kernels.speed_change import BUDGET_SHARE, SpeedCha
 from phasewise.workflows.tune_kernels.storage_duels import fight_storage_duels, storage_problems
 
 if TYPE_CHECKING:
-    from phasewise.serving.model import PackedModel
-    from phasewise.workflows.open_model import OpenModel
+    from phasewise.serving.models.packed_model import PackedModel
+    from phasewise.workflows.opening.open_model import OpenModel
 
 
 STORAGE_SHARE = 0.25
@@ -101,7 +101,7 @@ def change_of_model(
 
     Empty where every product that was tuned keeps the kernels' own schedule.
     """
-    from phasewise.workflows.tuned_schedules import schedules_for
+    from phasewise.workflows.opening.tuned_schedules import schedules_for
 
     if all(gain.is_default for one in tuned for gain in one.outcome.gains):
         return []

@@ -11,17 +11,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from phasewise.serving.throughput import Workload, measure
+from phasewise.serving.engine.throughput import Workload, measure
 from phasewise.tuner import timing
-from phasewise.workflows.bench.model import MAX_BATCH_TOKENS, open_ranks
+from phasewise.workflows.bench.model_speed import MAX_BATCH_TOKENS, open_ranks
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import Comparison
-    from phasewise.serving.throughput import Forward
+    from phasewise.serving.engine.throughput import Forward
     from phasewise.tuner.plans import Phase
-    from phasewise.workflows.open_model import OpenModel
-    from phasewise.workflows.tuned_schedules import KernelSchedules
+    from phasewise.workflows.opening.open_model import OpenModel
+    from phasewise.workflows.opening.tuned_schedules import KernelSchedules
 
 PREFILL_TOKENS = 512
 DECODE_TOKENS = 32

@@ -11,8 +11,8 @@ from phasewise._version import __version__
 from phasewise.cython_kernels import sparse
 from phasewise.cython_kernels._native import kernel_abi
 from phasewise.kerneldb.records import Measurement, Origin, Problem, Schedule, StorageDuel
-from phasewise.serving.rank_teams import keeping_affinity
-from phasewise.serving.ranks import ALL_LOGITS_ROWS
+from phasewise.serving.ranks.open_ranks import ALL_LOGITS_ROWS
+from phasewise.serving.ranks.rank_teams import keeping_affinity
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.native import NativeEvaluator, default_schedule, paths_of
@@ -26,13 +26,13 @@ from phasewise.tuner.weights import (
     sparse_format,
     split_format,
 )
+from phasewise.workflows.opening.tuned_schedules import read_schedules
 from phasewise.workflows.report import silent
 from phasewise.workflows.tune_kernels.rounds import HEADS, Round
-from phasewise.workflows.tuned_schedules import read_schedules
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.store import Store
-    from phasewise.serving.model import PackedModel
+    from phasewise.serving.models.packed_model import PackedModel
     from phasewise.topology import Machine
 
 DECODE_ROWS = (1, 8)

@@ -9,13 +9,13 @@ from pathlib import Path
 from phasewise._files import read_input
 from phasewise._version import __version__
 from phasewise.ir.build import built, chosen, kernel_abi, target_named
-from phasewise.ir.checking import REASSOCIATED_BOUND, Program, Verdict, check, in_folder
-from phasewise.ir.compiling import compiler_for, missing_tool
 from phasewise.ir.emit import TunedTarget, emitted, emitted_header
 from phasewise.ir.errors import UserKernelError
 from phasewise.ir.original import original_of
-from phasewise.ir.preprocess import guess_isa
+from phasewise.ir.raising.preprocess import guess_isa
 from phasewise.ir.reading import read
+from phasewise.ir.running.checking import REASSOCIATED_BOUND, Program, Verdict, check, in_folder
+from phasewise.ir.running.compiling import compiler_for, missing_tool
 from phasewise.ir.targets import TARGETS, IsaTarget, cpu_flags, runs_here
 from phasewise.kerneldb.store import Store
 

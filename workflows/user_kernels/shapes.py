@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 
-from phasewise.ir.cases import sizes
 from phasewise.ir.errors import UserKernelError
 from phasewise.ir.nodes import FunctionDefinition
+from phasewise.ir.running.cases import sizes
 
 Shape = tuple[tuple[str, int], ...]
 MAX_SHAPES = 64

@@ -36,8 +36,8 @@ def allreduce(
     anew, which is not timed. GB/s: bytes of one message over the time. Copying: every rank copies one
     message.
     """
-    from phasewise.cli.render.all_reduce_formats import FORMATS
-    from phasewise.cli.render.row_forms import written
+    from phasewise.cli.commands.bench.allreduce_text import FORMATS
+    from phasewise.cli.row_forms import written
     from phasewise.topology import read_machine
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.tuner.plans import default_plan

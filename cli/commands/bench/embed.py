@@ -133,7 +133,7 @@ def embed(
 def _texts(file: Path | None, lengths: str, seed: int) -> Callable[[int], list[str]]:
     """Makes so many texts: lines of the file over and over, else drawn ones."""
     from phasewise.loadtest.embed import lengths_of, texts_of_lengths
-    from phasewise.workflows.embed import lines_of
+    from phasewise.workflows.embed.run import lines_of
 
     def texts(count: int) -> list[str]:
         if file is not None:

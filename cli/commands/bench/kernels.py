@@ -86,8 +86,8 @@ def kernels(
     smollm2-135m, llama-1.3b, llama-3-8b. A run with --rows may be killed and started again; it
     prints all rows of the grid.
     """
-    from phasewise.cli.render.kernel_formats import FORMATS, draw_rows
-    from phasewise.cli.render.row_forms import written
+    from phasewise.cli.commands.bench.kernels_text import FORMATS, draw_rows
+    from phasewise.cli.row_forms import written
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.bench.kernel_rows import KernelRow, PointKey, RowFile
     from phasewise.workflows.bench.kernels import kernel_rows, schedules_of

@@ -96,8 +96,8 @@ def kv(
 
     A step is one batch of the scheduler. Why requests failed is told on stderr.
     """
-    from phasewise.cli.render.kv_formats import FORMATS
-    from phasewise.cli.render.row_forms import written
+    from phasewise.cli.commands.bench.kv_text import FORMATS
+    from phasewise.cli.row_forms import written
     from phasewise.workflows.bench.kv.replay import replay_policies
 
     say(

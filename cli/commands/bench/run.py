@@ -26,8 +26,8 @@ from phasewise.cli.present import note, note_plans, say
 from phasewise.workflows.bench.run_settings import CACHE_TYPES, BenchRunning, BenchTests
 
 if TYPE_CHECKING:
-    from phasewise.workflows.bench.model import ModelRow
-    from phasewise.workflows.open_model import OpenModel
+    from phasewise.workflows.bench.model_speed import ModelRow
+    from phasewise.workflows.opening.open_model import OpenModel
 
 MOST_BATCH_TOKENS = 1 << 16
 
@@ -168,11 +168,11 @@ def run(
     followed here, are refused by name, except with the values that hold here
     anyway (-ngl 0, -fa 1, -mmp 1, -ub 512).
     """
-    from phasewise.cli.render.bench_formats import FORMATS
-    from phasewise.cli.render.row_forms import written
+    from phasewise.cli.commands.bench.run_text import FORMATS
+    from phasewise.cli.row_forms import written
     from phasewise.tuner.measurement_lock import user_lock
-    from phasewise.workflows.bench.model import Timing, bench_rows, check_context, open_ranks
-    from phasewise.workflows.open_model import Weights, open_model
+    from phasewise.workflows.bench.model_speed import Timing, bench_rows, check_context, open_ranks
+    from phasewise.workflows.opening.open_model import Weights, open_model
 
     tests, running = _with_small_batches(tests, running)
     names = [*(models or ()), *(name for given in more_models or () for name in _model_names(given))]
@@ -224,8 +224,8 @@ def _model_names(given: str) -> list[str]:
 
 
 def _explain(found: OpenModel, tests: BenchTests, formats: list[str]) -> None:
-    from phasewise.cli.render.explain_text import uses_text
-    from phasewise.serving.ranks import STEP_TOKENS
+    from phasewise.cli.explain_text import uses_text
+    from phasewise.serving.ranks.open_ranks import STEP_TOKENS
 
     for one in formats:
         note(uses_text(found.explain(STEP_TOKENS, max(tests.sequences), one)))

@@ -119,9 +119,9 @@ def serve(
     Fields have the names and the meaning of vLLM's bench serve. Ctrl-C
     prints what was measured.
     """
+    from phasewise.cli.commands.bench.serve_progress import load_progress
+    from phasewise.cli.commands.bench.serve_text import FORMATS, draw_report
     from phasewise.cli.present import check_target, note, owns_stdout, say, write_target
-    from phasewise.cli.render.bench_serve_progress import load_progress
-    from phasewise.cli.render.bench_serve_text import FORMATS, draw_report
     from phasewise.loadtest.assemble import load_test_of
     from phasewise.loadtest.session import run_load_test
 

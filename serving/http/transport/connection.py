@@ -17,13 +17,13 @@ from urllib.parse import unquote
 import h11
 from starlette.types import ASGIApp, Scope
 
-from phasewise.serving.http.connection_clocks import Awaited, ConnectionClocks
-from phasewise.serving.http.connections import Connections
 from phasewise.serving.http.errors import ApiError
-from phasewise.serving.http.framing import Framing
-from phasewise.serving.http.loop_share import BYTE_S, REQUEST_S
-from phasewise.serving.http.timed_steps import timed_steps
+from phasewise.serving.http.transport.connection_clocks import Awaited, ConnectionClocks
+from phasewise.serving.http.transport.connections import Connections
 from phasewise.serving.http.transport.exchange import Exchange
+from phasewise.serving.http.transport.framing import Framing
+from phasewise.serving.http.transport.loop_share import BYTE_S, REQUEST_S
+from phasewise.serving.http.transport.timed_steps import timed_steps
 
 EXTENSION = "phasewise.connection"
 """In a request's `scope["extensions"]`: the connection that it came on, for `connection_of`."""

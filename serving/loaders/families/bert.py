@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Get, Names, TensorCut
-from phasewise.serving.model import LARGEST, Encoder, LayerKind, ModelConfig, RopeSpec
+from phasewise.serving.models.packed_model import LARGEST, Encoder, LayerKind, ModelConfig, RopeSpec
 
 HF_ACTIVATIONS = {
     "gelu": "gelu",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from phasewise.serving.model import ModelConfig
+from phasewise.serving.models.packed_model import ModelConfig
 
 Get = Callable[..., Any]
 """get(key, type, default=None): the file's value if it has that type, the default if it is absent;

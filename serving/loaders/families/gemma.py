@@ -20,7 +20,7 @@ from phasewise.serving.loaders.families.reading import (
     positive_or_none,
     with_windows,
 )
-from phasewise.serving.model import ModelConfig, RopeSpec
+from phasewise.serving.models.packed_model import ModelConfig, RopeSpec
 
 GEMMA2_PERIOD, GEMMA3_PERIOD = 2, 6
 LOCAL_THETA = 10000.0

@@ -11,10 +11,10 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Family, Get, TensorCut
 from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
 from phasewise.serving.loaders.families.reading import all_but_every, experts_of, layer_types, with_windows
-from phasewise.serving.model import ModelConfig, RopeSpec, YarnScaling
+from phasewise.serving.models.packed_model import ModelConfig, RopeSpec, YarnScaling
 
 PERIOD = 2
-LIMIT, ALPHA = 7.0, 1.702  # of the clamped gate: families/elementwise.c
+LIMIT, ALPHA = 7.0, 1.702  # of the clamped gate: families/rows/elementwise.c
 
 
 def _common(config: ModelConfig) -> ModelConfig:

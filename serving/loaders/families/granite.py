@@ -10,7 +10,7 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Family, Get, TensorCut
 from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
 from phasewise.serving.loaders.families.reading import experts_of, positive
-from phasewise.serving.model import ModelConfig
+from phasewise.serving.models.packed_model import ModelConfig
 
 
 def _granite(get: Get, config: ModelConfig) -> ModelConfig:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from phasewise.serving.loaders.families.family import Family, Get, Names, TensorCut
 from phasewise.serving.loaders.families.reading import experts_of
-from phasewise.serving.model import ModelConfig
+from phasewise.serving.models.packed_model import ModelConfig
 
 
 def _with_window(get: Get, config: ModelConfig) -> ModelConfig:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
 from phasewise.serving.loaders.families.reading import experts_of, must_be_off
-from phasewise.serving.model import ModelConfig
+from phasewise.serving.models.packed_model import ModelConfig
 
 
 def _olmo2(get: Get, config: ModelConfig) -> ModelConfig:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phasewise.serving.loaders.families.family import Family, Get, TensorCut
-from phasewise.serving.model import ModelConfig
+from phasewise.serving.models.packed_model import ModelConfig
 
 
 def _hf(get: Get, config: ModelConfig) -> ModelConfig:

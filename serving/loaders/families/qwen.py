@@ -7,7 +7,7 @@ from dataclasses import replace
 from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
 from phasewise.serving.loaders.families.reading import experts_of, layer_types, must_be_off, with_windows
-from phasewise.serving.model import ModelConfig
+from phasewise.serving.models.packed_model import ModelConfig
 
 MAX_WINDOW_LAYERS = 28
 HEAD_DIM = 128

@@ -8,7 +8,7 @@ from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.loaders.families.reading import must_be_off
-from phasewise.serving.model import LayerKind, ModelConfig
+from phasewise.serving.models.packed_model import LayerKind, ModelConfig
 
 PERIOD = 4  # layers between two without RoPE
 

@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 
 from phasewise.kerneldb.schema import HEAD  # noqa: E402
 from phasewise.kerneldb.store import open_store  # noqa: E402
-from tests.support.kerneldb_examples import (  # noqa: E402
+from tests.support.machines.kerneldb_examples import (  # noqa: E402
     MEASUREMENT,
     PLAN,
     PROMOTION,

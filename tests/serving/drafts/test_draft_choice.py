@@ -17,9 +17,9 @@ from phasewise.serving.drafts.lookup import LookupDrafter
 from phasewise.serving.drafts.model_drafter import ModelDrafter
 from phasewise.serving.drafts.repeats import MOST_MATCHED, Repeats
 from phasewise.serving.drafts.step_costs import StepCosts
-from phasewise.serving.request import LiveSequence, Request
-from phasewise.serving.sampling import GREEDY, Sampler
-from phasewise.serving.scheduler_terms import DraftRoom
+from phasewise.serving.sampling.sampling import GREEDY, Sampler
+from phasewise.serving.scheduling.request import LiveSequence, Request
+from phasewise.serving.scheduling.scheduler_terms import DraftRoom
 from tests.support.tiers import examples, n_examples
 
 few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=80)

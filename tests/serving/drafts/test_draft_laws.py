@@ -14,12 +14,12 @@ from phasewise.serving.drafts.contract import Drafter
 from phasewise.serving.drafts.lookup import LookupDrafter
 from phasewise.serving.drafts.model_drafter import ModelDrafter
 from phasewise.serving.drafts.step_costs import StepCosts
+from phasewise.serving.engine.messages import Answer, Failure, Submit
 from phasewise.serving.errors import RankLost
-from phasewise.serving.messages import Answer, Failure, Submit
-from phasewise.serving.request import Request
-from phasewise.serving.sampling import GREEDY, SamplingParams
-from phasewise.serving.scheduler_terms import SchedulerError
-from tests.serving.test_scheduler_laws import (
+from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
+from phasewise.serving.scheduling.request import Request
+from phasewise.serving.scheduling.scheduler_terms import SchedulerError
+from tests.serving.scheduling.test_scheduler_laws import (
     CLIENTS,
     CONTEXT,
     N_SLOTS,
@@ -28,7 +28,9 @@ from tests.serving.test_scheduler_laws import (
     requests_of,
     submit,
 )
-from tests.support.fake_engine import (
+from tests.support.guessing import GuessingDrafter
+from tests.support.scheduled import POLICIES, any_pool, make, request
+from tests.support.servers.fake_engine import (
     END,
     VOCAB_SIZE,
     AttentiveRanks,
@@ -39,8 +41,6 @@ from tests.support.fake_engine import (
     slots_of,
     text_of,
 )
-from tests.support.guessing import GuessingDrafter
-from tests.support.scheduled import POLICIES, any_pool, make, request
 from tests.support.tiers import examples
 
 lengths = st.tuples(st.integers(1, 150), st.integers(1, 150))  # prompt, answer

@@ -11,24 +11,31 @@ import pytest
 from phasewise.cython_kernels import isa
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.drafts.opening import DraftSource, check_vocabularies
+from phasewise.serving.engine.messages import Answer, Submit
+from phasewise.serving.engine.open_engine import ModelText, open_engine
 from phasewise.serving.errors import ModelError
-from phasewise.serving.guides import Grammar, GuideCompiler, TokenView
+from phasewise.serving.grammar.guides import Grammar, GuideCompiler, TokenView
 from phasewise.serving.loaders import load_model
-from phasewise.serving.messages import Answer, Submit
-from phasewise.serving.model import PackedModel
-from phasewise.serving.open_engine import ModelText, open_engine
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.models.schedules import ScheduleLookup
 from phasewise.serving.pools.opening import POLICIES
-from phasewise.serving.sampling import GREEDY, SamplingParams
-from phasewise.serving.schedules import ScheduleLookup
+from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
-from tests.serving.test_engine_kernels import plans, tokens
-from tests.serving.test_forward import DefaultSchedules, Machine, OwnPath, make_model, random_ids, sliced
-from tests.serving.test_forward_ranks import ranks
+from tests.serving.engine.test_engine_kernels import plans, tokens
+from tests.serving.models.test_forward import (
+    DefaultSchedules,
+    Machine,
+    OwnPath,
+    make_model,
+    random_ids,
+    sliced,
+)
+from tests.serving.models.test_forward_ranks import ranks
 from tests.support.engine_sizes import engine_size
-from tests.support.fake_engine import run_all
 from tests.support.guessing import GuessingDrafter
+from tests.support.models.tiny_models import TinyShape, tiny_gguf
+from tests.support.servers.fake_engine import run_all
 from tests.support.tiers import isas
-from tests.support.tiny_models import TinyShape, tiny_gguf
 
 PROMPTS = ["a", "hello there", "To be, or not to be", "0123456789" * 9]
 TWO_RANKS = {phase: ServicePlan(phase, (RankCores((0,)), RankCores((1,)))) for phase in PHASES}

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from tests.serving.drafts.test_draft_laws import lookup_drafter
-from tests.support.fake_server import FakeServer, fake_server
+from tests.support.servers.fake_server import FakeServer, fake_server
 
 
 @pytest.fixture(scope="module")

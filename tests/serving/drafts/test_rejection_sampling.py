@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.sampling import Sampler, SamplingParams, sample_run
+from phasewise.serving.sampling.sampling import Sampler, SamplingParams, sample_run
 from tests.support.tiers import examples, n_examples
 
 VOCAB = 12

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from phasewise.serving.embedding.client import EmbeddingClient
-from phasewise.serving.encoder.text import Tokens
+from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.errors import QueueFull, RanksError, StepFailed, Stopping
-from tests.support.fake_embedding import OVERFLOW, POISON, FakeWorker, client_over, vector_of
+from tests.support.servers.fake_embedding import OVERFLOW, POISON, FakeWorker, client_over, vector_of
 
 
 def inputs(n: int, first: int = 100) -> list[Tokens]:

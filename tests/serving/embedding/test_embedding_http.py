@@ -16,13 +16,13 @@ import httpx
 import numpy as np
 import pytest
 
-from phasewise.serving.encoder.pooling import truncated
-from phasewise.serving.encoder.text import Tokens
-from phasewise.serving.http import embeddings
+from phasewise.serving.embedding.encoder.input_tokens import Tokens
+from phasewise.serving.embedding.encoder.pooling import truncated
 from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.http.routes import embeddings
 from phasewise.serving.http.transport.connection import Connection
-from tests.support.encoder_models import MAX_TOKENS, write_encoder
-from tests.support.fake_embedding import (
+from tests.support.models.encoder_models import MAX_TOKENS, write_encoder
+from tests.support.servers.fake_embedding import (
     POISON,
     WIDTH,
     EmbeddingServer,
@@ -30,7 +30,7 @@ from tests.support.fake_embedding import (
     embedding_server,
     vector_of,
 )
-from tests.support.rude_clients import until
+from tests.support.servers.rude_clients import until
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.protocol import (
     ProtocolError,
     WorkerFrame,
@@ -20,7 +21,6 @@ from phasewise.serving.embedding.protocol import (
     vectors_from_bytes,
     vectors_to_bytes,
 )
-from phasewise.serving.encoder.text import Tokens
 from tests.support.tiers import examples
 
 inputs = st.lists(

@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.open_embedding import start_worker
 from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
 from phasewise.serving.embedding.torch_worker import TorchEmbedder
 from phasewise.serving.embedding.worker import WorkerSpec
-from phasewise.serving.encoder.text import Tokens
 from phasewise.serving.errors import ModelError, RanksError
 from phasewise.serving.loaders import load_model
 from phasewise.topology import read_machine
-from phasewise.workflows.serve_embedding import open_for
-from tests.support.encoder_models import HIDDEN, write_encoder
+from phasewise.workflows.serve.embedding import open_for
+from tests.support.models.encoder_models import HIDDEN, write_encoder
 
 CORE = (min(read_machine().allowed_pus),)
 

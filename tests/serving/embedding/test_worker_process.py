@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 from phasewise.serving.embedding.client import EmbeddingClient
+from phasewise.serving.embedding.encoder.embedder import Embedder
+from phasewise.serving.embedding.encoder.input_tokens import EncoderText
 from phasewise.serving.embedding.open_embedding import open_embedding, start_worker
 from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
 from phasewise.serving.embedding.protocol import inputs_to_bytes
 from phasewise.serving.embedding.queues import Depth
 from phasewise.serving.embedding.worker import WorkerSpec
 from phasewise.serving.embedding.worker_process import WorkerProcess
-from phasewise.serving.encoder.embedder import Embedder
-from phasewise.serving.encoder.text import EncoderText
 from phasewise.serving.errors import RanksError
 from phasewise.serving.loaders import load_model
 from phasewise.topology import read_machine
-from tests.support.encoder_models import TEXTS, write_encoder
+from tests.support.models.encoder_models import TEXTS, write_encoder
 
 pytestmark = pytest.mark.slow
 
@@ -134,7 +134,7 @@ def test_torchs_worker_gives_the_same_vectors(tmp_path: Path, name: str) -> None
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from phasewise.serving.embedding.torch_worker import TorchEmbedder
-    from tests.support.encoder_models import PAIRS
+    from tests.support.models.encoder_models import PAIRS
 
     folder = write_encoder(tmp_path / name, name)
     model = load_model(str(folder), "f32", tmp_path / "cache")

@@ -11,15 +11,15 @@ import pytest
 from phasewise.cython_kernels import packing
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.bitmask_tensors import bitmask_tensor, check_compression, part_of
-from phasewise.serving.loaders.model_directory import ModelDirectory
-from phasewise.serving.loaders.safetensors_file import open_all, read_entries, tensor_of
+from phasewise.serving.loaders.formats.bitmask_tensors import bitmask_tensor, check_compression, part_of
+from phasewise.serving.loaders.formats.model_directory import ModelDirectory
+from phasewise.serving.loaders.formats.safetensors_file import open_all, read_entries, tensor_of
 from phasewise.serving.loaders.source import SourceFile, SourceTensor
 from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.workflows.prune.directory import Tensor, bitmask_tensors, write_tensors
 from phasewise.workflows.prune.masks import Pattern
 from phasewise.workflows.prune.run import PruneSettings, prune
-from tests.support.tiny_models import write_tiny_hf
+from tests.support.models.tiny_models import write_tiny_hf
 
 FIXTURES = Path(__file__).parents[2] / "data" / "sparse"
 N, K = 9, 44

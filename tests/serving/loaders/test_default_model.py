@@ -11,11 +11,11 @@ from gguf import GGMLQuantizationType, quants
 
 from phasewise.cython_kernels.packing import unpack
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.gguf_file import GgufHeader, open_gguf
-from phasewise.serving.loaders.registry import KNOWN, known_path
-from phasewise.serving.loaders.resolve import cache_root
+from phasewise.serving.loaders.fetching.registry import KNOWN, known_path
+from phasewise.serving.loaders.fetching.resolve import cache_root
+from phasewise.serving.loaders.formats.gguf_file import GgufHeader, open_gguf
 from phasewise.serving.loaders.source import SourceFile
-from phasewise.serving.model import PackedModel
+from phasewise.serving.models.packed_model import PackedModel
 
 NAME = "smollm2-135m-instruct"
 

@@ -8,9 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.damaged_files import Target, damaged, open_target, targets
+from tests.support.models.damaged_files import Target, damaged, open_target, targets
+from tests.support.models.tiny_models import (
+    TinyShape,
+    safetensors_bytes,
+    tiny_gguf,
+    tiny_weights,
+    write_tiny_hf,
+)
 from tests.support.tiers import n_examples
-from tests.support.tiny_models import TinyShape, safetensors_bytes, tiny_gguf, tiny_weights, write_tiny_hf
 
 CASES = n_examples(150, soak=10_000)
 SLOWEST_S = 10.0  # of one case: a hang, on however busy a machine

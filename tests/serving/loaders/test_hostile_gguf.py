@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders import gguf_file, load_model
-from phasewise.serving.loaders.gguf_file import open_gguf
-from tests.support.tiny_models import GgufWriter, tiny_gguf
+from phasewise.serving.loaders import load_model
+from phasewise.serving.loaders.formats import gguf_file
+from phasewise.serving.loaders.formats.gguf_file import open_gguf
+from tests.support.models.tiny_models import GgufWriter, tiny_gguf
 
 
 def header(n_tensors: int = 0, n_pairs: int = 0, version: int = 3) -> bytes:

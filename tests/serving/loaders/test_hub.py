@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders import download, hub, load_model
-from phasewise.serving.loaders.resolve import fetch, locate
-from tests.support.stand_in_hub import COMMIT, StandInHub, serving
-from tests.support.tiny_models import write_tiny_gguf, write_tiny_hf
+from phasewise.serving.loaders import load_model
+from phasewise.serving.loaders.fetching import download, hub
+from phasewise.serving.loaders.fetching.resolve import fetch, locate
+from tests.support.models.stand_in_hub import COMMIT, StandInHub, serving
+from tests.support.models.tiny_models import write_tiny_gguf, write_tiny_hf
 
 REPOSITORY = "org/tiny-GGUF"
 CONTENT = bytes(range(256)) * 2000

@@ -12,9 +12,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, quants
 from phasewise.cython_kernels.packing import BLOCK_KINDS, unpack
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.gguf_file import TENSOR_TYPES, open_gguf
-from phasewise.serving.model import FrequencyFactors, LinearScaling, PackedModel
-from tests.support.tiny_models import (
+from phasewise.serving.loaders.formats.gguf_file import TENSOR_TYPES, open_gguf
+from phasewise.serving.models.packed_model import FrequencyFactors, LinearScaling, PackedModel
+from tests.support.models.tiny_models import (
     CHAT_TEMPLATE,
     TinyShape,
     gguf_name,

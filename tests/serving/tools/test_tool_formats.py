@@ -11,7 +11,7 @@ import pytest
 from phasewise.serving.errors import ServingError
 from phasewise.serving.tools.dialect import FORMATS, Dialect, dialect_of
 from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reader, Reasoning, Text
-from tests.support.tool_templates import NAMES, TEMPLATES, Pair, pairs
+from tests.support.models.tool_templates import NAMES, TEMPLATES, Pair, pairs
 
 PAIRS = pairs()
 

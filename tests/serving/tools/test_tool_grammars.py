@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from phasewise.serving.errors import RequestError
-from phasewise.serving.guides import Grammar, Guide, GuideCompiler, TokenView
-from phasewise.serving.late_guides import CallGuide, ThoughtGuide
+from phasewise.serving.grammar.guides import Grammar, Guide, GuideCompiler, TokenView
+from phasewise.serving.grammar.late_guides import CallGuide, ThoughtGuide
 from phasewise.serving.tools.dialect import Dialect, dialect_of
 from phasewise.serving.tools.parts import Begun, Call, Piece, Reasoning, parsed
 from phasewise.serving.tools.tool_format import Function, Wanted
+from tests.support.models.tool_templates import TEMPLATES
 from tests.support.tiers import n_examples
-from tests.support.tool_templates import TEMPLATES
 
 END = 256
 CONTROL = {

@@ -100,7 +100,7 @@ def batches_of_inputs(siege: Siege) -> str:
 def _embedding_model(siege: Siege) -> str:
     if siege.model != TINY:
         return "all-minilm-l6-v2"
-    from tests.support.encoder_models import write_encoder
+    from tests.support.models.encoder_models import write_encoder
 
     return str(write_encoder(siege.folder / "encoder", "bert"))
 

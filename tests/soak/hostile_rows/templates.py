@@ -12,7 +12,7 @@ from typing import Any
 from tests.soak.hostile_rows.siege import Asked, Siege, all_at_once, all_memory_mib
 from tests.soak.row_runner import Missed
 from tests.soak.served_process import TINY, own_cache
-from tests.support.tiny_models import TinyShape, write_tiny_gguf, write_tiny_hf
+from tests.support.models.tiny_models import TinyShape, write_tiny_gguf, write_tiny_hf
 
 TEMPLATES = {
     "percent": "{{('%('*3000000)%1}}",

@@ -26,7 +26,7 @@ from phasewise.tuner.ledger import Scope
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan, machine_key, rank_on
 from phasewise.tuner.topotree import Configuration
 from phasewise.workflows.tune_config import measured_evaluator as measured
-from tests.support.paper_machines import llama_2_7b
+from tests.support.machines.paper_machines import llama_2_7b
 
 EVALUATORS = ["measured", "modelled", "recorded"]
 MODEL = "llama-2-7b@bf16"

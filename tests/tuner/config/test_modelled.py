@@ -23,8 +23,7 @@ from phasewise.tuner.config.sharing import ReadSharing, fair_rates
 from phasewise.tuner.config.steps import Step
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import RankCores, default_plan, rank_on
-from tests.support.measured_rates import measured_rates
-from tests.support.paper_machines import (
+from tests.support.machines.paper_machines import (
     epyc,
     epyc_rates,
     kunpeng,
@@ -34,6 +33,7 @@ from tests.support.paper_machines import (
     tag_clusters,
     xeon,
 )
+from tests.support.measured_rates import measured_rates
 
 HWLOC = (
     Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared" / "data") / "hwloc"

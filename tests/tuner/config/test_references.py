@@ -14,7 +14,7 @@ from phasewise.tuner.config.references import (
     same_cores,
 )
 from phasewise.tuner.plans import RankCores, ServicePlan
-from tests.support.paper_machines import epyc, kunpeng, xeon
+from tests.support.machines.paper_machines import epyc, kunpeng, xeon
 
 
 def of(machine: Machine, refusal: str | None = None) -> dict[str, Reference]:

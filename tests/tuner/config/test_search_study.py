@@ -19,9 +19,10 @@ from phasewise.tuner.config.steps import EvaluatorKind
 from phasewise.tuner.config.storage import open_storage
 from phasewise.tuner.config.study import SearchOutcome, SearchSettings, Tried
 from phasewise.tuner.topotree import Configuration
-from tests.support import ROOT, search_child
+from tests.support import ROOT
 from tests.support.ablation import walked
-from tests.support.search_child import KEY, N_SLICES, UNPRUNED, FakeEvaluator, run_on, small_space
+from tests.support.machines import search_child
+from tests.support.machines.search_child import KEY, N_SLICES, UNPRUNED, FakeEvaluator, run_on, small_space
 from tests.support.tiers import first_is_smoke
 
 KINDS = ["measured", "modelled"]

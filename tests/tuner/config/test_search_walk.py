@@ -12,8 +12,8 @@ from phasewise.topology import Kind
 from phasewise.tuner.config.space import ConfigSpace
 from phasewise.tuner.config.walk import PrunedTree, Rules, Stopped, walk
 from phasewise.tuner.topotree import Configuration, OperatorLimits, fundamental
-from tests.support import paper_machines, planted
 from tests.support.ablation import Cost, Walked, brute_force, walked
+from tests.support.machines import paper_machines, planted
 from tests.support.tiers import first_is_smoke
 
 EVERYTHING = Rules(pruning=False, patience=None, share=None)

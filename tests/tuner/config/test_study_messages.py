@@ -9,7 +9,7 @@ import pytest
 
 from phasewise.kerneldb.location import Location, locate
 from phasewise.tuner.config.study_messages import StudyMessages
-from tests.support.search_child import FakeEvaluator, run_on
+from tests.support.machines.search_child import FakeEvaluator, run_on
 
 FIELDS = {"plan": [1, 2], "reason": None}
 

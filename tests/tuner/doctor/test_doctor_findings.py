@@ -9,7 +9,7 @@ import pytest
 from phasewise.topology import read_machine
 from phasewise.tuner.conditions import Conditions
 from phasewise.tuner.doctor import CHECKS, Host, IsaUse, Severity, TunedCounts, examine, not_examined
-from tests.support.fake_host import CGROUP, CPU, FLAGS, MEMINFO, MOUNTS, Plant, clean_host, found_in
+from tests.support.machines.fake_host import CGROUP, CPU, FLAGS, MEMINFO, MOUNTS, Plant, clean_host, found_in
 
 LADDER = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 V1_MOUNTS = """31 23 0:27 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct

@@ -16,7 +16,7 @@ from phasewise.tuner.predictor.evaluate import FixedBuckets, LearntBuckets, cali
 from phasewise.tuner.predictor.facts import Example, held_out, part_of_folds
 from phasewise.tuner.predictor.log import read_log
 from phasewise.tuner.predictor.train import TrainOptions, train
-from tests.support.length_examples import made_up
+from tests.support.models.length_examples import made_up
 from tests.support.tiers import examples
 
 LINE = {"model": "m", "prompt_token_ids": [1, 2], "temperature": 0.5, "max_tokens": 9, "output_tokens": 4}

@@ -21,7 +21,7 @@ from phasewise.tuner.predictor.files import METADATA_KEY, default_file, load_pre
 from phasewise.tuner.predictor.live import LiveEstimator
 from phasewise.tuner.predictor.model import Forecast, LengthPredictor
 from phasewise.tuner.predictor.train import TrainOptions, train
-from tests.support.length_examples import made_up
+from tests.support.models.length_examples import made_up
 from tests.support.tiers import examples
 
 

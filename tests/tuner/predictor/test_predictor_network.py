@@ -12,7 +12,7 @@ from phasewise.tuner.predictor.facts import Example, PromptFacts
 from phasewise.tuner.predictor.model import LengthPredictor
 from phasewise.tuner.predictor.network import FeatureBatch, Params, Targets, loss_and_gradient
 from phasewise.tuner.predictor.train import TrainOptions, train
-from tests.support.length_examples import KINDS, made_up
+from tests.support.models.length_examples import KINDS, made_up
 
 N_ROWS, WIDTH, FIGURES, HIDDEN, BINS, SAMPLES = 12, 3, 2, 5, 6, 4
 QUICK = TrainOptions(members=2, epochs=12, learning_rate=0.02)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from phasewise.tuner.probe.clusters import agreement, cluster_levels, split
-from tests.support.planted_pairs import blocks, measured, nested_latencies
+from tests.support.machines.planted_pairs import blocks, measured, nested_latencies
 
 GAP = math.log(1.25)
 QUANTILE = 0.25

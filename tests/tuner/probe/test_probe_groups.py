@@ -9,8 +9,8 @@ from phasewise.topology import Kind, Machine
 from phasewise.tuner.errors import TopoTreeError
 from phasewise.tuner.probe.groups import hints_of, interference_levels, latency_levels
 from phasewise.tuner.topotree import fundamental
-from tests.support.paper_machines import epyc, kunpeng, tag_clusters, xeon
-from tests.support.planted_pairs import blocks, measured, nested_latencies
+from tests.support.machines.paper_machines import epyc, kunpeng, tag_clusters, xeon
+from tests.support.machines.planted_pairs import blocks, measured, nested_latencies
 
 
 def _nodes(machine: Machine, kind: Kind) -> list[tuple[int, ...]]:
@@ -121,7 +121,7 @@ def test_clusters_that_no_group_makes_are_refused_with_the_reason(
     clusters: list[tuple[int, ...]], reason: str
 ) -> None:
     """Eight cores of one L3 in clusters that the assumptions exclude."""
-    from tests.support.paper_machines import build
+    from tests.support.machines.paper_machines import build
 
     machine = build("eight", [(Kind.NUMA, 1), (Kind.L3, 1), (Kind.CORE, 8)])
     latency = nested_latencies(range(8), [(clusters, 20.0)], 60.0)

@@ -19,7 +19,7 @@ from phasewise.tuner.errors import ProbeError
 from phasewise.tuner.probe import Probe, probe, read_groups
 from phasewise.tuner.probe.pairs import ordered_pairs
 from phasewise.tuner.topotree import fundamental
-from tests.support.paper_machines import build, kunpeng, tag_clusters
+from tests.support.machines.paper_machines import build, kunpeng, tag_clusters
 
 Parts = Sequence[Sequence[int]]
 

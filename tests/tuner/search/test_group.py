@@ -15,7 +15,7 @@ from phasewise.tuner.search.model import model_schedule
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import GroupSearch, TimingBatch
 from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel, fitting
-from tests.support.landscapes import KERNELS, PLAIN, Landscape
+from tests.support.machines.landscapes import KERNELS, PLAIN, Landscape
 
 OPTIONS = SearchOptions()
 SPLIT = Arithmetic("fma", 2)

@@ -20,8 +20,8 @@ from phasewise.tuner.topotree import (
     fundamental,
     parse,
 )
-from tests.support.machine_shapes import machine_of
-from tests.support.paper_machines import epyc, kunpeng
+from tests.support.machines.machine_shapes import machine_of
+from tests.support.machines.paper_machines import epyc, kunpeng
 
 DEFAULT_MODEL = OperatorLimits(n_heads=9, n_kv_heads=3, head_dim=64, ffn=1536)
 WIDE = OperatorLimits(n_heads=64, n_kv_heads=64, head_dim=128, ffn=11008)

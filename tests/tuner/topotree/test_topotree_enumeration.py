@@ -19,8 +19,15 @@ from phasewise.tuner.topotree import (
     removals,
     transformation_tree,
 )
-from tests.support.machine_shapes import machine_of, nest_of
-from tests.support.naive_trees import canonical, every_grouping, every_removal, is_ordered, leaves, symmetric
+from tests.support.machines.machine_shapes import machine_of, nest_of
+from tests.support.machines.naive_trees import (
+    canonical,
+    every_grouping,
+    every_removal,
+    is_ordered,
+    leaves,
+    symmetric,
+)
 
 MAX_CORES = 16
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from phasewise.topology import CpuKind, Machine
 from phasewise.tuner.topotree import LeftOut, TopoTreeError, fundamental
-from tests.support.machine_shapes import machine_of, nest_of
-from tests.support.paper_machines import epyc, kunpeng, xeon
+from tests.support.machines.machine_shapes import machine_of, nest_of
+from tests.support.machines.paper_machines import epyc, kunpeng, xeon
 from tests.support.tiers import examples
 
 

@@ -12,7 +12,7 @@ import pytest
 from phasewise.topology import Kind, Machine, read_lstopo, read_machine
 from phasewise.tuner.plans import parse_cores
 from phasewise.tuner.topotree import count_grouped, every_tree, fundamental, group_bound, parse, removal_bound
-from tests.support.paper_machines import epyc, kunpeng
+from tests.support.machines.paper_machines import epyc, kunpeng
 
 SHARED = Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared" / "data")
 FILES = sorted((SHARED / "hwloc").glob("*.xml"))

@@ -17,8 +17,8 @@ from phasewise.tuner.topotree import (
     parse,
     single_groups,
 )
-from tests.support.machine_shapes import machine_of, nest_of
-from tests.support.paper_machines import kunpeng
+from tests.support.machines.machine_shapes import machine_of, nest_of
+from tests.support.machines.paper_machines import kunpeng
 
 SHAPES = [(2,), (4,), (6,), (2, 4), (2, 2, 4), (3, 4, 2), (2, 12), (4, 2, 8)]
 

@@ -23,7 +23,7 @@ def slots_and_speeds(
     Raises ModelError and EvaluationError for the model, UsageError where the weights leave no room.
     """
     from phasewise.cython_kernels.kv_formats import kv_slot_bytes
-    from phasewise.workflows.model_shape import shape_of_reference
+    from phasewise.workflows.opening.model_shape import shape_of_reference
 
     shape = shape_of_reference(model, "native", report)
     if kv_format != "auto":

@@ -19,9 +19,9 @@ from phasewise._words import counted, percent
 from phasewise.serving.errors import RequestError
 from phasewise.serving.pools.contract import Estimate, KvPool, PoolSettings
 from phasewise.serving.pools.opening import POLICIES, open_pool
-from phasewise.serving.request import Request
-from phasewise.serving.scheduler import Scheduler
-from phasewise.serving.scheduler_terms import SchedulerLimits
+from phasewise.serving.scheduling.request import Request
+from phasewise.serving.scheduling.scheduler import Scheduler
+from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
 from phasewise.tuner.config.lengths import MAX_TOKENS, Trace
 from phasewise.tuner.config.trace import describe
 from phasewise.tuner.errors import TraceError

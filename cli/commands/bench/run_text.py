@@ -1,0 +1,118 @@
+"""The rows of `phasewise bench run` as text, under llama-bench's field names."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+
+from phasewise._words import counted
+from phasewise.cli import row_forms
+from phasewise.serving.engine.throughput import Workload
+from phasewise.workflows.bench.model_speed import ModelRow
+
+SCALARS = row_forms.scalar_names(ModelRow)
+SQL_TYPES = {"str": "TEXT", "int": "INTEGER", "bool": "INTEGER", "float": "REAL"}
+
+
+def as_json(rows: Sequence[ModelRow]) -> str:
+    """A list of objects, as llama-bench prints, each with the version of our schema."""
+    return row_forms.as_json(rows)
+
+
+def as_jsonl(rows: Sequence[ModelRow]) -> str:
+    return "".join(json.dumps(row_forms.json_fields(row)) + "\n" for row in rows)
+
+
+def as_csv(rows: Sequence[ModelRow]) -> str:
+    """A header, then every value in double quotes; truth values as 0 and 1."""
+    return row_forms.as_csv(SCALARS, map(_scalars, rows), quoted=True)
+
+
+def as_sql(rows: Sequence[ModelRow]) -> str:
+    """A CREATE TABLE and one INSERT a row, for `sqlite3 results.db`."""
+    types = {f.name: SQL_TYPES[str(f.type)] for f in fields(ModelRow) if f.name in SCALARS}
+    columns = ",\n".join(f"  {name} {types[name]}" for name in SCALARS)
+    inserts = [
+        f"INSERT INTO llama_bench ({', '.join(SCALARS)}) VALUES ({', '.join(map(_sql_text, _scalars(row)))});"
+        for row in rows
+    ]
+    return "\n".join([f"CREATE TABLE IF NOT EXISTS llama_bench (\n{columns}\n);", *inserts]) + "\n"
+
+
+NARROW = ("model", "threads", "batch", "KV", "test", "t/s", "peak", "bandwidth")
+MAX_MODEL_CHARS = 28
+VARYING = ("batch", "KV")
+"""Columns that are told where their values differ, as llama-bench does."""
+
+
+def as_md(rows: Sequence[ModelRow], *, wide: bool = False) -> str:
+    """llama-bench's table and line of the build, with the shares of the machine's limits behind its columns.
+
+    wide: false keeps a terminal's table within 80 columns; a pipe gets all.
+    """
+    is_narrow = not wide and sys.stdout.isatty()
+    table = [_md_row(row, is_narrow=is_narrow) for row in rows]
+    same = {name for name in VARYING if len({row[name] for row in table}) < 2}
+    if is_narrow and len({row["threads"] for row in table}) < 2:
+        same.add("threads")
+    told = [{name: cell for name, cell in row.items() if name not in same} for row in table]
+    low = row_forms.low_limit_lines(
+        share for row in rows for share in (row.peak_fraction, row.bandwidth_fraction)
+    )
+    builds = dict.fromkeys(f"{row.build_commit} ({row.isa})" for row in rows)
+    return "\n".join(
+        [
+            row_forms.as_md(told, left=("model", "backend"), core=NARROW if is_narrow else ()),
+            *(dict.fromkeys(_left_out(row) for row in table) if is_narrow else ()),
+            *low,
+            *(f"build: {build}" for build in builds),
+            "",
+        ]
+    )
+
+
+def _left_out(row: Mapping[str, str]) -> str:
+    """The columns that a narrow table has no room for."""
+    threads = counted(int(row["threads"]), "thread")
+    return f"{row['model']}: {row['size']}, {row['params']} params; {row['backend']}, {threads}"
+
+
+def _md_row(row: ModelRow, *, is_narrow: bool) -> dict[str, str]:
+    is_decode = row.n_gen and not row.n_prompt
+    return {
+        "model": row.model_type[-MAX_MODEL_CHARS:] if is_narrow else row.model_type,
+        "size": f"{row.model_size / 2**20:.2f} MiB",
+        "params": f"{row.model_n_params / 1e6:.2f} M",
+        "backend": row.backends,
+        "threads": str(row.n_threads),
+        "batch": str(row.n_batch),
+        "KV": row.type_k,
+        "test": _test_name(row),
+        "t/s": f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
+        "peak": row_forms.limit_cell(row.peak_fraction),
+        "bandwidth": row_forms.limit_cell(row.bandwidth_fraction) if is_decode else "",
+    }
+
+
+FORMATS: dict[str, Callable[..., str]] = {
+    "md": as_md,
+    "csv": as_csv,
+    "json": as_json,
+    "jsonl": as_jsonl,
+    "sql": as_sql,
+}
+
+
+def _scalars(row: ModelRow) -> list[str | int | float]:
+    values = (getattr(row, name) for name in SCALARS)
+    return [int(value) if isinstance(value, bool) else value for value in values]
+
+
+def _sql_text(value: str | int | float) -> str:
+    return "'" + str(value).replace("'", "''") + "'"
+
+
+def _test_name(row: ModelRow) -> str:
+    return Workload(row.n_prompt, row.n_gen, row.n_sequences, row.n_depth).name

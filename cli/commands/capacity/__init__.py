@@ -1,0 +1,1 @@
+"""`phasewise simulate` and `phasewise provision`: their options, and their results as text."""

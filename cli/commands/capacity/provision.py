@@ -1,0 +1,90 @@
+"""`phasewise provision`: how many machines of which kind a load and its promises need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from phasewise.cli.commands.bench.options import WideOption
+from phasewise.cli.commands.capacity.options import INPUTS, RoutingPolicy, TraceArgument
+from phasewise.cli.option_sets import opt, option_set, spread
+from phasewise.cli.options import JsonOption
+from phasewise.cli.present import check_target, fail, note, owns_stdout, print_json, say, write_target
+from phasewise.workflows.capacity.settings import ClusterInputs, ProvisionWish
+
+EXIT_FAILURE = 1
+
+
+Minimised = Literal["cost", "power", "machines"]
+"""The quantity that the cheapest cluster has least of."""
+
+Maximised = Literal["rate"]
+"""The quantity that the best cluster for a budget has most of."""
+
+_WISH = option_set(
+    ProvisionWish,
+    None,
+    design=opt(
+        "designs to compare: baseline, split-homogeneous, split-heterogeneous, capped (the six of "
+        "the Splitwise paper), or kinds of your own: mixed:TYPE, split:PROMPT_TYPE/TOKEN_TYPE",
+        metavar="LIST",
+    ),
+    rate=opt("rate that the cluster must serve, requests/s", min=0.001),
+    cost=opt("highest cost of the cluster per hour", min=0.0),
+    power=opt("highest power of the cluster in watts", min=0.0),
+    slo=opt(
+        "promises: table6, or times such as ttft=1.5s,tbt=100ms (P90 where no percentile is named)",
+        metavar="SLO",
+    ),
+    minimise=opt("with --rate: what the cluster should have least of [default: cost]", kind=Minimised | None),
+    maximise=opt(
+        "with --cost or --power: what it should have most of [default: rate]", kind=Maximised | None
+    ),
+    rate_step=opt("distance of the rates that are tried, requests/s", min=0.001),
+    most_rate=opt("highest rate that is tried, requests/s", min=0.001),
+    most=opt("most machines of each kind", min=1, max=2000),
+    machines=opt("TOML file with [machines.NAME] tables of more types", metavar="FILE"),
+    policy=opt("how requests are routed and scheduled", kind=RoutingPolicy),
+)
+
+
+@spread(wish=_WISH, inputs=INPUTS)
+def provision(
+    trace: TraceArgument,
+    wish: ProvisionWish,
+    inputs: ClusterInputs,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot", metavar="FILE.svg", help="draw the frontiers of designs with two kinds; -: stdout"
+        ),
+    ] = None,
+    wide: WideOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the smallest cluster for a rate, or the fastest one for a budget, that keeps its promises.
+
+    With --rate each design's cheapest cluster is found; with --cost or --power its highest rate. Clusters are
+    judged by simulation (phasewise simulate): those near the border between numbers of machines that keep
+    the promises and numbers that do not, and every neighbour of the answer. Exit code 1 if no design has an
+    answer.
+    """
+    from phasewise.cli.commands.capacity.text import frontier_chart, provision_text
+    from phasewise.workflows.capacity.json import provision_fields
+    from phasewise.workflows.capacity.provision import provision_cluster
+
+    owns_stdout(plot, as_json)
+    check_target(plot)
+    answers, slo = provision_cluster(trace, wish, inputs, note)
+    if as_json:
+        print_json(provision_fields(answers, slo))
+    elif not owns_stdout(plot):
+        say(provision_text(answers, slo, wide=wide))
+    if all(answer.spec is None for answer in answers):
+        fail(f"no design has an answer: {answers[0].reason}", EXIT_FAILURE)
+    if plot is not None:
+        if not any(len(answer.cell) > 1 and answer.frontier for answer in answers):
+            fail("--plot: no design has a frontier of two kinds of machines", EXIT_FAILURE)
+        write_target(plot, frontier_chart(answers))

@@ -1,0 +1,81 @@
+"""`phasewise simulate`: a trace through a cluster, by the production scheduler, on simulated time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from phasewise.cli.commands.capacity.options import INPUTS, RoutingPolicy, TraceArgument
+from phasewise.cli.option_sets import opt, option_set, spread
+from phasewise.cli.options import JsonOption
+from phasewise.cli.present import check_target, note, owns_stdout, print_json, say, write_target
+from phasewise.workflows.capacity.settings import ClusterInputs, SimulationWish
+
+MachineScheduler = Literal["production", "paper"]
+"""The scheduler that each machine runs."""
+
+_WISH = option_set(
+    SimulationWish,
+    None,
+    scheduler=opt(
+        "production: the scheduler of phasewise serve; paper: mixed batches and routing as in the "
+        "Splitwise authors' simulator (the same as --policy splitwise-sim)",
+        kind=MachineScheduler,
+    ),
+    policy=opt("how requests are routed [default: the file's, else splitwise]", kind=RoutingPolicy | None),
+    rate=opt(
+        "requests/s, drawn anew at exponential intervals with the trace's lengths [default: the "
+        "trace's own arrivals]",
+        min=0.001,
+    ),
+    prefix_reuse=opt("reuse common beginnings of prompts (Mooncake traces)", "--prefix-reuse"),
+    slo=opt(
+        "promises to judge by: table6 (the Splitwise paper's slowdowns), or times such as "
+        "ttft=1.5s,tbt=100ms,e2e.p99=20s (P90 where no percentile is named)",
+        metavar="SLO",
+    ),
+)
+
+
+@spread(wish=_WISH, inputs=INPUTS)
+def simulate(
+    trace: TraceArgument,
+    pools: Annotated[
+        str,
+        typer.Option(
+            "--pools",
+            metavar="FILE|POOLS",
+            help="the cluster: a TOML file, or pools in a line such as prompt=27*h100,token=3*h100",
+        ),
+    ],
+    wish: SimulationWish,
+    inputs: ClusterInputs,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot", metavar="FILE.svg", help="draw the time by batch size, a line a pool; -: stdout"
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate a cluster: latencies, slowdowns, utilisation, batch sizes and KV transfers of a trace.
+
+    Every machine runs the scheduler, KV pool and pacing of phasewise serve; only the time of a step is
+    modelled. The same input gives the same output. Machine types a100, h100 and h100-capped are built in;
+    a cluster file may describe others. See docs/guide/planning-capacity.md.
+    """
+    from phasewise.cli.commands.capacity.text import occupancy_chart, simulation_text
+    from phasewise.workflows.capacity.json import simulation_fields
+    from phasewise.workflows.capacity.simulate import simulate_cluster
+
+    owns_stdout(plot, as_json)
+    check_target(plot)
+    found = simulate_cluster(trace, pools, wish, inputs, note)
+    if as_json:
+        print_json(simulation_fields(found.spec, found.summary, found.slo))
+    elif not owns_stdout(plot):
+        say(simulation_text(found.spec, found.summary, found.slo))
+    if plot is not None:
+        write_target(plot, occupancy_chart(found.summary))

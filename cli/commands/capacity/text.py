@@ -1,0 +1,158 @@
+"""Simulated and provisioned clusters as text, JSON and charts."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from phasewise._words import counted, number, percent
+from phasewise.cli.present import on_one_line
+from phasewise.cli.row_forms import WIDTH, as_columns
+from phasewise.cluster.simulated.metrics import METRICS, PERCENTILES, Slo, Summary, broken
+
+if TYPE_CHECKING:
+    from phasewise.cluster.simulated.simulate import ClusterSpec
+    from phasewise.workflows.capacity.provision import Provisioned
+
+OCCUPANCY_MARKS = (1, 4, 16, 64, 256, 1024, 2048)
+"""Batch sizes, in tokens, whose share of busy time the text states."""
+
+
+def simulation_text(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> str:
+    """The text of one simulation, for people."""
+    rate = summary.n_requests / summary.duration_s if summary.duration_s else 0.0
+    tokens = summary.output_tokens / summary.duration_s if summary.duration_s else 0.0
+    parts = [
+        f"{counted(summary.n_requests, 'request')} in {summary.duration_s:.1f} s on "
+        f"{counted(spec.n_machines, 'machine')}, policy {spec.policy}:",
+        f"{rate:.2f} requests/s, {tokens:.0f} tokens/s",
+        as_columns(["", *(f"P{one}" for one in PERCENTILES)], list(_time_rows(summary)), left=("",)),
+        as_columns(
+            ["pool", "machine", "count", "busy", *(f"<={mark}" for mark in OCCUPANCY_MARKS)],
+            [
+                [use.role, use.machine, use.count, percent(use.utilisation), *_occupancy_cells(use.occupancy)]
+                for use in summary.uses
+            ],
+            left=("pool", "machine"),
+        ),
+        "(columns <=N: share of busy time in batches of at most N tokens)",
+    ]
+    if summary.n_transfers:
+        waits = ", ".join(f"P{one} {seconds * 1000:.1f} ms" for one, seconds in summary.transfer_s.items())
+        text = f"KV transfers: {summary.n_transfers}; from a prompt's end to arrival {waits}"
+        parts.append(textwrap.fill(text, WIDTH))
+    if summary.n_unfinished:
+        parts.append(
+            f"{counted(summary.n_unfinished, 'request')} never ended: no memory ever became free for them"
+        )
+    if summary.n_preemptions is not None:
+        parts.append(f"preemptions: {summary.n_preemptions}")
+    if summary.n_repurposed:
+        parts.append(f"machines moved to another pool: {summary.n_repurposed}")
+    parts += _slo_lines(summary, slo)
+    return "\n".join(parts)
+
+
+def _time_rows(summary: Summary) -> Iterable[list[str]]:
+    for metric in METRICS:
+        yield [f"{metric.upper()}, s", *(number(value, 4) for value in summary.times_s[metric].values())]
+    for metric in METRICS if summary.slowdowns is not None else ():
+        assert summary.slowdowns is not None
+        yield [
+            f"{metric.upper()} slowdown",
+            *(number(value, 3) for value in summary.slowdowns[metric].values()),
+        ]
+
+
+def _occupancy_cells(occupancy: Sequence[tuple[int, float]]) -> list[str]:
+    cells = []
+    for mark in OCCUPANCY_MARKS:
+        within = [share for tokens, share in occupancy if tokens <= mark]
+        cells.append(percent(within[-1] if within else 0.0))
+    return cells
+
+
+def _slo_lines(summary: Summary, slo: Slo | None) -> list[str]:
+    if slo is None:
+        return []
+    failures = broken(summary, slo)
+    if not failures:
+        return [f"SLO {slo.name}: kept"]
+    return [f"SLO {slo.name}: broken: {'; '.join(failures)}"]
+
+
+def occupancy_chart(summary: Summary) -> str:
+    """Cumulative distribution of busy time over batch sizes, a line a pool (Splitwise, Fig. 17), as SVG."""
+    from phasewise.workflows.line_chart import Chart, Panel, draw_chart
+
+    lines = {f"{use.role} ({use.machine})": list(use.occupancy) for use in summary.uses if use.occupancy}
+    return draw_chart(
+        Chart(
+            title="Time by tokens of a batch",
+            caption=f"{counted(summary.n_requests, 'request')}; share of busy time in batches of at most N "
+            "tokens",
+            x_name="tokens of a batch",
+            y_name="share of busy time",
+            limit_name="",
+            emphasised=None,
+            panels=[Panel("busy time", lines, ())],
+            y_is_share=True,
+        )
+    )
+
+
+DESIGN_COLUMNS = ("design", "machines", "requests/s", "cost/h", "bound used")
+"""Columns of a narrow table; `--wide` prints the others too."""
+
+
+def provision_text(answers: Sequence[Provisioned], slo: Slo, *, wide: bool = False) -> str:
+    """Each design's answer in a row, for people."""
+    rows = [_provision_row(answer) for answer in answers]
+    names = list(rows[0]) if wide and rows else DESIGN_COLUMNS
+    cells = [[row[name] for name in names] for row in rows]
+    parts = [f"SLO {slo.name}", as_columns(names, cells, left=("design", "machines"))]
+    for answer in answers:
+        name = on_one_line(answer.design.name)
+        if answer.spec is None and answer.reason:
+            parts.append(textwrap.fill(f"{name}: {answer.reason}", WIDTH))
+        if len(answer.frontier) > 1:
+            lines = ", ".join("+".join(map(str, cell)) for cell in answer.frontier)
+            parts.append(textwrap.fill(f"frontier of {name}: {lines}", WIDTH))
+    return "\n".join(parts)
+
+
+def _provision_row(answer: Provisioned) -> dict[str, str]:
+    spec = answer.spec
+    return {
+        "design": on_one_line(answer.design.name),
+        "machines": "-" if spec is None else " + ".join(f"{pool.count} {pool.role}" for pool in spec.pools),
+        "requests/s": "-" if spec is None else number(answer.rate),
+        "total": "-" if spec is None else str(spec.n_machines),
+        "cost/h": "-" if spec is None else f"{spec.cost:.2f}",
+        "power, kW": "-" if spec is None else f"{spec.power_w / 1000:.1f}",
+        "bound used": "-" if spec is None else percent(answer.tightness),
+        "runs": str(answer.n_runs),
+    }
+
+
+def frontier_chart(answers: Sequence[Provisioned]) -> str:
+    """Frontiers of the designs with two kinds of machines, as SVG."""
+    from phasewise.workflows.line_chart import Chart, Panel, draw_chart
+
+    lines = {
+        answer.design.name: [(float(cell[0]), float(cell[1])) for cell in answer.frontier]
+        for answer in answers
+        if answer.frontier and len(answer.frontier[0]) > 1
+    }
+    return draw_chart(
+        Chart(
+            title="Fewest machines that keep the promises",
+            caption="cells that were run and that no other undercuts",
+            x_name="prompt machines",
+            y_name="token machines",
+            limit_name="",
+            emphasised=None,
+            panels=[Panel("frontiers", lines, ())],
+        )
+    )

@@ -1,0 +1,195 @@
+"""`phasewise db`: where the tuning database is, what it holds, and how to put a plan into it by hand."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from phasewise._version import __version__
+from phasewise.cli.command_app import CommandApp
+from phasewise.cli.commands.db import sharing as db_sharing
+from phasewise.cli.commands.db import text as db_text
+from phasewise.cli.options import DbOption, FormatOption, JsonOption
+from phasewise.cli.present import note, print_json, say
+from phasewise.workflows.database import json as database_json
+
+if TYPE_CHECKING:
+    from phasewise.kerneldb.records import MachineKey, PlanRecord
+    from phasewise.kerneldb.upkeep import Preferred
+
+app = CommandApp(help="The tuning database: plans, schedules, measurements.")
+app.command("export")(db_sharing.export)
+app.command("import")(db_sharing.import_)
+app.command("merge")(db_sharing.merge)
+app.command("diff")(db_sharing.diff)
+app.command("verify")(db_sharing.verify)
+app.command("gc")(db_sharing.gc)
+
+
+PhaseName = Literal["prefill", "decode"]
+"""The two phases of a request."""
+
+
+@app.command()
+def path(db: DbOption = None, as_json: JsonOption = False) -> None:
+    """Print the file or URL of the database that the other commands would use."""
+    name, exists = _where(db)
+    if as_json:
+        print_json({"database": name, "exists": exists})
+    else:
+        say(name)
+
+
+@app.command()
+def show(
+    model: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="only plans of models whose name has TEXT")
+    ] = None,
+    phase: Annotated[PhaseName | None, typer.Option(help="only plans of this phase")] = None,
+    m: Annotated[
+        int | None, typer.Option("--m", min=1, help="only schedules for N rows", metavar="N")
+    ] = None,
+    wide: Annotated[bool, typer.Option("--wide", help="print every schedule")] = False,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the service plans, and for each problem the schedule in use, or the best one known.
+
+    A summary comes first. Of each kind of schedule the first dozen are
+    printed; --wide prints all, --json too.
+    """
+    name, exists = _where(db)
+    plans: list[PlanRecord] = []
+    known: list[Preferred] = []
+    kinds: list[MachineKey] = []
+    if exists is False:
+        note(f"there is no database at {name} yet")
+    else:
+        from phasewise.kerneldb.store import open_store
+        from phasewise.kerneldb.upkeep import preferred
+
+        with open_store(db, note) as store:
+            kinds = [one.machine for one in store.stats().signatures]
+            plans = [one for one in store.plans() if _is_wanted(one, model, phase)]
+            known = [one for one in preferred(store).values() if m in (None, one.key.problem.m)]
+    fields = _contents(name, kinds, plans, known)
+    if as_json:
+        print_json(fields)
+    else:
+        db_text.print_contents(fields, wide=wide)
+
+
+def _is_wanted(plan: PlanRecord, model: str | None, phase: PhaseName | None) -> bool:
+    return (model is None or model in plan.model_key) and phase in (None, plan.phase)
+
+
+def _contents(
+    name: str, kinds: list[MachineKey], plans: list[PlanRecord], known: list[Preferred]
+) -> dict[str, Any]:
+    from phasewise.cython_kernels._native import kernel_abis
+    from phasewise.kerneldb.upkeep import is_stale
+
+    builds = kernel_abis()
+    keys = [*(plan.origin.machine for plan in plans), *(one.key.machine for one in known)]
+    machines = database_json.labels([*kinds, *keys])
+    return {
+        "database": name,
+        "plans": database_json.plan_fields(plans, machines, note),
+        "schedules": [
+            database_json.schedule_fields(one, machines, is_stale(one.key.kernel_abi, builds))
+            for one in known
+        ],
+        "machines": database_json.machine_fields(machines),
+    }
+
+
+@app.command()
+def stats(db: DbOption = None, as_json: JsonOption = False) -> None:
+    """Count the rows by table, machine and build of the kernels; say the file's size and its schema."""
+    name, exists = _where(db)
+    fields: dict[str, Any] = {"database": name, "exists": False}
+    if exists is False:
+        note(f"there is no database at {name} yet")
+    else:
+        from phasewise.cython_kernels._native import kernel_abis
+        from phasewise.kerneldb.store import open_store
+
+        with open_store(db, note) as store:
+            fields = database_json.stats_fields(store.name, store.stats(), kernel_abis())
+    if as_json:
+        print_json(fields)
+    elif "rows" in fields:
+        db_text.print_stats(fields)
+
+
+@app.command()
+def upgrade(db: DbOption = None, as_json: JsonOption = False) -> None:
+    """Bring the database to this program's schema, creating it if there is none.
+
+    A file is upgraded by any command that opens it, and copied to
+    NAME.before-upgrade before. A server's database is upgraded by this command
+    alone: dump it first. Hosts with an older phasewise may still read it where
+    the upgrade only adds to it, and add nothing until they are upgraded.
+    """
+    from phasewise.kerneldb.schema import HEAD
+    from phasewise.kerneldb.store import open_store
+
+    with open_store(db, note, upgrades_server=True) as store:
+        change, name = store.schema_change, store.name
+    if as_json:
+        print_json({"database": name, "from": change.before, "to": change.after})
+    elif change.before is None:
+        say(f"{name}: created with schema {change.after}")
+    elif change.after != HEAD:
+        say(f"{name}: schema {change.after} is newer than this phasewise's {HEAD}: nothing is done")
+    elif change.before == change.after:
+        say(f"{name}: schema {change.after} is current")
+    else:
+        say(f"{name}: upgraded from schema {change.before} to {change.after}")
+
+
+@app.command("set-plan")
+def set_plan(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="the model's name, as `models list` prints it")
+    ],
+    phase: Annotated[PhaseName, typer.Option(help="the phase that the plan is for")],
+    cores: Annotated[
+        list[str],
+        typer.Option(
+            metavar="LIST", help="cores to pin threads to, e.g. 0,1 or 0-3,8; once for each rank [repeatable]"
+        ),
+    ],
+    weight_format: FormatOption = "native",
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Append a plan for one phase of MODEL on this machine; from now on it is the one in use."""
+    from phasewise.kerneldb.records import Origin, PlanRecord
+    from phasewise.kerneldb.store import open_store
+    from phasewise.topology import read_machine
+    from phasewise.tuner import plans
+
+    machine = read_machine()
+    ranks = tuple(plans.rank_on(machine, plans.parse_cores(one)) for one in cores)
+    plan = plans.ServicePlan(phase, ranks, "database")
+    plans.check_fits(plan, machine)
+    key = plans.model_key(model, weight_format)
+    origin = Origin(plans.machine_key(machine), __version__, time.time_ns() // 1_000_000)
+    record = PlanRecord(key, phase, plan.to_json(), origin)
+    with open_store(db, note) as store:
+        store.add_plan(record)
+    if as_json:
+        print_json({"model": key, "phase": plan.phase, "ranks": [list(one.cores) for one in plan.ranks]})
+    else:
+        say(f"{key}, {plan.describe()}")
+
+
+def _where(db: str | None) -> tuple[str, bool | None]:
+    """The database's name without its password, and whether it exists; None where only a server knows."""
+    from phasewise.kerneldb.location import locate
+
+    location = locate(db)
+    return location.name, None if location.file is None else not location.is_absent

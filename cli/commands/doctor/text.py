@@ -1,0 +1,95 @@
+"""The output of `phasewise doctor`: findings in 80 columns, or as JSON."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from phasewise._words import counted
+from phasewise.topology.outline import count_words
+from phasewise.tuner.doctor import CHECKS, not_examined
+from phasewise.workflows.replay.bits_known import is_known
+
+if TYPE_CHECKING:
+    from phasewise.tuner.doctor import Finding, Host
+    from phasewise.workflows.replay.bits_check import BitsOutcome
+
+WIDTH = 80
+LABEL_WIDTH = 10
+
+
+def doctor_fields(host: Host, findings: Sequence[Finding]) -> dict[str, Any]:
+    """The JSON that `--json` prints."""
+    return {
+        "source": host.machine.source,
+        "findings": [asdict(finding) | {"severity": finding.severity.name} for finding in findings],
+        "checks": list(CHECKS),
+        "not_examined": list(not_examined(host)),
+    }
+
+
+def doctor_lines(host: Host, findings: Sequence[Finding], encoding: str) -> list[str]:
+    """The whole text in lines of at most 80 characters, all of which `encoding` can write."""
+    lines = _wrap("", f"{host.machine.source}: {count_words(host.machine)}")
+    for number, finding in enumerate(findings, start=1):
+        lines += ["", *_wrap(f"{number}. {finding.severity.name}: ", finding.title)]
+        lines += list(_details(finding))
+    if findings:
+        lines += [
+            "",
+            f"{counted(len(findings), 'finding')} by {counted(len(CHECKS), 'check')}.",
+        ]
+    else:
+        lines += [f"Nothing found that keeps it from its limit ({counted(len(CHECKS), 'check')})."]
+    missing = not_examined(host)
+    if missing:
+        lines += _wrap("", f"Not told here, so not examined: {', '.join(missing)}.")
+    return [line.encode(encoding, "replace").decode(encoding) for line in lines]
+
+
+def bits_fields(outcomes: Sequence[BitsOutcome]) -> dict[str, Any]:
+    """The JSON that `--bits --json` prints."""
+    return {
+        "outcomes": [outcome.to_json() for outcome in outcomes],
+        "problems": sum(outcome.problem is not None for outcome in outcomes),
+    }
+
+
+def bits_lines(outcomes: Sequence[BitsOutcome]) -> list[str]:
+    """A line for each wrong outcome, and what was checked."""
+    lines = [
+        f"wrong: {one.isa} on core {one.core}, keys and values in {one.kv_format}: {one.problem}"
+        for one in outcomes
+        if one.problem is not None
+    ]
+    names = list(dict.fromkeys(one.isa for one in outcomes))
+    unknown = [one for one in names if not is_known(one)]
+    if unknown:
+        lines += [f"no results are known for {', '.join(unknown)}: only checked against itself"]
+    cores = len({one.core for one in outcomes})
+    return [
+        *lines,
+        f"{counted(len(outcomes), 'computation')} with {', '.join(names)}; {counted(cores, 'core')}",
+        f"{len(lines) - bool(unknown)} wrong" if len(lines) > bool(unknown) else "all bits are right",
+    ]
+
+
+def _details(finding: Finding) -> Iterator[str]:
+    for evidence in finding.evidence:
+        yield from _wrap("   seen in ", f"{evidence.source}: {evidence.value}")
+    yield from _wrap("   means ", finding.meaning)
+    yield from _wrap("   remedy ", finding.remedy)
+
+
+def _wrap(label: str, text: str) -> list[str]:
+    """A paragraph after its label, continued below its own beginning; a path longer than a line is cut."""
+    label = label.ljust(LABEL_WIDTH + 1) if label.startswith(" ") else label
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=label,
+        subsequent_indent=" " * len(label) if label.startswith(" ") else "   " if label else "  ",
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,200 @@
+"""`phasewise kernels`: bring a hand-written C kernel, move it to other instruction sets, check it, take it
+away as C.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phasewise.cli.command_app import CommandApp
+from phasewise.cli.options import DbOption, DefineOption, IncludeOption, JsonOption
+from phasewise.cli.present import note, print_json, say, write_target
+
+app = CommandApp(help="Kernels written in C: raise, lower, check, emit.")
+
+SourceArgument = Annotated[Path, typer.Argument(metavar="FILE.c", help="C file with intrinsics")]
+KernelArgument = Annotated[
+    Path, typer.Argument(metavar="KERNEL.kir", help="a kernel's text, as `raise` writes it")
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="FILE", help="write there; -: stdout [default: stdout]"),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="value of a parameter [default: its first one]"),
+]
+
+
+@app.command("raise")
+def raise_(
+    source: SourceArgument,
+    function: Annotated[str, typer.Option(help="the function to raise, with all that it calls")],
+    output: OutOption = None,
+    isa: Annotated[
+        str | None, typer.Option(help="instruction set of the C file [default: the widest that it names]")
+    ] = None,
+    include: IncludeOption = None,
+    define: DefineOption = None,
+    tunable: Annotated[
+        bool, typer.Option("--tunable", help="add parameters to the loops that may have them")
+    ] = False,
+    reassociate: Annotated[
+        bool, typer.Option("--reassociate", help="let sums of floats change their order, within a bound")
+    ] = False,
+) -> None:
+    """Raise a C function to the text of the high level.
+
+    What is outside the supported C is refused with its file, line and name. Comment lines in FILE.c such as
+    `@arg x count=n low=-1 high=1` describe the arguments to `check` and `tune-kernels`.
+    """
+    from phasewise.ir.raising.raise_file import raise_file
+    from phasewise.ir.tunable import with_parameters
+
+    text = raise_file(source, function, isa, include or [], define or [], reassociate)
+    _put(with_parameters(text, str(source)) if tunable else text, output)
+
+
+@app.command("lower")
+def lower(
+    kernel: KernelArgument,
+    isa: Annotated[str, typer.Option(help="portable, avx2, avx512, avx512_vnni, neon or neon_dotprod")],
+    output: OutOption = None,
+    settings: SetOption = None,
+) -> None:
+    """Lower a kernel's text to C for an instruction set."""
+    from phasewise.workflows.user_kernels.files import lowered
+
+    _put(lowered(kernel, isa, parse_settings(settings)), output)
+
+
+@app.command("check")
+def check(
+    kernel: KernelArgument,
+    against: Annotated[
+        Path, typer.Option(metavar="FILE.c", help="the original, with a function of the same name")
+    ],
+    isa: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="instruction set to check; may be repeated [default: portable, avx2, avx512, neon]"
+        ),
+    ] = None,
+    cases: Annotated[int, typer.Option(min=1, max=1_000_000, help="calls for each instruction set")] = 1000,
+    settings: SetOption = None,
+    include: IncludeOption = None,
+    define: DefineOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare a kernel's results with its original's, on drawn arguments.
+
+    Each argument lies between two pages of memory that stop whoever touches
+    them. Bits must be equal; where the text says `reassociate()`, differences
+    must stay below the bound that is printed. Everything runs in processes
+    with limits. NEON runs under qemu-aarch64 where this machine is no Arm.
+    """
+    from phasewise.cli.commands.kernels.text import checked_fields, checked_text
+    from phasewise.workflows.user_kernels.files import checked
+
+    isas = isa or ["portable", "avx2", "avx512", "neon"]
+    found = checked(kernel, against, isas, cases, parse_settings(settings), include or [], define or [])
+    if as_json:
+        print_json({"targets": [checked_fields(one) for one in found]})
+    else:
+        say(checked_text(found))
+
+
+@app.command("emit")
+def emit(
+    kernel: KernelArgument,
+    output: OutOption = None,
+    header: Annotated[
+        Path | None, typer.Option(metavar="FILE.h", help="write a header too, which the C file includes")
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.c", help="the C file it was tuned against, where that is in use"),
+    ] = None,
+    include: IncludeOption = None,
+    define: DefineOption = None,
+    db: DbOption = None,
+) -> None:
+    """Write one C file with the tuned variants and a choice among them by shape. It builds without phasewise.
+
+    The parameters come from the database, where `tune-kernels --kernel` put them for this very text and
+    machine.
+    """
+    from phasewise.kerneldb.store import open_store
+    from phasewise.topology import core_signature, read_machine
+    from phasewise.workflows.user_kernels.files import emit as emit_files
+
+    with open_store(db, note) as store:
+        text, header_text, n_shapes = emit_files(
+            kernel, store, core_signature(read_machine()), header.name if header else None, against,
+            include or [], define or [],
+        )  # fmt: skip
+    if header:
+        write_target(header, header_text)
+    _put(text, output)
+    note(f"{n_shapes} tuned shapes")
+
+
+@app.command("list")
+def list_(db: DbOption = None, as_json: JsonOption = False) -> None:
+    """List the kernels that the database has parameters for."""
+    from phasewise.cli.commands.kernels.text import listed_fields, listed_text
+    from phasewise.kerneldb.store import open_store
+
+    with open_store(db, note) as store:
+        promotions = store.user_promotions()
+    if as_json:
+        print_json({"kernels": listed_fields(promotions)})
+    else:
+        say(listed_text(promotions))
+
+
+@app.command("show")
+def show(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="a kernel's name, or the key that `list` prints")
+    ],
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the parameters in use for each shape of a kernel, and what they gained."""
+    from phasewise.cli.commands.kernels.text import shown_fields, shown_text
+    from phasewise.ir.errors import UserKernelError
+    from phasewise.kerneldb.store import open_store
+
+    with open_store(db, note) as store:
+        found = [one for one in store.user_promotions() if name in (one.problem.name, one.problem.kernel_abi)]
+    if not found:
+        raise UserKernelError(
+            f"the database has no parameters for a kernel `{name}`; see `phasewise kernels list`"
+        )
+    if as_json:
+        print_json({"shapes": shown_fields(found)})
+    else:
+        say(shown_text(found))
+
+
+def parse_settings(settings: list[str] | None) -> dict[str, int]:
+    """`UNROLL=4` as a value by name; a usage error otherwise."""
+    found = {}
+    for text in settings or []:
+        match = re.fullmatch(r"([A-Z][A-Z0-9_]*)=(-?\d{1,9})", text)
+        if match is None:
+            raise typer.BadParameter(f"a parameter is set like UNROLL=4, not {text!r:.40}")
+        found[match[1]] = int(match[2])
+    return found
+
+
+def _put(text: str, output: Path | None) -> None:
+    if output is None:
+        say(text, end="")
+    else:
+        write_target(output, text)

@@ -1,0 +1,209 @@
+"""`phasewise models`: fetch models, list and remove what is here, look inside one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phasewise._words import counted, number, percent
+from phasewise.cli.command_app import CommandApp
+from phasewise.cli.commands.models.text import DownloadBar, list_text, removed_text, size_text
+from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, complete_name
+from phasewise.cli.present import note, on_one_line, print_json, say
+
+if TYPE_CHECKING:
+    from phasewise.serving.loaders.fetching.cache import Removed
+    from phasewise.serving.loaders.inspection import Inspection, WeightDensity
+    from phasewise.serving.models.packed_model import ModelConfig
+
+app = CommandApp(help="Fetch models, list and remove them, look inside one.")
+
+LABEL_COLUMNS = 16
+NAME_COLUMNS = 22
+
+
+@app.command()
+def pull(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="a known name, or a hub name such as org/name or org/name-GGUF:Q4_K_M",
+            autocompletion=complete_name,
+        ),
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Fetch MODEL into the cache and print where it lies. What is there and whole is kept.
+
+    An interrupted download goes on where it ended. Sizes and digests are checked.
+    """
+    import time
+
+    from phasewise.cli.status_line import status_line
+    from phasewise.serving.loaders.fetching.resolve import cache_root, fetch
+
+    bar = DownloadBar()
+
+    def progress(here: int, total: int) -> None:
+        bar.saw(here, time.monotonic())
+        line.show(lambda: bar.text(total))
+
+    with status_line() as line:
+        located = fetch(model, cache_root(), line.say, progress)
+    if as_json:
+        print_json({"name": located.name, "path": str(located.path)})
+    else:
+        say(located.path)
+
+
+@app.command("list")
+def list_models(as_json: JsonOption = False) -> None:
+    """List the known models, those that are here, and what is packed from them and others."""
+    from phasewise.serving.loaders.fetching.resolve import cache_root
+    from phasewise.serving.loaders.inspection import known_models, packed_models, stored
+
+    root = cache_root()
+    known, here, packed = known_models(root), stored(root), packed_models(root)
+    if as_json:
+        print_json({"cache": str(root), "models": known, "stored": here, "packed": packed})
+        return
+    say(list_text(known, here, packed), end="")
+
+
+@app.command("rm")
+def remove(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="a name that models list prints, or a file whose packed form goes",
+            autocompletion=complete_name,
+        ),
+    ],
+    packed: Annotated[
+        bool, typer.Option("--packed", help="remove only what is packed, keep the model")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove a fetched MODEL and what is packed from it. Files of your own are never removed."""
+    from phasewise.serving.loaders.fetching import cache
+    from phasewise.serving.loaders.fetching.resolve import cache_root
+
+    _present(cache.remove(model, cache_root(), packed_only=packed), as_json, dry_run=False)
+
+
+@app.command()
+def prune(
+    packed: Annotated[
+        bool,
+        typer.Option("--packed", help="remove every packed file; the next start of a model makes it anew"),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print what would go and remove nothing")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove what no start will use: packed files without their model, parts of downloads, left-overs."""
+    from phasewise.serving.loaders.fetching import cache
+    from phasewise.serving.loaders.fetching.resolve import cache_root
+
+    _present(cache.prune(cache_root(), all_packed=packed, dry_run=dry_run), as_json, dry_run)
+
+
+def _present(removed: list[Removed], as_json: bool, dry_run: bool) -> None:
+    if as_json:
+        gone = [{"path": str(one.path), "n_bytes": one.n_bytes, "why": one.why} for one in removed]
+        print_json({"dry_run": dry_run, "removed": gone})
+        return
+    say(removed_text(removed, dry_run), end="")
+
+
+@app.command()
+def inspect(
+    model: ModelArgument,
+    density: Annotated[
+        bool, typer.Option("--density", help="list the zeros of each weight; reads all of them")
+    ] = False,
+    weight_format: FormatOption = "native",
+    as_json: JsonOption = False,
+) -> None:
+    """Show the shape of MODEL, its tensors by type, and the memory that each weight format takes.
+
+    With --density, for each weight under --format: the share of its numbers
+    that are not zero, its bytes stored dense and sparse, and from which share
+    of zeros on it is stored sparse where nothing was measured.
+    """
+    from phasewise.serving.loaders import inspection, open_source
+    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
+
+    with open_source(locate(model, cache_root(), note)) as source:
+        found = inspection.inspect_source(source)
+        zeros = inspection.densities(source, weight_format) if density else []
+    if as_json:
+        counted = {"densities": [asdict(one) for one in zeros]} if density else {}
+        print_json(inspection.to_json(found) | counted)
+        return
+    for label, value in _facts(found):
+        say(f"{label:<{LABEL_COLUMNS}}{on_one_line(value)}")
+    for one in zeros:
+        say(_density_line(one))
+
+
+def _density_line(one: WeightDensity) -> str:
+    sizes = f"{size_text(one.dense_bytes)} dense, {size_text(one.sparse_bytes)} sparse"
+    return (
+        f"{one.name:<{NAME_COLUMNS}}{one.form} {one.n} x {one.k}, {percent(one.density, 1)} kept, {sizes};"
+        f" sparse from {percent(one.break_even)} zeros on"
+    )
+
+
+def _facts(found: Inspection) -> list[tuple[str, str]]:
+    """The lines that `inspect` prints, a label and a value a line."""
+    config = found.config
+    scaling = "" if config.rope.scaling is None else f", scaled: {type(config.rope.scaling).__name__}"
+    windows = {kind.window for kind in config.kinds if kind.window is not None}
+    window = f", window {_listed(tuple(windows))}" if windows else ""
+    extras = [name for name, present in (("q/k norm", config.qk_norm), ("biases", found.has_bias)) if present]
+    facts = [
+        ("model", found.name),
+        ("source", f"{found.path}"),
+        ("architecture", ", ".join([config.architecture, *extras])),
+        (
+            "layers",
+            f"{config.n_layers} of hidden {config.hidden}, feed-forward {config.ffn}{_experts(config)}",
+        ),
+        ("heads", f"{config.n_heads} query, {config.n_kv_heads} key/value, of {config.head_dim}"),
+        ("context", f"{counted(config.context_length, 'token')}{window}"),
+        ("rope", f"theta {number(config.rope.theta)}{scaling}"),
+        (
+            "vocabulary",
+            f"{counted(config.vocab_size, 'token')}, {'tied' if config.tied_embeddings else 'separate'} head",
+        ),
+        (
+            "tokenizer",
+            f"{found.tokenizer_kind}, BOS {config.bos_token_id}, EOS {_listed(config.eos_token_ids)}",
+        ),
+        ("chat template", "yes" if found.has_chat_template else "none"),
+        ("parameters", f"{found.parameters / 1e6:.1f} M"),
+    ]
+    facts += [
+        (f"tensors {kind.type_name}", f"{kind.count:>5}  {size_text(kind.file_bytes):>10} in the file")
+        for kind in found.tensor_types
+    ]
+    facts += [(f"as {name}", f"{size_text(size):>17} in memory") for name, size in found.format_bytes.items()]
+    return facts
+
+
+def _experts(config: ModelConfig) -> str:
+    return (
+        ""
+        if config.experts is None
+        else f", {config.experts.chosen} of {counted(config.experts.count, 'expert')}"
+    )
+
+
+def _listed(ids: tuple[int, ...]) -> str:
+    return " ".join(map(str, ids)) or "none"

@@ -1,0 +1,229 @@
+"""`phasewise predict-len`: how long answers will be: collect lengths, learn from them, judge it, ask it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phasewise._words import percent
+from phasewise.cli.command_app import CommandApp
+from phasewise.cli.option_sets import opt, option_set, spread
+from phasewise.cli.options import DbOption, FormatOption, JsonOption, ModelArgument, ThreadsOption
+from phasewise.cli.present import check_target, note, owns_stdout, print_json, read_stdin, say
+from phasewise.workflows.predict_len.settings import TIMED_CALLS, CollectWish, EvalWish
+
+app = CommandApp(help="Predict how long answers will be.")
+
+LogsArgument = Annotated[
+    list[Path],
+    typer.Argument(metavar="LOG", help="JSON lines of `collect` or of `serve --length-log`; .xz too"),
+]
+TokensOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="model whose tokens the log's prompts are [default: the one that its lines name]",
+    ),
+]
+PredictorOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--predictor", metavar="FILE", help="predictor file [default: the one trained for the model]"
+    ),
+]
+EncoderOption = Annotated[
+    str,
+    typer.Option(
+        "--encoder",
+        envvar="PHASEWISE_ENCODER",
+        metavar="auto|none|MODEL",
+        help="embedding model that reads prompts; auto: all-minilm-l6-v2 where it has been pulled and there"
+        " are 100 answers to learn from, else none",
+    ),
+]
+SeedOption = Annotated[
+    int, typer.Option(min=0, help="seed that draws the held-out prompts and the first weights")
+]
+
+_COLLECT = option_set(
+    CollectWish,
+    None,
+    max_tokens=opt("generate at most N tokens per answer", min=1),
+    temperature=opt("0: always the likeliest token", min=0.0),
+    limit=opt("use only the first N prompts", min=1),
+    sequences=opt("answers computed at the same time", min=1, max=512),
+    weight_format=FormatOption,
+    threads=ThreadsOption,
+    db=DbOption,
+)
+
+_EVAL = option_set(
+    EvalWish,
+    None,
+    predictor=PredictorOption,
+    model=TokensOption,
+    split=opt("share of the prompts held out", min=0.05, max=0.9),
+    folds=opt(
+        "divide the prompts into N parts, and judge each by what the other parts teach, instead of --split",
+        min=2,
+        max=20,
+        metavar="N",
+    ),
+    overflow=opt("share of answers that may outgrow their first block", min=0.0, max=0.9),
+    drift=opt("train on the first log only, then replay the other logs in order", "--drift"),
+    encoder=EncoderOption,
+    seed=SeedOption,
+)
+
+
+@app.command()
+@spread(wish=_COLLECT)
+def collect(
+    model: ModelArgument,
+    prompts: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PROMPTS",
+            help="texts, one a line, or JSON lines with prompt, instruction or question; .xz too",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="LOG", help="log to create or to continue; -: stdout")
+    ],
+    wish: CollectWish,
+    as_json: JsonOption = False,
+) -> None:
+    """Have MODEL answer prompts, and append to a log how long the answers became.
+
+    Each answer is logged as soon as it has ended. Interrupted, the same
+    command goes on with the prompts that have no answer yet. `serve
+    --length-log` writes the same log of real requests.
+    """
+    from phasewise.workflows.predict_len.answer_prompts import collect_lengths
+
+    owns_stdout(output, as_json)
+    fields = collect_lengths(model, prompts, output, wish, note)
+    if as_json:
+        print_json(fields)
+    elif not owns_stdout(output):
+        say("\n".join(f"{name:<16}  {value}" for name, value in fields.items() if value is not None))
+
+
+@app.command("train")
+def train_command(
+    logs: LogsArgument,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="safetensors file; -: stdout [default: where `serve` looks]",
+        ),
+    ] = None,
+    model: TokensOption = None,
+    split: Annotated[
+        float, typer.Option(min=0.0, max=0.9, help="share of the prompts kept out of training, for `eval`")
+    ] = 0.0,
+    encoder: EncoderOption = "auto",
+    seed: SeedOption = 0,
+    verbose: Annotated[bool, typer.Option("--verbose", help="report every epoch on stderr")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a predictor of the lengths that logs hold, and keep it for `serve --predictor auto`."""
+    from phasewise.cli.commands.predict_len.text import epoch_line
+    from phasewise.tuner.predictor.encoded import learnt_too_little, train_encoded
+    from phasewise.tuner.predictor.facts import held_out
+    from phasewise.tuner.predictor.files import AnyPredictor, save_predictor
+    from phasewise.tuner.predictor.train import TrainOptions, train
+    from phasewise.workflows.predict_len.compare import Split, with_split
+    from phasewise.workflows.predict_len.inputs import predictor_file, read_logs
+    from phasewise.workflows.predict_len.prompt_vectors import find_encoder_to_learn
+
+    owns_stdout(output, as_json)
+    check_target(output)
+    found, name, tokens = read_logs(logs, model, note)
+    kept, _ = held_out([one for log in found for one in log.examples], split, seed)
+    text_of = None if tokens is None else tokens.text
+    reader = find_encoder_to_learn(encoder, kept, len(kept), text_of, note)
+    predictor: AnyPredictor
+    if reader is not None:
+        predictor = train_encoded(reader.read_all(kept), name, reader.ref, seed)
+        if not predictor.is_useful:
+            note(f"warning: {learnt_too_little(predictor)}")
+    else:
+        predictor = train(
+            kept,
+            name,
+            TrainOptions(seed=seed),
+            (lambda epoch: note(epoch_line(epoch))) if verbose else lambda _: None,
+        )
+    path = predictor_file(output, name)
+    save_predictor(with_split(predictor, Split(split, seed)), path)
+    if as_json:
+        print_json({"predictor": str(path), "model": name, "trained_on": dict(predictor.trained_on)})
+    else:
+        if not owns_stdout(output):
+            say(path)
+        note(", ".join(f"{count} {what}" for what, count in predictor.trained_on.items()))
+
+
+@app.command("eval")
+@spread(wish=_EVAL)
+def evaluate(logs: LogsArgument, wish: EvalWish, as_json: JsonOption = False) -> None:
+    """Judge predictors by answers to prompts that they did not learn from.
+
+    Three ways to choose the size of a request's KV block are compared, as
+    each would be used, and once more at the same mean size. Ours predicts a
+    room: a number of tokens that all answers but the share --overflow stay
+    within; the block is the smallest bucket that holds it, and buckets are
+    learnt from answers that ended. S3 has ten buckets of equal width and a
+    classifier. The third gives every request the same size.
+
+    Without --predictor, ours is trained here on the prompts that are not held
+    out. With it, the file says which prompts it did not learn from.
+
+    Columns: accuracy, the share of answers that fit their first block;
+    overflow, the rest; exact, answers in the bucket that was predicted; block,
+    mean tokens of a block; used, the share of it that is filled; at limit,
+    the share of requests that get a block of max_tokens.
+    """
+    from phasewise.cli.commands.predict_len.text import report_text
+    from phasewise.workflows.predict_len.judge import judge_predictions
+
+    judged = judge_predictions(logs, wish, note)
+    if as_json:
+        split = {"split": judged.split.share, "seed": judged.split.seed}
+        asked = {"hold": 1 - wish.overflow, "drift": wish.drift, "folds": wish.folds}
+        fields = {"model": judged.model_name, **split, **asked}
+        print_json({**fields, "logs": [report.fields() for report in judged.reports]})
+    else:
+        say("\n\n".join(map(report_text, judged.reports)))
+
+
+@app.command()
+def predict(
+    model: ModelArgument,
+    prompt: Annotated[str, typer.Option("-p", "--prompt", help="a user's message; - reads it from stdin")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="most tokens that the answer may have")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="temperature that the answer would have")] = 0.0,
+    predictor: PredictorOption = None,
+    timed: Annotated[
+        bool, typer.Option("--time", help=f"also measure the median time of {TIMED_CALLS} predictions")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict how long MODEL's answer to a message will be."""
+    from phasewise.workflows.predict_len.judge import predict_length
+
+    message = read_stdin() if prompt == "-" else prompt
+    fields = predict_length(model, message, max_tokens, temperature, predictor, timed=timed, report=note)
+    if as_json:
+        print_json(fields)
+    else:
+        rooms = (f"{tokens} for {percent(float(hold))}" for hold, tokens in fields["room_tokens"].items())
+        told = {**fields, "room_tokens": ", ".join(rooms)}
+        say("\n".join(f"{name:<14}  {value}" for name, value in told.items()))

@@ -1,0 +1,210 @@
+"""`phasewise topo`: the machine as a tree, as a picture, and what plans make of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phasewise.cli.options import DbOption, FormatOption, JsonOption, WeightFormat, parse_budget
+from phasewise.cli.present import check_target, note, owns_stdout, print_json, say, write_target
+from phasewise.workflows.topo.json import machine_fields
+
+if TYPE_CHECKING:
+    from phasewise.topology import Machine
+    from phasewise.topology.picture import PuGroup
+    from phasewise.tuner.plans import Phase, ServicePlan
+
+
+def topo(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="with --plan: the model whose plans to draw")
+    ] = None,
+    input_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--input", metavar="FILE", help="lstopo XML file (-: stdin), or folder with a sysfs snapshot"
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+    svg_path: Annotated[
+        Path | None,
+        typer.Option("--svg", metavar="FILE", help="write a picture of the machine here; -: stdout"),
+    ] = None,
+    trees: Annotated[
+        bool, typer.Option("--trees", help="count and draw the TopoTrees that tune-config searches")
+    ] = False,
+    notation: Annotated[
+        str | None,
+        typer.Option(
+            "--tree",
+            metavar="NOTATION",
+            help="draw this TopoTree, written as --trees and tune-config print it",
+        ),
+    ] = None,
+    power_of_two: Annotated[
+        bool,
+        typer.Option(
+            "--power-of-two/--any-size",
+            help="with --trees: groups of 2, 4, 8, .. members only, or of any number",
+        ),
+    ] = True,
+    limit: Annotated[int, typer.Option(min=0, help="with --trees: how many groupings are drawn")] = 10,
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="draw the plans of MODEL on the cores; without MODEL the default ones"),
+    ] = False,
+    plan_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="draw the plans that tune-config --json printed")
+    ] = None,
+    weight_format: FormatOption = "native",
+    db: DbOption = None,
+    probe: Annotated[
+        bool,
+        typer.Option("--probe", help="measure which cores share a resource that the system does not report"),
+    ] = False,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="wall clock that --probe may take")] = "30s",
+) -> None:
+    """Show the machine: packages, memory, caches, cores and PUs, and what of it may be used.
+
+    Other views: --trees, --tree, --plan, --plan-file. --probe measures what cores share.
+    """
+    _check_one_view(trees, notation, plan, plan_file, probe)
+    owns_stdout(svg_path, as_json)
+    machine = _machine(input_path)
+    if probe:
+        _show_probe(machine, parse_budget(budget), svg_path, as_json)
+    elif trees:
+        _show_trees(machine, power_of_two, limit, as_json)
+    elif notation is not None:
+        _show_tree(machine, notation, svg_path, as_json)
+    elif plan or plan_file is not None:
+        from phasewise.workflows.topo.plan_json import read_plans
+
+        plans = read_plans(plan_file, machine) if plan_file else _plans(machine, model, weight_format, db)
+        _show_plans(machine, plans, svg_path, as_json)
+    else:
+        _show_machine(machine, svg_path, as_json)
+
+
+def _check_one_view(
+    trees: bool, notation: str | None, plan: bool, plan_file: Path | None, probe: bool
+) -> None:
+    views = {"--trees": trees, "--tree": notation is not None, "--plan": plan, "--plan-file": bool(plan_file)}
+    chosen = [name for name, is_chosen in (views | {"--probe": probe}).items() if is_chosen]
+    if len(chosen) > 1:
+        raise typer.BadParameter(f"{' and '.join(chosen)} show different things: give one")
+
+
+def _show_machine(machine: Machine, svg_path: Path | None, as_json: bool) -> None:
+    from phasewise.cli.commands.topo.text import topo_lines
+
+    _draw(machine, None, svg_path)
+    if as_json:
+        print_json(machine_fields(machine))
+    elif not owns_stdout(svg_path):
+        _print(topo_lines(machine, sys.stdout.encoding))
+
+
+def _show_trees(machine: Machine, power_of_two: bool, limit: int, as_json: bool) -> None:
+    from phasewise.cli.commands.topo.trees_text import trees_lines
+    from phasewise.tuner.topotree import fundamental
+    from phasewise.workflows.topo.trees_json import trees_fields
+
+    found = fundamental(machine)
+    if as_json:
+        print_json({"source": machine.source, **trees_fields(found, power_of_two, limit)})
+    else:
+        _print(trees_lines(found, power_of_two, limit, sys.stdout.encoding))
+
+
+def _show_tree(machine: Machine, notation: str, svg_path: Path | None, as_json: bool) -> None:
+    from phasewise.cli.commands.topo.trees_text import groups_of_tree, one_tree_lines
+    from phasewise.tuner.topotree import parse
+    from phasewise.workflows.topo.trees_json import one_tree_fields
+
+    tree = parse(notation, machine)
+    _draw(machine, groups_of_tree(tree), svg_path)
+    if as_json:
+        print_json({"source": machine.source, **one_tree_fields(tree)})
+    elif not owns_stdout(svg_path):
+        _print(one_tree_lines(tree, sys.stdout.encoding))
+
+
+def _plans(
+    machine: Machine, model: str | None, weight_format: WeightFormat, db: str | None
+) -> Mapping[Phase, ServicePlan]:
+    """The plans that `serve` would use for the model, with a remark where nothing was tuned."""
+    from phasewise.tuner.plans import model_key, plans_for, resolve_plans
+    from phasewise.workflows.topo.plan_json import model_name
+
+    if model is None:
+        return resolve_plans(None, machine, "")
+    key = model_key(model_name(model), weight_format)
+    plans = plans_for(db, machine, key, None, note)
+    if all(plan.source == "default" for plan in plans.values()):
+        note(f"no plan of {key} for this machine is stored: the default is drawn; tune-config finds others")
+    return plans
+
+
+def _show_plans(
+    machine: Machine, plans: Mapping[Phase, ServicePlan], svg_path: Path | None, as_json: bool
+) -> None:
+    from phasewise.cli.commands.topo.plan_text import plan_lines
+    from phasewise.workflows.topo.machine_facts import picture_groups
+    from phasewise.workflows.topo.plan_json import plan_fields
+
+    _draw(machine, picture_groups(plans), svg_path)
+    if as_json:
+        print_json({"source": machine.source, "plans": plan_fields(plans)})
+    elif not owns_stdout(svg_path):
+        _print(plan_lines(machine, plans))
+
+
+def _show_probe(machine: Machine, budget_s: float, svg_path: Path | None, as_json: bool) -> None:
+    from phasewise.cli.commands.topo.probe_text import probe_lines
+    from phasewise.tuner.measurement_lock import user_lock
+    from phasewise.workflows.topo.probe import probe_machine
+
+    check_target(svg_path)
+    found = probe_machine(machine, budget_s, user_lock(note), note)
+    if svg_path is not None:
+        from phasewise.workflows.topo.probe_svg import draw_probe
+
+        _write_picture(svg_path, draw_probe(machine, found))
+    if as_json:
+        print_json(found.fields())
+    elif not owns_stdout(svg_path):
+        _print(probe_lines(machine, found))
+
+
+def _draw(machine: Machine, groups: Iterable[PuGroup] | None, svg_path: Path | None) -> None:
+    """The picture, where one was asked for."""
+    if svg_path is not None:
+        from phasewise.topology.picture import draw_svg
+
+        _write_picture(svg_path, draw_svg(machine, None if groups is None else tuple(groups)))
+
+
+def _write_picture(path: Path, picture: str) -> None:
+    write_target(path, picture)
+    if not owns_stdout(path):
+        note(f"picture written to {path}")
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        say(line)
+
+
+def _machine(input_path: Path | None) -> Machine:
+    from phasewise.topology import read_lstopo, read_machine
+
+    if input_path is None:
+        return read_machine()
+    if str(input_path) == "-":
+        return read_lstopo(Path("/dev/stdin"))
+    return read_machine(input_path) if input_path.is_dir() else read_lstopo(input_path)

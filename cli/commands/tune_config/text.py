@@ -1,0 +1,250 @@
+"""Tables of a run of `tune-config` that has ended, and the same as JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from textwrap import fill
+from typing import TYPE_CHECKING
+
+from phasewise._words import counted, multiple, number, plural
+from phasewise.cli.commands.tune_kernels.text import budget_words
+from phasewise.cli.present import goes_on, on_one_line
+from phasewise.tuner.config.references import ALL_CORES, PER_NODE, PHYSICAL_CORES, same_cores
+from phasewise.tuner.config.trace import describe
+from phasewise.tuner.plans import ServicePlan, list_cores
+from phasewise.workflows.tune_config.json import (
+    best_found_fields,
+    dry_run_fields,
+    plan_words,
+    totals,
+)
+from phasewise.workflows.tune_config.search import objective_words
+
+if TYPE_CHECKING:
+    from phasewise.topology import Machine
+    from phasewise.tuner.config.references import Reference
+    from phasewise.tuner.config.simulate import Objective
+    from phasewise.workflows.tune_config.run import Found
+    from phasewise.workflows.tune_config.search import Searched
+    from phasewise.workflows.tune_config.subject import Subject, Wish
+    from phasewise.workflows.tune_config.verdict import PhaseVerdict, Versus
+
+SHORT_NAMES = {ALL_CORES: "all threads", PHYSICAL_CORES: "all cores", PER_NODE: "one per NUMA node"}
+"""In a table of eighty columns; a thread is a hardware thread."""
+
+WIDTH = 79
+MOST_RANKS_SHOWN = 16
+DISTURBED_LAPS = 0.1
+"""Share of disturbed timings from which on the result carries a warning."""
+
+
+def milliseconds(value: float) -> str:
+    """Four digits, or what it takes."""
+    return f"{number(value, 3)} ms" if value < 100 else f"{value:.0f} ms"
+
+
+def found_text(found: Found, *, verbose: bool = False) -> str:
+    """The text at the end of a run, for people. `verbose`: with words of the search."""
+    parts = ["\n".join(_heading(found))]
+    parts += ["\n".join(_phase_lines(found, one)) for one in found.searched]
+    parts.append("\n".join(_run_lines(found, verbose=verbose)))
+    return "\n\n".join(parts)
+
+
+def _heading(found: Found) -> Iterator[str]:
+    subject = found.subject
+    yield f"{on_one_line(subject.model_key)} on {subject.key.placement_sig}, {found.wish.evaluator}"
+    yield f"{objective_words(subject.objective)}; {describe(subject.trace)}"
+    yield fill(covered_words(subject.objective), WIDTH)
+
+
+def covered_words(objective: Objective) -> str:
+    """The parts of a request that the milliseconds of a configuration cover, in the search as at the end."""
+    if objective.kind == "goodput":
+        return "ms: of a phase, over all requests, for each request that keeps the SLO"
+    if objective.kind == "e2e":
+        return "ms: mean time that a request spends in this phase, one request at a time"
+    return "ms: mean time to the first token for prefill, per output token for decode, one request at a time"
+
+
+def _best_lines(one: Searched, verdict: PhaseVerdict, machine: Machine) -> Iterator[str]:
+    """The best of the search, as the progress told it, and what became of it."""
+    best = best_found_fields(one, verdict)
+    if one.outcome.best is None or best is None:
+        return
+    words = plan_words(one.outcome.best[0].plan(one.phase), machine)
+    cost = milliseconds(best["search_ms"])
+    again = None if best["latency_ms"] is None else milliseconds(best["latency_ms"])
+    if best["standing"] == "the plan" and again == cost:
+        return
+    parts = [f"Best of the search: {words}, {cost} there"]
+    parts += [] if again is None else [f"{again} in the last run"]
+    parts += [] if best["standing"] == "the plan" else [best["standing"]]
+    yield fill(f"{', '.join(parts)}.", WIDTH)
+
+
+def _phase_lines(found: Found, one: Searched) -> Iterator[str]:
+    verdict, machine = found.verdicts.get(one.phase), found.subject.machine
+    if verdict is None:
+        best = one.outcome.best
+        if best is None:
+            tried = "no configuration could be run" if one.failures else "no configuration was tried yet"
+            yield f"{one.phase}: {tried}"
+            for reason, count in sorted(one.failures.items(), key=lambda pair: -pair[1])[:3]:
+                yield fill(f"{count} x {reason}", WIDTH, initial_indent="  ", subsequent_indent="  ")
+        else:
+            configuration, cost_ms = best
+            words = plan_words(configuration.plan(one.phase), machine)
+            yield f"{one.phase}: {words}, {milliseconds(cost_ms)} so far"
+            yield from _rank_lines(configuration.plan(one.phase))
+            yield "Not compared with the references yet: nothing is stored."
+        return
+    if verdict.is_settled:
+        yield f"{one.phase}: {plan_words(verdict.plan, machine)}, {milliseconds(verdict.latency_ms)}"
+        yield from _rank_lines(verdict.plan)
+    else:
+        yield f"{one.phase}: not decided"
+    yield from _best_lines(one, verdict, machine)
+    yield ""
+    yield _against_table(verdict, machine)
+    yield ""
+    yield _verdict_line(verdict, machine, found.wish.evaluator == "measured")
+
+
+def _rank_lines(plan: ServicePlan) -> Iterator[str]:
+    for at, rank in enumerate(plan.ranks[:MOST_RANKS_SHOWN]):
+        node = "" if rank.numa_node is None else f" (NUMA node {rank.numa_node})"
+        yield f"  rank {at}: {list_cores(rank.cores)}{node}"
+    if len(plan.ranks) > MOST_RANKS_SHOWN:
+        yield f"  and {len(plan.ranks) - MOST_RANKS_SHOWN} more"
+
+
+def _against_table(verdict: PhaseVerdict, machine: Machine) -> str:
+    """A row for each plan, which may be several references."""
+    from tabulate import tabulate
+
+    alike: list[list[Versus]] = []
+    for one in verdict.against:
+        plan = one.reference.plan
+        same = [
+            row for row in alike if plan and row[0].reference.plan and same_cores(plan, row[0].reference.plan)
+        ]
+        if same:
+            same[0].append(one)
+        else:
+            alike.append([one])
+    rows = [_against_row(row, machine) for row in alike]
+    headers = ("reference", "plan", "latency", "speed-up", "interval")
+    aligned = ("left", "left", "right", "right", "right")
+    table = tabulate(rows, headers=headers, disable_numparse=True, colalign=aligned)
+    if all(one.comparison is None for one in verdict.against):
+        return table
+    return f"{table}\nlatency: of the last run; speed-up: the median of pairs of turns, and its interval"
+
+
+def _short_name(reference: Reference) -> str:
+    return SHORT_NAMES.get(reference.name, reference.name)
+
+
+def _against_row(alike: Sequence[Versus], machine: Machine) -> tuple[str, ...]:
+    one = alike[0]
+    name = "\n".join(_short_name(each.reference) for each in alike)
+    plan = plan_words(one.reference.plan, machine) if one.reference.plan else "-"
+    latency = "-" if one.latency_ms is None else milliseconds(one.latency_ms)
+    if one.is_same:
+        return name, plan, latency, "same plan", ""
+    if one.gain is None:
+        return name, plan, latency, "-", ""
+    interval = ""
+    if one.comparison is not None:
+        interval = f"{one.comparison.gain_low:.3f} to {one.comparison.gain_high:.3f}"
+    return name, plan, latency, multiple(one.gain, 3), interval
+
+
+def _verdict_line(verdict: PhaseVerdict, machine: Machine, is_measured: bool) -> str:
+    named: dict[str, list[str]] = {}
+    for one in verdict.against:
+        if one.reason:
+            named.setdefault(one.reason, []).append(_short_name(one.reference))
+    reasons = [f"{', '.join(names)}: {reason}." for reason, names in named.items()]
+    match verdict.standing:
+        case "faster" if is_measured:
+            text = "Faster than every reference, beyond doubt of the interval."
+        case "faster":
+            text = "Faster than every reference, by the model alone: nothing was timed."
+        case "not slower":
+            text = "No difference to the closest reference is proven: tuning gained nothing for sure."
+        case "reference" if not same_cores(verdict.winner, verdict.plan):
+            looked = f"{plan_words(verdict.winner, machine)} looked faster, but is not in pairs of turns"
+            text = f"Tuning gained nothing over {_kept_name(verdict)}: {looked}."
+        case "reference":
+            text = f"Tuning gained nothing: the best plan is {_kept_name(verdict)}."
+        case "not compared":
+            text = "No reference can run here, so that there is nothing to compare with."
+            if not verdict.is_settled:
+                text = "No time was left to compare; the plan in use is unchanged."
+    return "\n".join(fill(line, WIDTH) for line in (text, *reasons))
+
+
+def _kept_name(verdict: PhaseVerdict) -> str:
+    """The name of the reference that the plan is."""
+    names = [
+        _short_name(one.reference)
+        for one in verdict.against
+        if one.reference.plan and same_cores(one.reference.plan, verdict.plan)
+    ]
+    return names[0] if names else "a reference"
+
+
+def _run_lines(found: Found, *, verbose: bool) -> Iterator[str]:
+    sums = totals(found)
+    minutes, seconds = divmod(round(found.elapsed_s), 60)
+    yield (
+        f"{sums['evaluations']} of {counted(sums['configurations'], 'configuration')} evaluated, "
+        f"{sums['replayed']} known before, {sums['failed']} failed,"
+    )
+    cut = f", {counted(sums['trees_cut'], 'tree')} cut" if verbose else ""
+    yield f"{sums['pruned']} stopped early{cut}; {minutes}:{seconds:02}."
+    if any(one.outcome.gains for one in found.kernels):
+        tuned = sum(not gain.is_default for one in found.kernels for gain in one.outcome.gains)
+        count = sum(len(one.outcome.gains) for one in found.kernels)
+        products = f"{tuned} of {counted(count, 'product')}"
+        yield f"Kernels: {products} faster than by default on the finalists' cores."
+    if found.disturbed > DISTURBED_LAPS * max(1, found.laps):
+        yield f"The machine was busy during {found.disturbed} of {counted(found.laps, 'timing')}."
+    yield from _closing_lines(found)
+
+
+def _closing_lines(found: Found) -> Iterator[str]:
+    if found.end != "complete":
+        yield "Interrupted." if found.end == "interrupted" else "The budget is used up."
+        if found.wish.evaluator == "measured" or found.wish.storage:
+            yield goes_on(found.wish.resume)
+    if found.stored:
+        phases = [phase for phase in found.verdicts if phase in found.stored]
+        yield f"Stored: the {plural(len(phases), 'plan')} for {' and '.join(phases)}."
+    elif found.wish.evaluator != "measured" and found.verdicts:
+        yield "Not stored: only plans that were measured on a machine come into use there."
+
+
+def dry_run_text(wish: Wish, subject: Subject) -> str:
+    """The text of what would be searched and timed."""
+    fields = dry_run_fields(wish, subject)
+    lines = [
+        f"{on_one_line(subject.model_key)} on {subject.key.placement_sig}",
+        f"requests: {fields['requests']}",
+    ]
+    n_each = fields["configurations"]
+    phases = " and ".join(wish.phases)
+    lines.append(f"{counted(n_each * len(wish.phases), 'configuration')}: {n_each} each for {phases}")
+    lines.append(f"the machine as a tree: {fields['tree']}")
+    lines.append(fill(covered_words(subject.objective), WIDTH))
+    lines += [
+        f"CPUs {one['pus']} are left to the operating system: {one['reason']}" for one in fields["left_out"]
+    ]
+    for phase, steps in fields["steps"].items():
+        lines.append(f"{phase}: each is timed by at most {counted(len(steps), 'step')}, e.g. {steps[0]}")
+    for one in fields["references"]:
+        lines.append(f"reference {one['name']}: {one['plan'] or one['reason']}")
+    lines.append(budget_words(wish.budget_s, wish.resume))
+    return "\n".join(lines)

@@ -1,0 +1,282 @@
+"""`phasewise tune-kernels`: find the fastest schedules of a model's products on this machine; keep them."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phasewise.cli.options import (
+    WEIGHT_FORMATS,
+    DbOption,
+    DefineOption,
+    IncludeOption,
+    JsonOption,
+    PhaseChoice,
+    ThreadsOption,
+    parse_budget,
+    phases_of,
+)
+from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, say
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phasewise.topology import Machine
+    from phasewise.tuner.plans import Phase
+    from phasewise.workflows.opening.open_model import OpenModel
+    from phasewise.workflows.tune_kernels.rounds import Round, Shape, TunedRound
+    from phasewise.workflows.tune_kernels.speed_change import SpeedChange
+
+
+LEAST_S = 0.1
+"""The time of a run where reading its input took the whole budget."""
+
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help="a model, as for `generate`, whose products to tune"),
+]
+ShapesOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,K;N,K;..",
+        help="outputs and inputs of products to tune instead of a model's; with --kernel e.g. n=64..4096",
+    ),
+]
+KernelOption = Annotated[
+    Path | None,
+    typer.Option(metavar="KERNEL.kir", help="tune a kernel's text, as `kernels raise` writes it"),
+]
+IsaOption = Annotated[
+    str | None,
+    typer.Option(help="with --kernel: instruction set [default: the widest of this machine]"),
+]
+AgainstOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.c",
+        help="with --kernel: the C file that it was raised from, which is used where it is faster",
+    ),
+]
+PhaseOption = Annotated[PhaseChoice, typer.Option(help="phase whose cores and numbers of rows to tune for")]
+WeightFormatOption = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        envvar="PHASEWISE_FORMAT",
+        help="a model's weight format in memory; with --shapes a kernel's: f32, bf16, int8, int4m, ..",
+    ),
+]
+MaxMOption = Annotated[
+    int, typer.Option(min=1, max=1 << 20, help="most rows of a product; the engine computes 512 at once")
+]
+BudgetOption = Annotated[
+    str,
+    typer.Option(
+        metavar="TIME",
+        help="wall clock of the command, e.g. 90s, 10m, 1h; what has begun then is ended: a batch of"
+        " timings, and the comparison of the whole model",
+    ),
+]
+ResumeOption = Annotated[bool, typer.Option(help="use stored timings; --no-resume measures everything anew")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="show what would be tuned; measure nothing")]
+
+
+def tune_kernels(
+    model: ModelArgument = None,
+    shapes: ShapesOption = None,
+    kernel: KernelOption = None,
+    isa: IsaOption = None,
+    against: AgainstOption = None,
+    include: IncludeOption = None,
+    define: DefineOption = None,
+    phase: PhaseOption = "both",
+    weight_format: WeightFormatOption = "native",
+    max_m: MaxMOption = 512,
+    threads: ThreadsOption = None,
+    budget: BudgetOption = "10m",
+    resume: ResumeOption = True,
+    dry_run: DryRunOption = False,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tune the products of MODEL, or of --shapes, on this machine.
+
+    Every timing is kept at once: interrupted, killed or out of budget, the same command goes on where it
+    was, and a finished one times nothing. A schedule comes into use only after a comparison that proves it
+    faster than the one before.
+
+    A MODEL's attention is tuned too, for the KV format that `--kv-format auto` means there; others run by
+    their defaults. Where a MODEL's weights hold zeros, sparse and dense storage are compared, and
+    `--sparse auto` then goes by the outcome.
+
+    With --kernel, the parameters of a kernel that you brought are tuned for each of --shapes, such as
+    `n=64..4096;dim=64`: 64, 128, .. 4096. It needs a C compiler. With
+    --against its author's C takes part too: nothing that is slower than it
+    comes into use.
+    """
+    budget_s = parse_budget(budget)
+    deadline_s = time.monotonic() + budget_s
+    from phasewise.topology import read_machine
+
+    machine = read_machine()
+    if kernel is not None:
+        if shapes is None:
+            raise typer.BadParameter("--kernel goes with --shapes")
+        original = None if against is None else (against, include or [], define or [])
+        _tune_user_kernel(kernel, shapes, isa, original, machine, db, deadline_s, resume, as_json)
+        return
+    rounds, opened = _rounds(machine, model, shapes, weight_format, phases_of(phase), max_m, threads, db)
+    if dry_run:
+        _print_plan(rounds, budget_s, resume, as_json)
+        return
+    tuned, changes = _tune(rounds, machine, db, max(LEAST_S, deadline_s - time.monotonic()), resume, opened)
+    _print_tuned(tuned, changes, resume, as_json)
+    if tuned[-1].is_interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _tune_user_kernel(
+    kernel: Path,
+    shapes: str,
+    isa: str | None,
+    against: tuple[Path, list[Path], list[str]] | None,
+    machine: Machine,
+    db: str | None,
+    deadline_s: float,
+    resume: bool,
+    as_json: bool,
+) -> None:
+    from phasewise.cli.commands.kernels.text import tuned_fields, tuned_text
+    from phasewise.ir.build import target_named
+    from phasewise.ir.original import original_of
+    from phasewise.ir.reading import read
+    from phasewise.kerneldb.store import open_store
+    from phasewise.topology import core_signature
+    from phasewise.tuner.measurement_lock import user_lock
+    from phasewise.workflows.user_kernels.files import best_target, read_text
+    from phasewise.workflows.user_kernels.shapes import parse_shapes as parse_kernel_shapes
+    from phasewise.workflows.user_kernels.tune import KernelSetting, tune_user_kernel
+
+    text = read_text(kernel)
+    function, target = read(text, str(kernel)), target_named(isa or best_target(text))
+    wanted = parse_kernel_shapes(shapes, function)
+    original = None
+    if against:
+        source, include, define = against
+        original = original_of(source, function, target, include, define)
+    with open_store(db, note) as store:
+        budget_s = max(LEAST_S, deadline_s - time.monotonic())
+        setting = KernelSetting(
+            text, str(kernel), target, core_signature(machine), machine.allowed_cores()[-1][0], store,
+            user_lock(note), note, budget_s, resume, original,
+        )  # fmt: skip
+        outcomes = tune_user_kernel(setting, wanted)
+    if as_json:
+        print_json({"shapes": [tuned_fields(one) for one in outcomes]})
+    else:
+        say(tuned_text(outcomes, resume=resume))
+
+
+def parse_shapes(text: str, kernel_format: str) -> list[Shape]:
+    """`3072,576;576,1536` as weights of one format; a usage error otherwise."""
+    from phasewise.tuner.weights import kind_of
+    from phasewise.workflows.tune_kernels.rounds import Shape
+
+    if kernel_format == "native":
+        raise typer.BadParameter("--shapes needs a --format, such as bf16 or int8")
+    kind_of(kernel_format)
+    found = []
+    for part in text.split(";"):
+        match = re.fullmatch(r"\s*([1-9]\d{0,6})\s*,\s*([1-9]\d{0,6})\s*", part)
+        if match is None:
+            raise typer.BadParameter(f"shapes are written like 3072,576;576,1536, not {text!r:.60}")
+        found.append(Shape(kernel_format, int(match[1]), int(match[2]), uses=1))
+    return list(dict.fromkeys(found))
+
+
+def _rounds(
+    machine: Machine,
+    model: str | None,
+    shapes: str | None,
+    weight_format: str,
+    phases: Sequence[Phase],
+    max_m: int,
+    threads: int | None,
+    db: str | None,
+) -> tuple[list[Round], OpenModel | None]:
+    if (model is None) == (shapes is None):
+        raise typer.BadParameter("give either a MODEL or --shapes")
+    from phasewise.workflows.tune_kernels.run import rounds_of_model, rounds_of_shapes
+
+    if model is None:
+        found = parse_shapes(shapes or "", weight_format)
+        return rounds_of_shapes(found, machine, phases, max_m, threads), None
+    if weight_format not in WEIGHT_FORMATS:
+        raise typer.BadParameter(f"a model's --format is one of {', '.join(WEIGHT_FORMATS)}")
+    from phasewise.workflows.opening.open_model import Weights, open_model
+
+    opened = open_model(model, Weights(weight_format), threads, db, note)
+    return rounds_of_model(opened, machine, phases, max_m), opened
+
+
+def _tune(
+    rounds: list[Round],
+    machine: Machine,
+    db: str | None,
+    budget_s: float,
+    resume: bool,
+    opened: OpenModel | None,
+) -> tuple[list[TunedRound], list[SpeedChange]]:
+    from phasewise.cli.commands.tune_kernels.text import progress_on_stderr
+    from phasewise.tuner.measurement_lock import user_lock
+    from phasewise.workflows.tune_kernels.run import change_of_model, tune_rounds
+
+    note("measuring the limits of these cores ...")
+    with progress_on_stderr() as progress:
+        model = None if opened is None else opened.model
+        tuned = tune_rounds(rounds, machine, db, budget_s, resume, user_lock(note), note, progress, model)
+    if opened is None or tuned[-1].is_interrupted:
+        return tuned, []
+    return tuned, change_of_model(opened, tuned, machine, db, budget_s, user_lock(note), note)
+
+
+def _print_plan(rounds: list[Round], budget_s: float, resume: bool, as_json: bool) -> None:
+    from phasewise.cli.commands.tune_kernels.text import budget_words, plan_text
+    from phasewise.workflows.tune_kernels.json import plan_fields
+
+    if as_json:
+        fields = [
+            {
+                "phases": list(one.phases),
+                "cores": list(one.cores),
+                "weights": [
+                    {**plan_fields(shape, task), "ms": list(task.ms)}
+                    for shape, task in zip(one.shapes, one.tasks, strict=True)
+                ],
+            }
+            for one in rounds
+        ]
+        print_json({"dry_run": True, "budget_s": budget_s, "resume": resume, "rounds": fields})
+    else:
+        say(plan_text(rounds))
+        say(budget_words(budget_s, resume))
+
+
+def _print_tuned(tuned: list[TunedRound], changes: list[SpeedChange], resume: bool, as_json: bool) -> None:
+    from phasewise.cli.commands.tune_kernels.text import changes_text, tuned_text
+    from phasewise.workflows.tune_kernels.json import tuned_fields
+
+    if as_json:
+        of_model = [asdict(change) for change in changes]
+        print_json({"dry_run": False, "rounds": [tuned_fields(one) for one in tuned], "model": of_model})
+    else:
+        parts = [tuned_text(one, resume=resume) for one in tuned] + (
+            [changes_text(changes)] if changes else []
+        )
+        say("\n\n".join(parts))

@@ -1,0 +1,242 @@
+"""Text of a tuning run: its progress while it goes on, and its tables at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from phasewise._words import LOW_LIMIT, NOTHING, counted, multiple, number, percent
+from phasewise.cli.present import goes_on
+from phasewise.cli.status_line import status_line
+from phasewise.workflows.tune_kernels.json import mean_gain, plan_fields, task_name
+
+if TYPE_CHECKING:
+    from phasewise.tuner.task_division import Task
+    from phasewise.tuner.tuning_run import Gain, TuningProgress
+    from phasewise.workflows.tune_kernels.rounds import Round, TunedRound
+    from phasewise.workflows.tune_kernels.speed_change import SpeedChange
+
+DISTURBED_LAPS = 0.1
+"""Share of disturbed timings from which on the result carries a warning."""
+
+
+@contextmanager
+def progress_on_stderr() -> Iterator[Callable[[TuningProgress], None]]:
+    """The receiver of a run's events."""
+    with status_line() as status:
+        yield lambda progress: status.show(lambda: progress_line(progress))
+
+
+def progress_line(progress: TuningProgress) -> str:
+    """E.g. `2/5 int8 3072x576 m=64: 512 timed in 1:23, about 4:10 left`."""
+    left = "time left not known yet" if progress.left_s is None else f"about {_clock(progress.left_s)} left"
+    return f"{where_of(progress)} in {_clock(progress.elapsed_s)}, {left}"
+
+
+def where_of(progress: TuningProgress) -> str:
+    """E.g. `2/5 int8 3072x576 m=64: 512 timed`."""
+    return (
+        f"{progress.task_number}/{progress.task_count} {task_name(progress.task)} m={progress.m}: "
+        f"{progress.timed} timed"
+    )
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+def budget_words(budget_s: float, resume: bool) -> str:
+    """The time that a run would take, and whether it would use what is stored: the end of a dry run."""
+    stored = "uses what is stored" if resume else "measures everything anew"
+    return f"a run takes at most {number(budget_s)} s and {stored}"
+
+
+def plan_text(rounds: Sequence[Round]) -> str:
+    """The text of what would be tuned."""
+    from tabulate import tabulate
+
+    return "\n\n".join(
+        f"{_round_name(one)}\n"
+        + tabulate([plan_fields(*pair) for pair in zip(one.shapes, one.tasks, strict=True)], headers="keys")
+        for one in rounds
+    )
+
+
+def _round_name(one: Round) -> str:
+    from phasewise.tuner.plans import list_cores
+
+    return f"{' and '.join(one.phases)} on cores {list_cores(one.cores)}"
+
+
+def tuned_text(tuned: TunedRound, *, resume: bool = True) -> str:
+    """The tables of one round: each weight's products, then the sums. resume: as the run was asked for."""
+    tables = [_task_table(tuned, task) for task in tuned.round.tasks]
+    tables += [_attention_table(tuned), _storage_table(tuned)]
+    parts = [_round_name(tuned.round), *(table for table in tables if table), *_closing_lines(tuned, resume)]
+    return "\n\n".join(parts)
+
+
+def changes_text(changes: Sequence[SpeedChange]) -> str:
+    """The whole model before and after, a line for each phase, with the names of the statistics."""
+    lines = ["the whole model before and after, medians of pairs of turns:"]
+    for one in changes:
+        found = one.comparison
+        rates = f"{one.before_tokens_per_s:.1f} and {one.after_tokens_per_s:.1f} tokens/s"
+        interval = f"no interval: {counted(found.pairs, 'pair')} only"
+        if found.gain_low > 0:
+            span = f"{found.gain_low:.3f} to {found.gain_high:.3f}"
+            interval = f"{span} with {percent(found.confidence)} confidence"
+        lines.append(f"  {one.phase} {one.n_tokens}: {rates}")
+        lines.append(f"    ratio within a pair, median: {multiple(found.gain, 3)} ({interval})")
+    return "\n".join(lines)
+
+
+def _attention_table(tuned: TunedRound) -> str | None:
+    from tabulate import tabulate
+
+    if tuned.attention is None or not tuned.attention.gains:
+        return None
+    rows = [
+        {
+            "m": str(gain.problem.m),
+            "default us": f"{gain.default_ns / 1000:.1f}",
+            "tuned us": f"{gain.tuned_ns / 1000:.1f}",
+            "gain": multiple(gain.default_ns / gain.tuned_ns),
+            "schedule": "the default" if gain.is_default else _attention_text(gain),
+        }
+        for gain in tuned.attention.gains
+    ]
+    first = tuned.attention.gains[0].problem
+    return f"attention {first.format} {first.n}x{first.k}\n" + tabulate(
+        rows, headers="keys", disable_numparse=True, colalign=["right"] * 4 + ["left"]
+    )
+
+
+def _storage_table(tuned: TunedRound) -> str | None:
+    from tabulate import tabulate
+
+    if not tuned.storage:
+        return None
+    rows = [
+        {
+            "weight": f"{duel.problem.format} {duel.problem.n}x{duel.problem.k}",
+            "m": str(duel.problem.m),
+            "sparse": multiple(duel.comparison.gain),
+            "between": f"{duel.comparison.gain_low:.2f} and {duel.comparison.gain_high:.2f}",
+        }
+        for duel in tuned.storage
+    ]
+    return "speed stored sparse, as against dense\n" + tabulate(
+        rows, headers="keys", disable_numparse=True, colalign=["left"] + ["right"] * 3
+    )
+
+
+def _attention_text(gain: Gain) -> str:
+    one = gain.schedule
+    return (
+        f"pieces of {one.block_k} positions"
+        if gain.problem.m == 1
+        else f"{one.mr} of {counted(one.block_m, 'row')}"
+    )
+
+
+def _task_table(tuned: TunedRound, task: Task) -> str | None:
+    from tabulate import tabulate
+
+    gains = _gains_of(tuned, task)
+    if not gains:
+        return None
+    rows = [_row(tuned, gain) for gain in gains]
+    return f"{task_name(task)} ({_arithmetic_text(gains[0])})\n" + tabulate(
+        rows, headers="keys", disable_numparse=True, colalign=["right"] * 5 + ["left"]
+    )
+
+
+def _gains_of(tuned: TunedRound, task: Task) -> list[Gain]:
+    return [gain for gain in tuned.outcome.gains if tuned.round.task(gain.problem) is task]
+
+
+def _row(tuned: TunedRound, gain: Gain) -> dict[str, str]:
+    return {
+        "m": str(gain.problem.m),
+        "default us": f"{gain.default_ns / 1000:.1f}",
+        "tuned us": f"{gain.tuned_ns / 1000:.1f}",
+        "gain": multiple(gain.default_ns / gain.tuned_ns),
+        "of limit": _share(tuned.roofline_share(gain)),
+        "schedule": "the default" if gain.is_default else schedule_text(gain),
+    }
+
+
+def schedule_text(gain: Gain) -> str:
+    """E.g. `8x32 64x128x576 nm 1x2x1`: tile, block, loop order, grid."""
+    one = gain.schedule
+    return (
+        f"{one.mr}x{one.nr} {one.block_m}x{one.block_n}x{one.block_k} {one.loop_order} "
+        f"{one.threads_m}x{one.threads_n}x{one.threads_k}"
+    )
+
+
+def _arithmetic_text(gain: Gain) -> str:
+    parts = gain.schedule.k_parts
+    return gain.schedule.compute_path + ("" if parts == 1 else f", k in {counted(parts, 'part')}")
+
+
+def _closing_lines(tuned: TunedRound, resume: bool) -> list[str]:
+    lines = []
+    gains = tuned.outcome.gains
+    if gains:
+        lines += [_totals_table(tuned), _verdict_line(gains)]
+    if any(tuned.roofline_share(gain) is None for gain in gains):
+        lines.append(LOW_LIMIT)
+    return [*lines, "\n".join(_run_lines(tuned, resume))]
+
+
+def _totals_table(tuned: TunedRound) -> str:
+    from tabulate import tabulate
+
+    rows = [
+        {
+            "weight": task_name(task),
+            "tuned": f"{sum(not gain.is_default for gain in gains)} of {len(task.ms)}",
+            "gain, mean": multiple(mean_gain(gains)),
+            "most": multiple(max(gain.default_ns / gain.tuned_ns for gain in gains)),
+            "of limit, m=1": _share_at(tuned, gains, 1),
+            "most m": _share_at(tuned, gains, task.ms[-1]),
+        }
+        for task in tuned.round.tasks
+        if (gains := _gains_of(tuned, task))
+    ]
+    return tabulate(rows, headers="keys", disable_numparse=True, colalign=["left"] + ["right"] * 5)
+
+
+def _share_at(tuned: TunedRound, gains: Sequence[Gain], m: int) -> str:
+    shares = [tuned.roofline_share(gain) for gain in gains if gain.problem.m == m]
+    return _share(shares[0]) if shares else NOTHING
+
+
+def _share(of_limit: float | None) -> str:
+    return NOTHING if of_limit is None else percent(of_limit)
+
+
+def _verdict_line(gains: Sequence[Gain]) -> str:
+    faster = sum(not gain.is_default for gain in gains)
+    if not faster:
+        products = counted(len(gains), "product")
+        return f"Tuning gained nothing: of {products}, none was proven faster than by the default."
+    products = f"{faster} of {counted(len(gains), 'product')}"
+    return f"Faster than by default: {products}; geometric mean of all: {multiple(mean_gain(gains))}."
+
+
+def _run_lines(tuned: TunedRound, resume: bool) -> Iterator[str]:
+    outcome = tuned.outcome
+    timed = f"{counted(outcome.timed, 'schedule')} timed"
+    yield f"{timed}, {outcome.replayed} known before, {_clock(outcome.elapsed_s)}."
+    if outcome.end != "complete":
+        why = "The budget is used up" if outcome.end == "budget" else "Interrupted"
+        settled = len(outcome.gains)
+        yield f"{why}: settled {settled} of {counted(outcome.products, 'product')}."
+        yield goes_on(resume)
+    if outcome.disturbed > DISTURBED_LAPS * outcome.laps:
+        steal, others = (percent(outcome.conditions[name]) for name in ("steal", "others"))
+        yield f"The machine was busy: {steal} went to other guests, {others} to other processes."

@@ -1,0 +1,170 @@
+"""The wire form of keys and values: a header of fixed size, the request's id, the bytes.
+
+A frame is checked as if it came from a stranger: every number in it is held against what this instance knows
+of the model and of the request before a byte is taken from it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from phasewise._words import counted
+from phasewise.cython_kernels.kv_formats import KV_FORMATS
+from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK
+from phasewise.serving.ranks.kv_share import KvShape
+
+VERSION = 1
+MAGIC = b"PWKV"
+LONGEST_ID = 200
+"""Bytes of a request's id."""
+
+_HEADER = struct.Struct("<4sHBBHHHHQIIIIQ32s")
+HEADER_BYTES = _HEADER.size
+
+
+class FrameKind(IntEnum):
+    """The kind of a frame."""
+
+    LAYER = 1
+    """Keys and values of one layer, for a range of positions."""
+    END = 2
+    """The logits, after all layers."""
+    END_SHARED = 3
+    """The logits, after all layers were written into this instance's memory."""
+
+
+class FrameError(Exception):
+    """A frame that cannot be used. `reason` is one word for a counter."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """`begin` and `end` are positions of the request, `end` exclusive. `sequence` counts its frames from 0.
+
+    epoch: which attempt to hand the request over; frames of an earlier one are of no use any more.
+    """
+
+    kind: FrameKind
+    request_id: str
+    epoch: int
+    sequence: int
+    layer: int
+    begin: int
+    end: int
+
+
+def runs_of(begin: int, end: int) -> Sequence[tuple[int, int]]:
+    """(First position, slots) of the runs that a range is moved in: whole panels, cut at `KV_CHUNK`."""
+    first, last = begin // ALIGNMENT * ALIGNMENT, -(-end // ALIGNMENT) * ALIGNMENT
+    runs = []
+    while first < last:
+        stop = min(last, (first // KV_CHUNK + 1) * KV_CHUNK)
+        runs.append((first, stop - first))
+        first = stop
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Writes and reads frames of one model. model_hash: SHA-256 of what both sides run (32 bytes)."""
+
+    shape: KvShape
+    vocab_size: int
+    context_length: int
+    model_hash: bytes
+
+    def header(self, frame: Frame, n_bytes: int) -> bytes:
+        shape = self.shape
+        return _HEADER.pack(
+            MAGIC,
+            VERSION,
+            frame.kind,
+            KV_FORMATS.index(shape.kv_format),
+            shape.n_layers,
+            shape.n_kv_heads,
+            shape.head_dim,
+            0,
+            frame.epoch,
+            frame.sequence,
+            frame.layer,
+            frame.begin,
+            frame.end,
+            n_bytes,
+            self.model_hash,
+        )
+
+    def read(self, parts: Sequence[bytes | memoryview], wire_bytes_of_slot: int) -> Frame:
+        """The frame of a message of three parts: header, request id, bytes. FrameError, saying why not.
+
+        wire_bytes_of_slot: bytes of one slot of one layer.
+        """
+        if len(parts) != 3:
+            raise FrameError("malformed", f"a message of {counted(len(parts), 'part')} is no frame")
+        header, name, data = parts
+        if len(header) != HEADER_BYTES:
+            raise FrameError("malformed", f"a header of {counted(len(header), 'byte')}, not {HEADER_BYTES}")
+        (
+            magic,
+            version,
+            kind,
+            kv_format,
+            layers,
+            heads,
+            dim,
+            _,
+            epoch,
+            sequence,
+            layer,
+            begin,
+            end,
+            size,
+            told,
+        ) = _HEADER.unpack(header)
+        if magic != MAGIC:
+            raise FrameError("malformed", "this is no frame of keys and values")
+        if version != VERSION:
+            raise FrameError("version", f"a frame of version {version}; this phasewise reads {VERSION}")
+        if told != self.model_hash:
+            raise FrameError("model", "the frame is of another model, weight format or version of it")
+        if kv_format >= len(KV_FORMATS) or KvShape(layers, heads, dim, KV_FORMATS[kv_format]) != self.shape:
+            raise FrameError("shape", f"the frame's keys and values are not of {self.shape}")
+        if kind not in set(FrameKind):
+            raise FrameError("malformed", f"there is no frame of kind {kind}")
+        if size != len(data):
+            raise FrameError("truncated", f"{counted(len(data), 'byte')} where the header says {size}")
+        frame = Frame(FrameKind(kind), _name(name), epoch, sequence, layer, begin, end)
+        self._check_range(frame, size, wire_bytes_of_slot)
+        return frame
+
+    def _check_range(self, frame: Frame, n_bytes: int, wire_bytes_of_slot: int) -> None:
+        if not 0 <= frame.begin < frame.end <= self.context_length:
+            raise FrameError("range", f"positions {frame.begin} to {frame.end} of {self.context_length}")
+        if frame.kind is not FrameKind.LAYER:
+            if n_bytes != 4 * self.vocab_size:
+                raise FrameError(
+                    "range", f"{counted(n_bytes, 'byte')} of logits for {self.vocab_size} tokens"
+                )
+            return
+        if frame.layer >= self.shape.n_layers:
+            raise FrameError("range", f"layer {frame.layer} of {self.shape.n_layers}")
+        n_slots = sum(slots for _, slots in runs_of(frame.begin, frame.end))
+        if n_bytes != n_slots * wire_bytes_of_slot:
+            raise FrameError(
+                "range", f"{counted(n_bytes, 'byte')} for {counted(n_slots, 'slot')} of {wire_bytes_of_slot}"
+            )
+
+
+def _name(raw: bytes | memoryview) -> str:
+    if not 0 < len(raw) <= LONGEST_ID:
+        raise FrameError("malformed", f"a request id of {counted(len(raw), 'byte')}")
+    try:
+        return bytes(raw).decode()
+    except UnicodeDecodeError:
+        raise FrameError("malformed", "a request id that is not UTF-8") from None

@@ -1,0 +1,126 @@
+"""The side that answers: takes frames into blocks of its own, and says when a request has all of them.
+
+`take` runs on the thread that receives, `await_kv` and `forget` on others. A frame is written under the lock
+that `forget` takes, so that nothing is written to a block after it was given up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise._words import counted
+from phasewise.cluster.real.handing_over.frames import Codec, Frame, FrameError, FrameKind, runs_of
+from phasewise.cython_kernels._native import KvMemory
+from phasewise.serving.engine.messages import Arrived
+from phasewise.serving.pools.contract import ALIGNMENT, Placement
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """A request whose keys and values may come."""
+
+    epoch: int
+    n_prompt: int
+    placement: Placement
+    stored: list[int] = field(default_factory=list)
+    """For each layer: the number of positions, from the first on, that are here."""
+    n_frames: int = 0
+
+
+class ReceiveFailed(Exception):
+    """A hand-over that cannot go on: the request and the attempt, and one word for a counter."""
+
+    def __init__(self, request_id: str, epoch: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.request_id, self.epoch, self.reason = request_id, epoch, reason
+
+
+class Receiver:
+    """Blocks of `memory` that are being filled."""
+
+    def __init__(self, codec: Codec, memory: KvMemory) -> None:
+        self._codec = codec
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._awaited: dict[str, _Awaited] = {}
+        self.refused: Counter[str] = Counter()
+        """Frames that were thrown away, by reason."""
+
+    @property
+    def n_awaited(self) -> int:
+        return len(self._awaited)
+
+    def await_kv(self, request_id: str, epoch: int, n_prompt: int, placement: Placement) -> None:
+        """Frames of this attempt may come; those of earlier ones are refused from now on."""
+        with self._lock:
+            stored = [0] * self._memory.n_layers
+            self._awaited[request_id] = _Awaited(epoch, n_prompt, placement, stored)
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is written for it once this returns."""
+        with self._lock:
+            self._awaited.pop(request_id, None)
+
+    def take(self, parts: Sequence[bytes | memoryview]) -> Arrived | None:
+        """Take one message; what it completes. ReceiveFailed where it ends the hand-over it belongs to.
+
+        A message that belongs to none is counted and thrown away.
+        """
+        try:
+            frame = self._codec.read(parts, self._memory.wire_bytes(ALIGNMENT) // ALIGNMENT)
+        except FrameError as error:
+            self.refused[error.reason] += 1
+            return None
+        with self._lock:
+            awaited = self._awaited.get(frame.request_id)
+            if awaited is None or awaited.epoch != frame.epoch:
+                self.refused["stale"] += 1
+                return None
+            try:
+                return self._take(frame, awaited, parts[2])
+            except FrameError as error:
+                self.refused[error.reason] += 1
+                del self._awaited[frame.request_id]
+                raise ReceiveFailed(frame.request_id, frame.epoch, error.reason, str(error)) from error
+
+    def _take(self, frame: Frame, awaited: _Awaited, data: bytes | memoryview) -> Arrived | None:
+        if frame.sequence != awaited.n_frames:
+            raise FrameError("sequence", f"frame {frame.sequence} came where {awaited.n_frames} was expected")
+        awaited.n_frames += 1
+        if frame.end > awaited.n_prompt:
+            raise FrameError(
+                "range", f"position {frame.end} of a prompt of {counted(awaited.n_prompt, 'token')}"
+            )
+        if frame.kind is FrameKind.LAYER:
+            self._store(frame, awaited, memoryview(data))
+            return None
+        if frame.end != awaited.n_prompt:
+            raise FrameError("range", f"an end at position {frame.end} of {awaited.n_prompt}")
+        if frame.kind is FrameKind.END and min(awaited.stored) < awaited.n_prompt:
+            raise FrameError(
+                "incomplete", f"an end after {min(awaited.stored)} of {counted(awaited.n_prompt, 'position')}"
+            )
+        del self._awaited[frame.request_id]
+        return Arrived(frame.request_id, _logits(data))
+
+    def _store(self, frame: Frame, awaited: _Awaited, data: memoryview) -> None:
+        stored = awaited.stored[frame.layer]
+        if frame.begin > stored or frame.end <= stored:
+            raise FrameError("range", f"positions {frame.begin} to {frame.end} of a layer that has {stored}")
+        at = 0
+        for first, n_slots in runs_of(frame.begin, frame.end):
+            n_bytes = self._memory.wire_bytes(n_slots)
+            slot = awaited.placement.slot(first)
+            self._memory.write(frame.layer, slot, n_slots, data[at : at + n_bytes])
+            at += n_bytes
+        awaited.stored[frame.layer] = frame.end
+
+
+def _logits(data: bytes | memoryview) -> npt.NDArray[np.float32]:
+    return np.frombuffer(data, dtype="<f4").astype(np.float32)

@@ -1,0 +1,248 @@
+"""The side that computes prompts: follows the steps of its engine and sends every layer as it is stored.
+
+A thread of its own copies or sends; the engine's thread notes what it begins, and tells the end. Nothing is
+read from a block after `drop` has returned, and nothing is written into another instance's memory after
+`cancel` has.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.serving.batch import SequenceSlice
+from phasewise.serving.pools.contract import Placement
+from phasewise.serving.scheduling.scheduler_terms import LAYERWISE_ABOVE_TOKENS
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.001
+"""The interval at which a step under way is asked for the layers it has stored."""
+
+
+class BlockLink(Protocol):
+    """The way to one request's block on another instance. Called by one thread at a time."""
+
+    def put(self, layer: int, begin: int, end: int, source: Placement) -> bool:
+        """Bring positions [begin, end) of a layer there. False: not now; LinkBroken: never."""
+        ...
+
+    def finish(self, logits: npt.NDArray[np.float32]) -> bool:
+        """All layers are there. False: this cannot be told now. The logits are not written to afterwards."""
+        ...
+
+
+class LinkBroken(Exception):
+    """The other instance cannot be reached, or takes nothing any more."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """A prompt on its way."""
+
+    request_id: str
+    n_prompt: int = 0
+    source: Placement | None = None
+    """None: not begun."""
+    link: BlockLink | None = None
+    """None: the other side has no block yet."""
+    ready: int = 0
+    """Positions that are stored in every layer."""
+    step: int = -1
+    """The step that computes [ready, coming)."""
+    coming: int = 0
+    sent: list[int] = field(default_factory=list)
+    """By layer."""
+    logits: npt.NDArray[np.float32] | None = None
+
+
+class Sender:
+    """Hands over what one engine computes (`engine.Outbox`, `ranks_contract.Follower`).
+
+    progress: `Ranks.progress`. on_begun(request id) is called on the engine's thread, once for each request;
+    on_failed(request id, one word for a counter, why) on the sender's thread or the engine's.
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        progress: Callable[[], tuple[int, int]],
+        on_begun: Callable[[str], None],
+        on_failed: Callable[[str, str, str], None],
+        layerwise_above_tokens: int = LAYERWISE_ABOVE_TOKENS,
+    ) -> None:
+        self._n_layers = n_layers
+        self._progress = progress
+        self._on_begun = on_begun
+        self._on_failed = on_failed
+        self._layerwise_above = layerwise_above_tokens
+        self._changed = threading.Condition()
+        """Holds the jobs; a copy is made under it, so that `drop` and `cancel` wait for one at most."""
+        self._jobs: dict[str, _Job] = {}
+        self._by_block: dict[tuple[int, tuple[int, ...] | None], _Job] = {}
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="phasewise-sender", daemon=True)
+
+    @property
+    def n_jobs(self) -> int:
+        return len(self._jobs)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends within one copy."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify()
+        self._thread.join()
+
+    # ---- on the engine's thread --------------------------------------------------------------------------
+
+    def starts(self, request_id: str, placement: Placement, n_prompt: int, n_computed: int) -> None:
+        """`Outbox.starts`."""
+        with self._changed:
+            is_new = request_id not in self._jobs
+            job = self._jobs.setdefault(request_id, _Job(request_id))
+            job.n_prompt, job.source, job.sent = n_prompt, placement, [0] * self._n_layers
+            job.ready, job.step = n_computed, -1
+            if n_computed < n_prompt:
+                job.logits = None  # of a block that it lost
+            self._by_block[placement.base, placement.table] = job
+            self._changed.notify()
+        if is_new:
+            self._on_begun(request_id)
+
+    def begins(self, slices: Sequence[SequenceSlice], step: int) -> None:
+        """`Follower.begins`."""
+        if not self._by_block:
+            return
+        with self._changed:
+            for piece in slices:
+                job = self._by_block.get((piece.slot_base, piece.table))
+                if job is not None:
+                    job.ready, job.step, job.coming = piece.start, step, piece.start + len(piece.token_ids)
+            self._changed.notify()
+
+    def rests(self, request_id: str) -> bool:
+        """`Outbox.rests`."""
+        with self._changed:
+            job = self._jobs.get(request_id)
+            if job is None or job.source is None:
+                return False
+            if job.link is not None:
+                return True
+            del self._by_block[job.source.base, job.source.table]
+            job.source, job.step = None, -1
+            return False
+
+    def computed(self, request_id: str, logits: npt.NDArray[np.float32]) -> None:
+        """`Outbox.computed`."""
+        with self._changed:
+            job = self._jobs.setdefault(request_id, _Job(request_id))
+            job.ready, job.step, job.logits = job.n_prompt, -1, logits.copy()
+            if not self._finish(job):  # on this thread where it can be: a change of threads takes 0.5 ms
+                self._changed.notify()
+
+    def lost(self, request_id: str) -> None:
+        """`Outbox.lost`."""
+        if request_id not in self._jobs:
+            return  # all of it was sent already
+        self.cancel(request_id)
+        self._on_failed(request_id, "preempted", "its prompt gave its block to another request")
+
+    def drop(self, request_id: str) -> None:
+        """`Outbox.drop`."""
+        self.cancel(request_id)
+
+    # ---- on the thread that hears of the other side ------------------------------------------------------
+
+    def aim(self, request_id: str, link: BlockLink) -> None:
+        """The other side has a block, behind `link`."""
+        with self._changed:
+            self._jobs.setdefault(request_id, _Job(request_id)).link = link
+            self._changed.notify()
+
+    def cancel(self, request_id: str) -> None:
+        """Send nothing more of it."""
+        with self._changed:
+            job = self._jobs.pop(request_id, None)
+            if job is not None and job.source is not None:
+                self._by_block.pop((job.source.base, job.source.table), None)
+
+    # ---- on the sender's thread --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._is_stopping:
+                    return
+                jobs = [job for job in self._jobs.values() if self._is_sendable(job)]
+                if not jobs:
+                    self._changed.wait()
+                    continue
+            n_sent = sum(self._send(job) for job in jobs)
+            if n_sent == 0:
+                with self._changed:
+                    self._changed.wait(POLL_S)
+
+    def _is_sendable(self, job: _Job) -> bool:
+        """True if the job has something to send, or will have during the step under way."""
+        if job.link is None or job.source is None:
+            return False
+        if job.logits is not None:
+            return True
+        return job.n_prompt > self._layerwise_above and (job.step >= 0 or min(job.sent) < job.ready)
+
+    def _send(self, job: _Job) -> bool:
+        """Send what is stored by now, a layer at a time. False: nothing was."""
+        has_sent = False
+        for layer in range(self._n_layers):
+            with self._changed:
+                if self._jobs.get(job.request_id) is not job or job.link is None or job.source is None:
+                    return True
+                stored, sent = self._stored(job, layer), job.sent[layer]
+                if stored == sent:
+                    continue
+                if not self._try(job, partial(job.link.put, layer, sent, stored, job.source)):
+                    return has_sent
+                has_sent = True
+                job.sent[layer] = stored
+        with self._changed:
+            return self._finish(job) or has_sent
+
+    def _finish(self, job: _Job) -> bool:
+        """Send the end of a prompt whose layers are all sent. False: they are not, or not now."""
+        if self._jobs.get(job.request_id) is not job or job.link is None or job.logits is None:
+            return False
+        if job.source is None or min(job.sent) < job.n_prompt:
+            return False
+        if not self._try(job, partial(job.link.finish, job.logits)):
+            return False
+        self.cancel(job.request_id)
+        return True
+
+    def _stored(self, job: _Job, layer: int) -> int:
+        """Positions of a layer that may be read."""
+        if job.step < 0:
+            return job.ready
+        step, layers = self._progress()
+        if step > job.step or (step == job.step and layers == self._n_layers):
+            job.ready, job.step = job.coming, -1
+            return job.ready
+        return job.coming if step == job.step and layer < layers else job.ready
+
+    def _try(self, job: _Job, act: Callable[[], bool]) -> bool:
+        try:
+            return act()
+        except LinkBroken as error:
+            self.cancel(job.request_id)
+            self._on_failed(job.request_id, "link", str(error))
+            return False

@@ -1,0 +1,391 @@
+"""An engine as a process of its own, with a role in a pool: what a front sends it is computed, and told back.
+
+The main thread owns the sockets and does nothing that takes long: its beats say that the instance lives. The
+engine runs on its thread, as behind HTTP; grammars are compiled on theirs (`guide_thread`); keys and values
+leave on the sender's. An instance whose ranks die ends: its front starts another one and runs again what has
+not been answered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import zmq
+
+from phasewise._version import __version__
+from phasewise.cluster.real.handing_over.frames import Codec
+from phasewise.cluster.real.handing_over.links import Post, SharedLink, StreamLink
+from phasewise.cluster.real.handing_over.receiver import ReceiveFailed, Receiver
+from phasewise.cluster.real.handing_over.sender import BlockLink, LinkBroken, Sender
+from phasewise.cluster.real.instance_messages import (
+    Aim,
+    Asked,
+    Beat,
+    CannotStart,
+    Drop,
+    Dropped,
+    Failed,
+    FromInstance,
+    HandOverFailed,
+    Identity,
+    PromptBegun,
+    Ready,
+    Stop,
+    Take,
+    ToInstance,
+    Told,
+    WireError,
+    read_to_instance,
+    write,
+)
+from phasewise.cython_kernels._native import KvMemory
+from phasewise.serving.engine.engine_thread import EngineThread
+from phasewise.serving.engine.messages import Abort, Aimed, Answer, Compute, Delivery, Expect, Failure, Submit
+from phasewise.serving.engine.open_engine import OpenEngine
+from phasewise.serving.errors import RanksError, ServingError
+from phasewise.serving.grammar.guide_thread import GuideThread, GuideWanted
+from phasewise.serving.grammar.guides import Guide, GuideCompiler, TokenView
+from phasewise.serving.processes.restarts import Restarts
+from phasewise.serving.processes.sockets import Keys, Sockets, has_input
+from phasewise.serving.ranks.kv_share import KvPlace, KvShare, map_place
+from phasewise.serving.scheduling.scheduler_terms import LAYERWISE_ABOVE_TOKENS
+
+BEAT_S = 0.25
+STOP_S = 5.0
+MOST_UNSENT_FRAMES = 256
+"""Frames that may wait for a slow peer before its hand-overs wait too."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """The addresses of an instance: its front's, and where it listens itself."""
+
+    name: str
+    """Name of this life of the instance; messages of an earlier life are ignored."""
+    front: str
+    listen: str
+    """The address at which it takes keys and values, e.g. `tcp://10.0.0.2:*`."""
+    keys: Keys | None = None
+    layerwise_above_tokens: int = LAYERWISE_ABOVE_TOKENS
+
+
+def host_name() -> str:
+    """Equal for processes that can open each other's files under /proc: kernel, PID namespace and user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
+
+
+def run_instance(opened: OpenEngine, orders: Orders) -> int:
+    """Compute for the front until it says Stop (0), or the engine is lost (its exit code)."""
+    with Sockets(orders.keys) as sockets:
+        return _Instance(opened, orders, sockets).run()
+
+
+def say_cannot_start(orders: Orders, message: str) -> None:
+    """Tell the front why this instance does not become ready."""
+    with Sockets(orders.keys) as sockets:
+        control = sockets.connect(zmq.DEALER, orders.front, orders.name)
+        control.send(write(CannotStart(message)))
+
+
+class _Instance:
+    """The state of one process."""
+
+    def __init__(self, opened: OpenEngine, orders: Orders, sockets: Sockets) -> None:
+        self._opened = opened
+        self._orders = orders
+        self._sockets = sockets
+        engine = opened.engine
+        self._share: KvShare = engine.ranks.kv_share
+        self._memory = self._share.memory
+        self._codec = _codec(opened, self._share)
+        self._receiver = Receiver(self._codec, self._memory)
+        self._sender = Sender(
+            self._share.shape.n_layers,
+            self._progress,
+            self._begun,
+            self._failed_hand_over,
+            orders.layerwise_above_tokens,
+        )
+        self._posts = _Posts(sockets)
+        self._expected: dict[str, tuple[int, int]] = {}
+        """Epoch and length of the prompts that others compute."""
+        self._guides = GuideThread(_guides(opened))
+        self._outgoing: deque[FromInstance] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._next_beat_s = 0.0
+        self._is_lost = threading.Event()
+        engine.outbox = self._sender
+        engine.ranks.follow(self._sender)
+        self._thread = EngineThread(engine, self._deliver, self._lost, Restarts(most=0), ends_on_bugs=True)
+
+    def run(self) -> int:
+        control = self._sockets.connect(zmq.DEALER, self._orders.front, self._orders.name)
+        frames, endpoint = self._sockets.listen(zmq.PULL, self._orders.listen)
+        self._sender.start()
+        self._guides.start()
+        self._thread.start()
+        control.send(write(self._ready(endpoint)))
+        poller = zmq.Poller()
+        for source in (control, frames, self._wake):
+            poller.register(source, zmq.POLLIN)
+        try:
+            while not self._is_lost.is_set():
+                ready = dict(poller.poll(int(BEAT_S * 1000)))
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
+                while control in ready and has_input(control) and not self._is_beat_due:
+                    if not self._heard(control.recv()):
+                        return 0
+                self._take_frames(frames, ready)
+                self._say(control)
+        finally:
+            self._sender.stop()
+            self._guides.stop()
+            self._thread.stop(STOP_S)
+            self._say(control)
+            os.close(self._wake)
+        assert self._thread.lost is not None
+        return self._thread.lost.exit_code
+
+    # ---- what the front says -----------------------------------------------------------------------------
+
+    def _heard(self, raw: bytes) -> bool:
+        """False: stop."""
+        try:
+            message: ToInstance = read_to_instance(raw)
+        except WireError as error:
+            log.error("%s", error)
+            return True
+        match message:
+            case Take():
+                self._take(message)
+            case Drop(request_id):
+                self._drop(request_id)
+            case Aim():
+                self._aim(message)
+            case Stop():
+                return False
+        return True
+
+    def _take(self, take: Take) -> None:
+        asked = take.asked
+        if take.part == "answer":
+            self._expected[asked.request_id] = take.epoch, len(asked.prompt_token_ids)
+        if asked.guide is None:
+            self._begin(take, None)
+            return
+
+        def refuse(error: ServingError) -> None:
+            self._tell_failure(Failure(asked.request_id, error))
+
+        use = partial(self._begin, take)
+        self._guides.want(GuideWanted(asked.request_id, asked.client, asked.guide, use, refuse))
+
+    def _begin(self, take: Take, guide: Guide | None) -> None:
+        """Here or on the thread of guides."""
+        request = _request(take.asked, guide)
+        if take.part == "whole":
+            self._thread.send(request)
+        elif take.part == "prompt":
+            self._thread.send(Compute(request))
+        else:
+            self._thread.send(Expect(request))
+
+    def _drop(self, request_id: str) -> None:
+        """Nothing is read or written for it any more when `Dropped` is said."""
+        self._sender.cancel(request_id)
+        self._receiver.forget(request_id)
+        self._expected.pop(request_id, None)
+        self._guides.forget(request_id)
+        self._thread.send(Abort(request_id))
+        self._put(Dropped(request_id))
+
+    def _aim(self, aim: Aim) -> None:
+        try:
+            link = self._link(aim)
+        except RanksError as error:
+            self._put(HandOverFailed(aim.request_id, "mapping", str(error)))
+            return
+        self._sender.aim(aim.request_id, link)
+        self._thread.send(Aimed(aim.request_id))
+
+    def _link(self, aim: Aim) -> BlockLink:
+        post = self._posts.post(aim.endpoint)
+        if aim.place is None:
+            return StreamLink(aim.request_id, aim.epoch, aim.n_prompt, self._codec, self._memory, post)
+        theirs = self._posts.memory(aim.endpoint, aim.place, self._share)
+        return SharedLink(
+            aim.request_id, aim.epoch, aim.n_prompt, self._codec, self._memory, theirs, aim.placement, post
+        )
+
+    # ---- what other instances send -----------------------------------------------------------------------
+
+    def _take_frames(self, frames: zmq.Socket[bytes], ready: dict[object, int]) -> None:
+        if frames not in ready:
+            return
+        while has_input(frames) and not self._is_beat_due:
+            parts = [frame.buffer for frame in frames.recv_multipart(copy=False)]
+            try:
+                arrived = self._receiver.take(parts)
+            except ReceiveFailed as error:
+                self._put(HandOverFailed(error.request_id, error.reason, str(error)))
+                continue
+            if arrived is not None:
+                self._expected.pop(arrived.request_id, None)
+                self._thread.send(arrived)
+
+    # ---- what is told, from any thread -------------------------------------------------------------------
+
+    def _put(self, message: FromInstance) -> None:
+        self._outgoing.append(message)
+        os.eventfd_write(self._wake, 1)
+
+    def _tell_failure(self, failure: Failure) -> None:
+        self._put(Told((), (Failed.of(failure),), None, self._opened.engine.load()))
+
+    def _deliver(self, delivery: Delivery) -> None:
+        """On the engine's thread. Where ranks are lost this instance ends, and its front says what becomes of
+        its requests: those that have not begun run again."""
+        for placed in delivery.placed:
+            expected = self._expected.get(placed.request_id)
+            if expected is not None:
+                self._receiver.await_kv(placed.request_id, *expected, placed.placement)
+        answers = tuple(out for out in delivery.outs if isinstance(out, Answer))
+        failed = (out for out in delivery.outs if isinstance(out, Failure))
+        failures = tuple(out for out in failed if not isinstance(out.error, RanksError))
+        for failure in failures:
+            self._sender.cancel(failure.request_id)
+            self._receiver.forget(failure.request_id)
+        told = Told(
+            answers,
+            tuple(map(Failed.of, failures)),
+            delivery.stats,
+            delivery.load,
+            delivery.placed,
+            delivery.computed,
+            delivery.arrived,
+        )
+        self._put(told)
+
+    def _begun(self, request_id: str) -> None:
+        self._put(PromptBegun(request_id))
+
+    def _failed_hand_over(self, request_id: str, reason: str, words: str) -> None:
+        self._put(HandOverFailed(request_id, reason, words))
+
+    def _lost(self) -> None:
+        self._is_lost.set()
+        os.eventfd_write(self._wake, 1)
+
+    def _progress(self) -> tuple[int, int]:
+        return self._opened.engine.ranks.progress
+
+    def _say(self, control: zmq.Socket[bytes]) -> None:
+        while self._outgoing:
+            control.send(write(self._outgoing.popleft()))
+        if self._is_beat_due:
+            self._next_beat_s = time.monotonic() + BEAT_S
+            refused = dict(self._receiver.refused)
+            n_handing_over = self._sender.n_jobs + self._receiver.n_awaited
+            control.send(
+                write(Beat(self._thread.n_turns, self._thread.is_computing, n_handing_over, refused))
+            )
+
+    @property
+    def _is_beat_due(self) -> bool:
+        """However much comes, the front hears that this instance lives."""
+        return time.monotonic() >= self._next_beat_s
+
+    def _ready(self, endpoint: str) -> Ready:
+        opened, codec = self._opened, self._codec
+        identity = Identity(
+            __version__,
+            codec.model_hash.hex(),
+            codec.shape,
+            codec.vocab_size,
+            codec.context_length,
+            opened.fingerprint,
+        )
+        plans = tuple(plan.describe() for plan in opened.plans.values())
+        return Ready(
+            identity, os.getpid(), host_name(), opened.size.kv.slots, endpoint, self._share.place, plans
+        )
+
+
+class _Posts:
+    """Sockets to other instances, and their memory where it is mapped. A socket is used by one thread at a
+    time: under the sender's lock."""
+
+    def __init__(self, sockets: Sockets) -> None:
+        self._sockets = sockets
+        self._open: dict[str, zmq.Socket[bytes]] = {}
+        self._mapped: dict[str, KvMemory] = {}
+
+    def post(self, endpoint: str) -> Post:
+        """The sender to an instance; the socket is opened on the first use."""
+
+        def send(parts: list[bytes]) -> bool:
+            socket = self._open.get(endpoint)
+            if socket is None:
+                socket = self._sockets.connect(zmq.PUSH, endpoint, most_unsent=MOST_UNSENT_FRAMES)
+                self._open[endpoint] = socket
+            try:
+                socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return False
+            except zmq.ZMQError as error:
+                raise LinkBroken(f"{endpoint} cannot be reached: {error}") from error
+            return True
+
+        return send
+
+    def memory(self, endpoint: str, place: KvPlace, share: KvShare) -> KvMemory:
+        """Mapped once; an instance that was started anew has another place."""
+        key = f"{endpoint} {place.path}"
+        if key not in self._mapped:
+            self._mapped[key] = map_place(place, share.shape)
+        return self._mapped[key]
+
+
+def _request(asked: Asked, guide: Guide | None) -> Submit:
+    return Submit(
+        asked.request_id,
+        asked.prompt_token_ids,
+        asked.max_tokens,
+        asked.sampling,
+        asked.stop,
+        asked.ignore_eos,
+        asked.estimate,
+        guide,
+        asked.cache_space,
+        asked.client,
+        asked.shown,
+        receipt=asked.receipt,
+    )
+
+
+def _codec(opened: OpenEngine, share: KvShare) -> Codec:
+    model = opened.model
+    told = f"{model.content_hash} {model.format}".encode()
+    return Codec(
+        share.shape, model.config.vocab_size, opened.size.limits.context_length, hashlib.sha256(told).digest()
+    )
+
+
+def _guides(opened: OpenEngine) -> GuideCompiler:
+    tokenizer, config = opened.text.tokenizer, opened.model.config
+    ends = frozenset(config.eos_token_ids)
+    return GuideCompiler(
+        TokenView(config.vocab_size, ends, tokenizer.special_ids, tokenizer.piece, tokenizer.encode)
+    )

@@ -1,0 +1,263 @@
+"""Messages between a front and its instances: JSON, checked on arrival as if a stranger had sent it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from phasewise.serving import errors
+from phasewise.serving.engine.fingerprint import Fingerprint
+from phasewise.serving.engine.messages import Answer, EngineLoad, Failure, Placed, StepStats, Submit
+from phasewise.serving.errors import RequestError, ServingError, StepFailed
+from phasewise.serving.grammar.guides import GuideRecipe
+from phasewise.serving.pools.contract import Estimate, Placement
+from phasewise.serving.ranks.kv_share import KvPlace, KvShape
+from phasewise.serving.sampling.sampling import SamplingParams
+
+Role = Literal["prompt", "token", "mixed"]
+MAX_SHOWN = 200
+"""Characters of a part of a message that an error shows."""
+
+
+class WireError(ServingError):
+    """A message that is not one of these."""
+
+
+# ---- to an instance --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, as `messages.Submit`; what its guide is made of in place of the guide."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int | None
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    estimate: Estimate | None
+    guide: GuideRecipe | None
+    cache_space: str
+    client: str
+    shown: frozenset[int] = frozenset()
+    receipt: bool = False
+
+    @classmethod
+    def of(cls, request: Submit, request_id: str) -> Asked:
+        guide = None if request.guide is None else request.guide.recipe
+        return cls(
+            request_id,
+            request.prompt_token_ids,
+            request.max_tokens,
+            request.sampling,
+            request.stop,
+            request.ignore_eos,
+            request.estimate,
+            guide,
+            request.cache_space,
+            request.client,
+            request.shown,
+            request.receipt,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Take a request on: all of it, its prompt alone, or its answer alone.
+
+    epoch: which attempt to hand it over.
+    """
+
+    part: Literal["whole", "prompt", "answer"]
+    asked: Asked
+    epoch: int = 0
+    kind: Literal["take"] = "take"
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Free what a request holds. The answer is `Dropped`, after which nothing is written for it any more."""
+
+    request_id: str
+    kind: Literal["drop"] = "drop"
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """Send keys and values of this prompt to a block of another instance."""
+
+    request_id: str
+    epoch: int
+    n_prompt: int
+    endpoint: str
+    placement: Placement
+    place: KvPlace | None
+    """The memory that the block is in, where both are on one host; None: send frames."""
+    kind: Literal["aim"] = "aim"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End."""
+
+    kind: Literal["stop"] = "stop"
+
+
+ToInstance = Take | Drop | Aim | Stop
+
+# ---- from an instance ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The facts that instances must have in common to hand requests over."""
+
+    version: str
+    model_hash: str
+    """SHA-256, in hexadecimal."""
+    shape: KvShape
+    vocab_size: int
+    context_length: int
+    fingerprint: Fingerprint
+    """An answer's bits must not depend on the instance that computes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The instance can be given requests."""
+
+    identity: Identity
+    pid: int
+    host: str
+    """Equal for two processes that can map each other's memory."""
+    kv_slots: int
+    endpoint: str
+    """The address at which it takes keys and values."""
+    place: KvPlace
+    plans: tuple[str, ...]
+    kind: Literal["ready"] = "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A failure, by the name of its class."""
+
+    request_id: str
+    error: str
+    message: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, failure: Failure) -> Failed:
+        error = failure.error
+        param = error.param if isinstance(error, RequestError) else None
+        return cls(failure.request_id, type(error).__name__, str(error), param)
+
+    def to_failure(self, request_id: str) -> Failure:
+        found = getattr(errors, self.error, None)
+        kind = found if isinstance(found, type) and issubclass(found, ServingError) else StepFailed
+        if issubclass(kind, RequestError):
+            return Failure(request_id, kind(self.message, self.param))
+        return Failure(request_id, kind(self.message))
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A `Delivery`."""
+
+    answers: tuple[Answer, ...]
+    failures: tuple[Failed, ...]
+    stats: StepStats | None
+    load: EngineLoad
+    placed: tuple[Placed, ...] = ()
+    computed: tuple[str, ...] = ()
+    arrived: tuple[str, ...] = ()
+    kind: Literal["told"] = "told"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBegun:
+    """The prompt is being computed here: the instance that answers may keep a block for this request."""
+
+    request_id: str
+    kind: Literal["prompt_begun"] = "prompt_begun"
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Nothing of this request is here any more."""
+
+    request_id: str
+    kind: Literal["dropped"] = "dropped"
+
+
+@dataclass(frozen=True, slots=True)
+class HandOverFailed:
+    """An attempt to hand a request over cannot go on. reason: one word, for a counter."""
+
+    request_id: str
+    reason: str
+    message: str
+    kind: Literal["hand_over_failed"] = "hand_over_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The instance lives. turns: of its engine; where it has work and they stand still, the engine hangs."""
+
+    turns: int
+    is_busy: bool
+    n_handing_over: int
+    """Prompts on their way from here, and blocks that are being filled here."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Frames that were thrown away since the start, by reason."""
+    kind: Literal["beat"] = "beat"
+
+
+@dataclass(frozen=True, slots=True)
+class CannotStart:
+    """The last words of an instance that has not become ready."""
+
+    message: str
+    kind: Literal["cannot_start"] = "cannot_start"
+
+
+FromInstance = Ready | Told | PromptBegun | Dropped | HandOverFailed | Beat | CannotStart
+
+_by_kind = Field(discriminator="kind")
+_numbers = ConfigDict(ser_json_inf_nan="constants")  # a token that a guide forbids: log-probability -inf
+_to_instance: TypeAdapter[ToInstance] = TypeAdapter(Annotated[ToInstance, _by_kind], config=_numbers)
+_from_instance: TypeAdapter[FromInstance] = TypeAdapter(Annotated[FromInstance, _by_kind], config=_numbers)
+
+
+def write(message: ToInstance | FromInstance) -> bytes:
+    """JSON of any message."""
+    if isinstance(message, ToInstance):
+        return _to_instance.dump_json(message)
+    return _from_instance.dump_json(message)
+
+
+def read_to_instance(raw: bytes) -> ToInstance:
+    """WireError for anything else."""
+    try:
+        return _to_instance.validate_json(raw)
+    except ValidationError as error:
+        raise WireError(f"the front's message cannot be read: {_first_line(error)}") from None
+
+
+def read_from_instance(raw: bytes) -> FromInstance:
+    """WireError for anything else."""
+    try:
+        return _from_instance.validate_json(raw)
+    except ValidationError as error:
+        raise WireError(f"the instance's message cannot be read: {_first_line(error)}") from None
+
+
+def _first_line(error: ValidationError) -> str:
+    found = error.errors(include_url=False, include_input=False)
+    first = found[0] if found else {"loc": (), "msg": "it is empty"}
+    place = ".".join(map(str, first["loc"]))
+    return f"{place[:MAX_SHOWN]}: {first['msg'][:MAX_SHOWN]}"

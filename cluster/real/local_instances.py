@@ -1,0 +1,91 @@
+"""Instances as child processes on this host: they end with the thread that launched them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+from phasewise.cluster.real.instance import Orders
+from phasewise.serving.errors import RanksError
+from phasewise.serving.processes.secrets import environment_for_children
+
+END_S = 3.0
+"""An instance that was told to stop and has not ended by then is killed."""
+
+Tell = Callable[[Orders], bytes]
+"""The line that one instance is told on its standard input."""
+
+
+class LocalInstances:
+    """`supervisor.Launcher`: `python -m MODULE` for every instance."""
+
+    def __init__(self, module: str, tells: Sequence[Tell]) -> None:
+        self._module = module
+        self._tells = tells
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def launch(self, index: int, orders: Orders) -> None:
+        """`Launcher.launch`."""
+        if not sys.executable:
+            raise RanksError("Python does not know its own path (sys.executable)")
+        told = os.memfd_create(f"phasewise-instance-{index}")
+        try:
+            with os.fdopen(os.dup(told), "wb") as file:
+                file.write(self._tells[index](orders))
+            os.lseek(told, 0, os.SEEK_SET)
+            self._processes[index] = subprocess.Popen(
+                [sys.executable, "-P", "-m", self._module],
+                stdin=told,
+                stdout=sys.stderr,
+                env=environment_for_children(),
+                start_new_session=True,  # a terminal's Ctrl-C is for the front, which ends its instances
+            )
+        finally:
+            os.close(told)
+
+    def ended(self, index: int) -> str | None:
+        """`Launcher.ended`."""
+        process = self._processes.get(index)
+        code = None if process is None else process.poll()
+        if process is None or code is None:
+            return None
+        if code < 0:
+            return f"its process {process.pid} was killed by {_signal_name(-code)}"
+        return f"its process {process.pid} ended with exit code {code}"
+
+    def pid(self, index: int) -> int:
+        """Number of the process that was launched last for this instance."""
+        return self._processes[index].pid
+
+    def wait(self, index: int) -> str:
+        """Until the process that was launched last has ended: how."""
+        self._processes[index].wait()
+        ended = self.ended(index)
+        assert ended is not None
+        return ended
+
+    def kill(self, index: int) -> None:
+        """`Launcher.kill`."""
+        process = self._processes.get(index)
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def close(self) -> None:
+        """`Launcher.close`."""
+        for process in self._processes.values():
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # the real-time ones have no names
+        return f"signal {number}"

@@ -1,0 +1,1 @@
+"""Clusters on simulated time: the production scheduler on modelled machines, and provisioning."""

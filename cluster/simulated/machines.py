@@ -1,0 +1,153 @@
+"""A machine that runs the production scheduler, its KV pool and its pacing on simulated time.
+
+Nothing here decides anything that the engine would decide: it does what `serving.engine.engine.Engine.step`
+does
+with stand-ins for tokens, and moves the clock by what the step-time model says.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Protocol
+
+from phasewise.cluster.simulated.steps import StepTimes
+from phasewise.cluster.simulated.timeline import Timeline
+from phasewise.serving.batch import Batch
+from phasewise.serving.pools.contract import PoolSettings
+from phasewise.serving.pools.opening import DEFAULT_POLICY, open_pool
+from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS, Pacing
+from phasewise.serving.scheduling.request import Request
+from phasewise.serving.scheduling.scheduler import Scheduler
+from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
+
+REFRESH_S = 0.5
+"""Simulated seconds between two times that a pool learns, as `serving.engine.maintenance` has it."""
+
+TOKEN = 0
+"""Stands for every token of an answer."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """As `phasewise serve` has them."""
+
+    limits: SchedulerLimits
+    kv_slots: int
+    tpot_ms: float = DEFAULT_TPOT_MS
+    kv_policy: str = DEFAULT_POLICY
+
+
+class Listener(Protocol):
+    """Events of a machine's requests, at the simulated instant at which they happen."""
+
+    def prompt_step_begins(self, request_id: str) -> None:
+        """A step with a part of its prompt, or of what a preemption undid."""
+
+    def prompt_computed(self, request_id: str) -> None:
+        """All of its prompt is computed."""
+
+    def token_made(self, request_id: str, n_generated: int, *, is_last: bool) -> None: ...
+
+    def block_granted(self, request_id: str) -> None:
+        """An expected request has a block."""
+
+
+class ProductionMachine:
+    """One engine. `submit`, `expect`, `arrived` and `acknowledge` come from outside."""
+
+    def __init__(
+        self, index: int, steps: StepTimes, settings: EngineSettings, timeline: Timeline, listener: Listener
+    ) -> None:
+        self.index = index
+        self.busy_s = 0.0
+        self.occupancy_s: dict[int, float] = defaultdict(float)
+        """Seconds by tokens of the step."""
+        self._steps = steps
+        self._timeline = timeline
+        self._listener = listener
+        limits = settings.limits
+        pool_settings = PoolSettings(longest_request=limits.context_length)
+        pool = open_pool(settings.kv_policy, settings.kv_slots, pool_settings)
+        self.scheduler = Scheduler(pool, limits)
+        self._pacing = Pacing(round(settings.tpot_ms * 1e6), limits.max_batch_tokens)
+        self._is_computing = False
+        self._granted: set[str] = set()
+        self._refreshed_s = 0.0
+        self._since_prefill: int | None = None
+        """Decode steps since the last prefill step; None: there was none."""
+
+    def submit(self, request: Request) -> None:
+        """RequestError if it can never run here."""
+        self.scheduler.add(request)
+        self._wake()
+
+    def expect(self, request: Request) -> None:
+        """RequestError if it can never run here."""
+        self.scheduler.expect(request)
+        self._wake()
+
+    def arrived(self, request_id: str) -> None:
+        """Keys and values of an expected request are here: its first token is sampled."""
+        self._granted.discard(request_id)
+        out = self.scheduler.arrived(request_id, TOKEN)
+        assert out is not None, f"{request_id} was aborted"
+        self._listener.token_made(request_id, out.n_generated, is_last=out.finish_reason is not None)
+        self._wake()
+
+    def acknowledge(self, request_id: str) -> None:
+        """Note that a request that was handed over has arrived elsewhere."""
+        self.scheduler.acknowledge(request_id)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._is_computing:
+            self._step()
+
+    def _step(self) -> None:
+        batch = self.scheduler.next_batch(*self._pacing.pace(self.scheduler.n_answering))
+        if batch is None:
+            self.scheduler.take_copies()
+            self._tell_granted()
+            return
+        self._is_computing = True
+        now_s = self._timeline.now_s
+        if batch.phase == "prefill":
+            for name in batch.request_ids:
+                self._listener.prompt_step_begins(name)
+        self._tell_granted()
+        cost_s = self._cost_s(batch)
+        self._timeline.at(now_s + cost_s, lambda: self._end(batch, cost_s))
+
+    def _cost_s(self, batch: Batch) -> float:
+        if batch.phase == "prefill":
+            pairs = sum(len(piece.token_ids) * piece.start for piece in batch.slices)
+            return self._steps.prefill_s(batch.n_tokens, pairs)
+        context = sum(piece.start + 1 for piece in batch.slices)
+        return self._steps.decode_s(len(batch.slices), context, self._since_prefill)
+
+    def _end(self, batch: Batch, cost_s: float) -> None:
+        self._is_computing = False
+        self.busy_s += cost_s
+        self.occupancy_s[batch.n_tokens] += cost_s
+        outs = self.scheduler.commit(batch, [TOKEN] * batch.n_logits)
+        self._pacing.observe(batch.phase, batch.n_tokens, round(cost_s * 1e9))
+        if batch.phase == "prefill":
+            self._since_prefill = 0
+        elif self._since_prefill is not None:
+            self._since_prefill += 1
+        if batch.phase == "prefill":
+            for name, piece in zip(batch.request_ids, batch.slices, strict=True):
+                if piece.wants_logits:
+                    self._listener.prompt_computed(name)
+        for out in outs:
+            self._listener.token_made(out.request_id, out.n_generated, is_last=out.finish_reason is not None)
+        if self._timeline.now_s - self._refreshed_s >= REFRESH_S:
+            self._refreshed_s = self._timeline.now_s
+            self.scheduler.pool.refresh()
+        self._wake()
+
+    def _tell_granted(self) -> None:
+        for request_id in [name for name in self.scheduler.expected if name not in self._granted]:
+            self._granted.add(request_id)
+            self._listener.block_granted(request_id)

@@ -1,0 +1,198 @@
+"""Metrics of a simulation for its requests and for its machines, and whether it kept its promises."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise._words import counted, number
+from phasewise.cluster.errors import ClusterError
+from phasewise.cluster.routing import Role
+from phasewise.cluster.simulated.simulate import SPLITWISE_SIM, Simulation
+from phasewise.cluster.simulated.simulated_requests import Life
+from phasewise.cluster.simulated.steps import StepTimes
+from phasewise.tuner.config.slo import LatencyMetric, parse_bounds
+from phasewise.tuner.errors import TraceError
+
+Metric = Literal["ttft", "tbt", "e2e"]
+METRICS: tuple[Metric, ...] = get_args(Metric)
+PERCENTILES = (50, 90, 99)
+DEFAULT_PERCENTILE = 90
+
+Seconds = npt.NDArray[np.float64]
+
+
+class Bound(NamedTuple):
+    """A percentile of a metric must stay below a value."""
+
+    metric: Metric
+    percentile: int
+    below: float
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Promises. Bounds are seconds, or, `is_slowdown`, multiples of an idle reference machine's time."""
+
+    name: str
+    bounds: tuple[Bound, ...]
+    is_slowdown: bool
+
+
+TABLE_VI = Slo(
+    "table6",
+    tuple(
+        Bound(metric, percentile, below)
+        for metric in METRICS
+        for percentile, below in zip(
+            PERCENTILES, (2, 3, 6) if metric == "ttft" else (1.25, 1.5, 5), strict=True
+        )
+    ),
+    is_slowdown=True,
+)
+"""Splitwise, Table VI: slowdowns against a DGX-A100 without contention."""
+
+
+def parse_slo(text: str) -> Slo:
+    """`table6`, or times such as `ttft=1.5s,tbt=100ms,e2e.p99=20s`; without a percentile, P90 is meant."""
+    if text == TABLE_VI.name:
+        return TABLE_VI
+    try:
+        bounds = parse_bounds(text)
+    except TraceError as error:
+        raise ClusterError(f"{error}; or table6") from None
+    metrics: dict[LatencyMetric, Metric] = {"ttft": "ttft", "tpot": "tbt", "e2e": "e2e"}
+    named = tuple(
+        Bound(metrics[one.metric], one.percentile or DEFAULT_PERCENTILE, one.below_ms / 1000)
+        for one in bounds
+    )
+    if len({one[:2] for one in named}) < len(named):
+        raise ClusterError(f"the SLO {text!r:.60} bounds one percentile of a metric twice")
+    return Slo(text, named, is_slowdown=False)
+
+
+@dataclass(frozen=True)
+class RoleUse:
+    """The use of the machines of one role."""
+
+    role: Role
+    machine: str
+    count: int
+    utilisation: float
+    """Share of the time in which a machine computed, mean over machines."""
+    occupancy: tuple[tuple[int, float], ...]
+    """Tokens of a batch, and the share of busy time that batches of at most that size took (Fig. 17)."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One simulation in figures. Times in seconds."""
+
+    n_requests: int
+    """That ended."""
+    n_unfinished: int
+    output_tokens: int
+    duration_s: float
+    times_s: Mapping[Metric, Mapping[int, float]]
+    """By metric and percentile."""
+    slowdowns: Mapping[Metric, Mapping[int, float]] | None
+    """Against the reference machine; None without one."""
+    uses: tuple[RoleUse, ...]
+    n_transfers: int
+    transfer_s: Mapping[int, float]
+    """The time that a transfer adds between the end of a prompt and the arrival of its keys and values."""
+    n_preemptions: int | None
+    n_repurposed: int
+    """Moves of machines between the prompt and the token pool."""
+
+
+def summarise(simulation: Simulation, reference: StepTimes | None) -> Summary:
+    """reference: step times of the machine that slowdowns are told against."""
+    lives = simulation.lives
+    times = _times(simulation)
+    slowdowns: dict[Metric, dict[int, float]] | None = None
+    if reference is not None:
+        baseline = _baseline(lives, reference)
+        slowdowns = {metric: _percentiles(times[metric] / baseline[metric]) for metric in METRICS}
+    transfers = np.array([life.transfer_s for life in lives if not math.isnan(life.transfer_s)])
+    return Summary(
+        n_requests=len(lives),
+        n_unfinished=simulation.n_unfinished,
+        output_tokens=sum(life.arrival.output_tokens for life in lives),
+        duration_s=simulation.end_s - min(life.arrival.at_s for life in lives),
+        times_s={metric: _percentiles(times[metric]) for metric in METRICS},
+        slowdowns=slowdowns,
+        uses=tuple(_uses(simulation)),
+        n_transfers=len(transfers),
+        transfer_s=_percentiles(transfers) if len(transfers) else {},
+        n_preemptions=simulation.n_preemptions,
+        n_repurposed=simulation.n_repurposed,
+    )
+
+
+def broken(summary: Summary, slo: Slo) -> list[str]:
+    """The promises that were not kept, for people; empty where all were."""
+    found = summary.slowdowns if slo.is_slowdown else summary.times_s
+    if found is None:
+        raise ClusterError(f"SLO {slo.name} is in slowdowns: name the machine that they are told against")
+    unit = "x" if slo.is_slowdown else " s"
+    stuck = [f"{counted(summary.n_unfinished, 'request')} never ended"] if summary.n_unfinished else []
+    return stuck + [
+        f"{metric} P{percentile} {number(found[metric][percentile], 3)}{unit} (below {number(below)}{unit})"
+        for metric, percentile, below in slo.bounds
+        if not found[metric][percentile] < below
+    ]
+
+
+def _times(simulation: Simulation) -> dict[Metric, Seconds]:
+    lives = simulation.lives
+    ttft = np.array([life.ttft_s for life in lives])
+    e2e = np.array([life.e2e_s for life in lives])
+    if simulation.spec.policy == SPLITWISE_SIM:  # the authors divide by all tokens, the first included
+        tbt = (e2e - ttft) / np.array([life.arrival.output_tokens for life in lives])
+    else:
+        tbt = np.array([life.tbt_s for life in lives])
+    return {"ttft": ttft, "tbt": tbt, "e2e": e2e}
+
+
+def _baseline(lives: Sequence[Life], reference: StepTimes) -> dict[Metric, Seconds]:
+    """Each request by itself on the reference machine."""
+    prompts = [life.arrival.prompt_tokens for life in lives]
+    ttft = np.array([reference.prefill_s(tokens) for tokens in prompts])
+    tbt = np.array([reference.decode_s(1, tokens) for tokens in prompts])
+    gaps = np.array([life.arrival.output_tokens - 1 for life in lives])
+    return {"ttft": ttft, "tbt": tbt, "e2e": ttft + tbt * gaps}
+
+
+def _percentiles(values: Seconds) -> dict[int, float]:
+    return dict(zip(PERCENTILES, map(float, np.percentile(values, PERCENTILES)), strict=True))
+
+
+def _uses(simulation: Simulation) -> Iterable[RoleUse]:
+    span_s = max(simulation.end_s - min(life.arrival.at_s for life in simulation.lives), 1e-12)
+    kinds: dict[tuple[Role, str], None] = dict.fromkeys(
+        (use.role, use.machine) for use in simulation.machines
+    )
+    for role, machine in kinds:
+        uses = [use for use in simulation.machines if (use.role, use.machine) == (role, machine)]
+        occupancy: dict[int, float] = defaultdict(float)
+        for use in uses:
+            for tokens, seconds in use.occupancy_s.items():
+                occupancy[tokens] += seconds
+        busy = sum(use.busy_s for use in uses) / len(uses) / span_s
+        yield RoleUse(role, machine, len(uses), busy, _cumulative(occupancy))
+
+
+def _cumulative(occupancy: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+    total = sum(occupancy.values()) or 1.0
+    rows, so_far = [], 0.0
+    for tokens, seconds in sorted(occupancy.items()):
+        so_far += seconds
+        rows.append((tokens, so_far / total))
+    return tuple(rows)

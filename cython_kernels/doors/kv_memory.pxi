@@ -1,0 +1,86 @@
+cdef extern from "memory/kv_memory.h" nogil:
+    ctypedef struct pw_kv_memory:
+        char *kv
+        pw_shape shape
+        pw_capacity room
+
+    int64_t pw_kv_wire_bytes(const pw_kv_memory *memory, int64_t slots)
+    void pw_kv_to_wire(const pw_kv_memory *memory, int64_t layer, int64_t slot, int64_t slots, char *wire)
+    void pw_kv_from_wire(const pw_kv_memory *memory, int64_t layer, int64_t slot, int64_t slots, const char *wire)
+    void pw_kv_between(const pw_kv_memory *source, const pw_kv_memory *target, int64_t layer, int64_t from_slot,
+                       int64_t to_slot, int64_t slots)
+
+
+cdef class KvMemory:
+    """Keys and values of all layers, from byte `offset` of `memory` on; they may be another process's.
+
+    Ranges of slots begin and end at multiples of 16. On the wire a range of a layer is `wire_bytes(n_slots)` long,
+    the same on every instruction set. ValueError outside the memory, the layers or the slots.
+    """
+
+    cdef pw_kv_memory memory
+    cdef object kept
+
+    def __cinit__(self, memory, int64_t offset, int32_t n_layers, int32_t n_kv_heads, int32_t head_dim,
+                  int64_t kv_slots, str kv_format):
+        cdef unsigned char[::1] view = memory
+        cdef pw_shape *shape = &self.memory.shape
+        if min(n_layers, n_kv_heads) < 1 or not 2 <= head_dim <= PW_MAX_HEAD_DIM or head_dim % 2:
+            raise ValueError(f"{n_layers} layers of {n_kv_heads} KV heads of {head_dim} dimensions")
+        if not 0 < kv_slots <= 1 << 30 or kv_slots % 16:
+            raise ValueError(f"{kv_slots} KV slots: a multiple of 16 expected")
+        shape.n_layers, shape.n_kv_heads, shape.head_dim = n_layers, n_kv_heads, head_dim
+        self.memory.room.kv_slots = kv_slots
+        self.memory.room.kv_format = kv_format_code(kv_format)
+        needed = n_layers * pw_kv_wire_bytes(&self.memory, kv_slots)
+        if offset < 0 or offset % 64 or needed > view.shape[0] - offset:
+            raise ValueError(f"keys and values of {needed} bytes from byte {offset} of {view.shape[0]}")
+        self.memory.kv = <char *>&view[0] + offset
+        self.kept = view
+
+    @property
+    def n_layers(self):
+        return self.memory.shape.n_layers
+
+    @property
+    def kv_slots(self):
+        return self.memory.room.kv_slots
+
+    def wire_bytes(self, int64_t n_slots):
+        """Of `n_slots` slots of one layer."""
+        return pw_kv_wire_bytes(&self.memory, n_slots)
+
+    def read(self, int64_t layer, int64_t slot, int64_t n_slots, out):
+        """Write slots of a layer to `out`, in the form of the wire."""
+        cdef unsigned char[::1] wire = out
+        self._check(layer, slot, n_slots, wire.shape[0])
+        with nogil:
+            pw_kv_to_wire(&self.memory, layer, slot, n_slots, <char *>&wire[0])
+
+    def write(self, int64_t layer, int64_t slot, int64_t n_slots, data):
+        """Take slots of a layer from `data`, which has the form of the wire."""
+        cdef const unsigned char[::1] wire = data
+        self._check(layer, slot, n_slots, wire.shape[0])
+        with nogil:
+            pw_kv_from_wire(&self.memory, layer, slot, n_slots, <const char *>&wire[0])
+
+    def copy_to(self, KvMemory target not None, int64_t layer, int64_t from_slot, int64_t to_slot, int64_t n_slots):
+        """Copy slots of a layer to another memory of the same shape and format."""
+        mine, theirs = self.memory.shape, target.memory.shape
+        if (mine.n_layers, mine.n_kv_heads, mine.head_dim, self.memory.room.kv_format) != (
+                theirs.n_layers, theirs.n_kv_heads, theirs.head_dim, target.memory.room.kv_format):
+            raise ValueError("the two memories hold keys and values of different shapes")
+        self._check(layer, from_slot, n_slots, self.wire_bytes(n_slots))
+        target._check(layer, to_slot, n_slots, self.wire_bytes(n_slots))
+        with nogil:
+            pw_kv_between(&self.memory, &target.memory, layer, from_slot, to_slot, n_slots)
+
+    cdef int _check(self, int64_t layer, int64_t slot, int64_t n_slots, int64_t n_bytes) except -1:
+        cdef int64_t slots = self.memory.room.kv_slots
+        if not 0 <= layer < self.memory.shape.n_layers:
+            raise ValueError(f"layer {layer} of {self.memory.shape.n_layers}")
+        if n_slots < 16 or slot % 16 or n_slots % 16 or not 0 <= slot <= slots - n_slots:
+            raise ValueError(f"slots {slot} to {slot + n_slots} of {slots}: whole panels of 16 expected")
+        if n_bytes != pw_kv_wire_bytes(&self.memory, n_slots):
+            raise ValueError(f"{n_bytes} bytes for {n_slots} slots of {self.wire_bytes(n_slots)}")
+        return 0

@@ -1,0 +1,80 @@
+# Latency between cores and bandwidth of several at once. Textually included by _native.pyx.
+
+from libcpp cimport bool as cbool
+
+
+cdef extern from "team/probe.h" nogil:
+    ctypedef struct pw_readers:
+        pass
+    int pw_probe_pass(pw_team *team, int rounds, int trips, long timeout_ns, double *one_way_ns)
+    pw_readers *pw_readers_open(pw_team *team, int64_t bytes)
+    int pw_readers_run(pw_readers *readers, const cbool *active, long duration_ns, double *bytes_per_s)
+    void pw_readers_close(pw_readers *readers)
+
+
+MIB = 1 << 20
+MAX_PASS_ROUNDS = 1 << 10
+
+
+def pass_line(Team team, int rounds, int trips, double timeout_s):
+    """Nanoseconds one way of a cache line between the team's first two members, a number for each round.
+
+    Fewer numbers than `rounds` where timeout_s went by first; none where a member was never there.
+    """
+    cdef pw_team *members = team._open()
+    cdef double one_way_ns[1024]
+    cdef long timeout_ns = <long>(timeout_s * 1e9)
+    cdef int done
+    if team.size < 2 or not 1 <= rounds <= MAX_PASS_ROUNDS or not 1 <= trips <= 1 << 16 or timeout_ns <= 0:
+        raise ValueError(f"a line is passed by two members, in 1 to {MAX_PASS_ROUNDS} rounds, within some time")
+    with nogil:
+        done = pw_probe_pass(members, rounds, trips, timeout_ns, one_way_ns)
+    _check_team(min(done, 0))
+    return [one_way_ns[i] for i in range(done)]
+
+
+cdef class Readers:
+    """A buffer for each member of a team, and how fast some of them read theirs at once.
+
+    size_bytes: of each buffer, whole mebibytes. MemoryError where there is no room for them.
+    """
+
+    cdef pw_readers *readers
+    cdef Team team
+
+    def __cinit__(self, Team team, int64_t size_bytes):
+        cdef pw_team *members = team._open()
+        if size_bytes < MIB or size_bytes % MIB:
+            raise ValueError(f"a buffer to read is whole mebibytes, not {size_bytes} bytes")
+        self.team = team
+        with nogil:
+            self.readers = pw_readers_open(members, size_bytes)
+        if self.readers == NULL:
+            raise MemoryError(f"no memory for {team.size} buffers of {size_bytes >> 20} MiB")
+
+    def rates(self, active, double duration_s):
+        """Bytes per second of each member; zero for those whose number is not in `active`."""
+        cdef double rates[8192]
+        cdef cbool chosen[8192]
+        cdef long duration_ns = <long>(duration_s * 1e9)
+        cdef int status, member
+        self.team._open()
+        wanted = set(active)
+        if not wanted or not wanted <= set(range(self.team.size)) or not 0 < duration_s <= 60:
+            raise ValueError(f"readers {sorted(wanted)} of {self.team.size} cannot read for {duration_s} s")
+        if self.readers == NULL:
+            raise ValueError("these readers have been closed")
+        for member in range(self.team.size):
+            chosen[member] = member in wanted
+        with nogil:
+            status = pw_readers_run(self.readers, chosen, duration_ns, rates)
+        _check_team(status)
+        return [rates[member] for member in range(self.team.size)]
+
+    def close(self):
+        """Gives the memory back; closing twice is harmless."""
+        pw_readers_close(self.readers)
+        self.readers = NULL
+
+    def __dealloc__(self):
+        pw_readers_close(self.readers)

@@ -1,0 +1,58 @@
+#include <string.h>
+
+#include "memory/kv_memory.h"
+
+enum { MOST_AREAS = 4 };
+
+/* What a head keeps by slot, with its bytes a slot. Panels of keys are whole, so that keys count as rows too. */
+typedef struct {
+    char *begin;
+    int64_t slot_bytes;
+} area;
+
+static int areas_of(const pw_kv_memory *memory, int64_t layer, int64_t kv_head, area *found) {
+    pw_kv_head head = pw_kv_head_in(memory->kv, &memory->shape, &memory->room, layer, kv_head);
+    int64_t bytes = pw_kv_element_bytes(head.format);
+    int count = 0;
+    found[count++] = (area){head.keys, pw_kv_elements(head.format, head.head_dim) * bytes};
+    found[count++] = (area){head.values, pw_kv_elements(head.format, head.value_dim) * bytes};
+    if (head.key_scales) found[count++] = (area){(char *)head.key_scales, sizeof(float)};
+    if (head.value_scales) found[count++] = (area){(char *)head.value_scales, sizeof(float)};
+    return count;
+}
+
+void pw_kv_to_wire(const pw_kv_memory *memory, int64_t layer, int64_t slot, int64_t slots, char *wire) {
+    area areas[MOST_AREAS];
+    for (int64_t kv_head = 0; kv_head < memory->shape.n_kv_heads; ++kv_head) {
+        int count = areas_of(memory, layer, kv_head, areas);
+        for (int i = 0; i < count; ++i) {
+            int64_t bytes = slots * areas[i].slot_bytes;
+            memcpy(wire, areas[i].begin + slot * areas[i].slot_bytes, (size_t)bytes);
+            wire += bytes;
+        }
+    }
+}
+
+void pw_kv_from_wire(const pw_kv_memory *memory, int64_t layer, int64_t slot, int64_t slots, const char *wire) {
+    area areas[MOST_AREAS];
+    for (int64_t kv_head = 0; kv_head < memory->shape.n_kv_heads; ++kv_head) {
+        int count = areas_of(memory, layer, kv_head, areas);
+        for (int i = 0; i < count; ++i) {
+            int64_t bytes = slots * areas[i].slot_bytes;
+            memcpy(areas[i].begin + slot * areas[i].slot_bytes, wire, (size_t)bytes);
+            wire += bytes;
+        }
+    }
+}
+
+void pw_kv_between(const pw_kv_memory *from, const pw_kv_memory *to, int64_t layer, int64_t source, int64_t target,
+                   int64_t slots) {
+    area given[MOST_AREAS], taken[MOST_AREAS];
+    for (int64_t kv_head = 0; kv_head < from->shape.n_kv_heads; ++kv_head) {
+        int count = areas_of(from, layer, kv_head, given);
+        areas_of(to, layer, kv_head, taken);
+        for (int i = 0; i < count; ++i)
+            memcpy(taken[i].begin + target * taken[i].slot_bytes, given[i].begin + source * given[i].slot_bytes,
+                   (size_t)(slots * given[i].slot_bytes));
+    }
+}

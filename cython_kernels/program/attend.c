@@ -1,0 +1,371 @@
+/* Attention of a program: queries, keys and values from the fused projection to the weighted values.
+ *
+ * A step in which every slice has one token is split by (run of chunks of positions, KV head); the thread that finishes the
+ * last chunk of a head merges them all in order. Any other step stores its keys and values first and is then split by
+ * (block of rows, KV head). Both do the same arithmetic in the same order for a row (families/attention.c).
+ *
+ * Positions lie in runs of PW_CHUNK slots: one behind the other, or where a slice's table says. Sixteen slots share a
+ * panel of keys. Where a sequence does not begin on a multiple of 16, a thread may read a panel while another stores a
+ * key into it for other positions: those lanes of the scores are thrown away. */
+#include <string.h>
+
+#include "program/attend.h"
+
+/* ---- planning --------------------------------------------------------------------------------------------------- */
+
+static int64_t first_seen(const pw_attention_kind *kind, int64_t position) {
+    return kind->window > 0 && position >= kind->window ? position - kind->window + 1 : 0;
+}
+
+typedef struct {
+    int64_t first, count;
+} run_of_chunks;
+
+/* The chunks that a slice of one token sees. */
+static run_of_chunks chunks_of(const pw_program *program, int32_t kind, int64_t slice) {
+    int64_t position = program->step.slices[slice].start;
+    int64_t first = first_seen(&program->kinds[kind], position) / PW_CHUNK;
+    return (run_of_chunks){first, position / PW_CHUNK - first + 1};
+}
+
+static int64_t all_chunks(const pw_program *program, int32_t kind) {
+    int64_t all = 0;
+    for (int64_t s = 0; s < program->step.n_slices; ++s) all += chunks_of(program, kind, s).count;
+    return all;
+}
+
+static bool plan_chunks(pw_program *program, int32_t kind, int64_t positions) {
+    pw_step *step = &program->step;
+    pw_plan *plan = &step->plans[kind];
+    int64_t parts = 0, chunks_each = positions < PW_CHUNK ? 1 : positions / PW_CHUNK;
+    plan->n_pieces = 0;
+    for (int64_t s = 0; s < step->n_slices; ++s) {
+        run_of_chunks seen = chunks_of(program, kind, s);
+        plan->first_part[s] = parts;
+        parts += seen.count;
+        if (parts > program->partial_room) return false;
+        for (int64_t done = 0, count; done < seen.count; done += count) {
+            count = seen.count - done < chunks_each ? seen.count - done : chunks_each;
+            plan->pieces[plan->n_pieces++] = (pw_piece){(int32_t)s, (int32_t)(seen.first + done), (int32_t)count};
+        }
+    }
+    return true;
+}
+
+/* Tokens of a block: enough blocks for every thread, if that leaves a full tile of rows in each. */
+static int64_t fair_tokens(const pw_shape *shape, int64_t n_tokens, int threads) {
+    int64_t most = pw_block_tokens(shape), group = pw_group_of(shape), least = (PW_TILE_ROWS + group - 1) / group;
+    int64_t fair = n_tokens * shape->n_kv_heads / (4 * threads);
+    if (fair < least) fair = least;
+    return fair < most ? fair : most;
+}
+
+/* Long pieces of work first: late blocks see more positions. */
+static void plan_blocks(pw_program *program, int64_t tokens) {
+    const pw_step *step = &program->step;
+    pw_plan *plan = &program->step.plans[0];
+    plan->n_pieces = 0;
+    for (int64_t s = step->n_slices - 1; s >= 0; --s) {
+        int64_t rows = step->slices[s].n_rows;
+        for (int64_t end = rows; end > 0;) {
+            int64_t count = end % tokens ? end % tokens : tokens;
+            end -= count;
+            plan->pieces[plan->n_pieces++] = (pw_piece){(int32_t)s, (int32_t)end, (int32_t)count};
+        }
+    }
+}
+
+/* Blocks of neighbouring rows that want logits. */
+static void plan_tail(pw_step *step, int64_t tokens) {
+    int32_t slice = 0;
+    step->n_tail_pieces = 0;
+    for (int64_t i = 0; i < step->n_logit_rows; ++i) {
+        while (step->logit_rows[i] >= step->slices[slice].first_row + step->slices[slice].n_rows) ++slice;
+        int32_t row = (int32_t)(step->logit_rows[i] - step->slices[slice].first_row);
+        pw_piece *last = step->n_tail_pieces ? &step->tail_pieces[step->n_tail_pieces - 1] : NULL;
+        if (last && last->slice == slice && last->first + last->count == row && last->count < tokens)
+            last->count += 1;
+        else
+            step->tail_pieces[step->n_tail_pieces++] = (pw_piece){slice, row, 1};
+    }
+}
+
+/* Tokens of a block to which a schedule gives this number of rows. */
+static int64_t block_of(const pw_shape *shape, const pw_schedule *schedule) {
+    int64_t tokens = schedule->block_m / pw_group_of(shape), most = pw_block_tokens(shape);
+    return tokens < 1 ? 1 : tokens < most ? tokens : most;
+}
+
+static int64_t most_slice_rows(const pw_step *step) {
+    int64_t most = 0;
+    for (int64_t s = 0; s < step->n_slices; ++s)
+        if (step->slices[s].n_rows > most) most = step->slices[s].n_rows;
+    return most;
+}
+
+/* A piece loads its queries anew, so that it takes several chunks where there are enough for every thread. */
+pw_schedule pw_default_attention(const pw_shape *shape, int64_t tokens, int64_t chunks, int threads) {
+    int64_t chunks_each = chunks * shape->n_kv_heads / (8 * threads);
+    pw_schedule s = {.mr = PW_TILE_ROWS, .panels = 1, .block_n = 1, .grid_m = 1, .grid_n = threads, .grid_k = 1};
+    s.block_m = (int32_t)(fair_tokens(shape, tokens, threads) * pw_group_of(shape));
+    s.block_k = (int32_t)((chunks_each < 1 ? 1 : chunks_each) * PW_CHUNK);
+    return s;
+}
+
+/* The shape as if this rank's KV heads, and their query heads, were all; never without any. */
+static pw_shape shape_of_rank(const pw_program *program, int32_t table) {
+    pw_shape shape = program->shape;
+    pw_range own = pw_share_of(&program->divisions[table], shape.n_kv_heads);
+    int32_t group = pw_group_of(&shape);
+    shape.n_kv_heads = own.end > own.begin ? (int32_t)(own.end - own.begin) : 1;
+    shape.n_heads = group * shape.n_kv_heads;
+    return shape;
+}
+
+void pw_plan_attention(pw_program *program, int threads, int32_t table) {
+    pw_step *step = &program->step;
+    pw_shape of_rank = shape_of_rank(program, table), *shape = &of_rank;
+    const pw_schedule *tuned = pw_tuned(&program->attention[table], most_slice_rows(step));
+    int64_t chunks = step->split ? all_chunks(program, 0) : 0;
+    pw_schedule whole = tuned ? *tuned : pw_default_attention(shape, step->n_tokens, chunks, threads);
+    pw_schedule tail = tuned ? *tuned : pw_default_attention(shape, step->n_logit_rows, 0, threads);
+    step->tile_rows = whole.mr;
+    for (int32_t kind = 0; kind < program->n_kinds && step->split; ++kind) {
+        pw_schedule own = tuned ? *tuned : pw_default_attention(shape, 1, all_chunks(program, kind), threads);
+        step->split = plan_chunks(program, kind, own.block_k);
+    }
+    if (step->split) return;
+    plan_blocks(program, block_of(shape, &whole));
+    plan_tail(step, block_of(shape, &tail));
+}
+
+/* ---- rows ------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const pw_run *run;
+    const pw_op *op;
+    pw_attend_scratch work;
+} attending;
+
+/* A head of the projection with its bias: where it lies, or in `out` where there is one to add. */
+static const float *biased_head(const attending *a, int64_t row, int64_t column, float *out) {
+    const pw_program *program = a->run->program;
+    const float *x = program->arena + a->op->in + row * a->op->in_stride + column;
+    if (!a->op->bias) return x;
+    memcpy(out, x, sizeof(float) * (size_t)program->shape.head_dim);
+    a->run->kernels->ops.add(program->shape.head_dim, a->op->bias + column, out);
+    return out;
+}
+
+/* A query or key with its norm (which may be NULL) and its rotation, times `factor`. */
+static void turned_head(const attending *a, int64_t row, int64_t column, const float *norm, float factor, float *out) {
+    const pw_program *program = a->run->program;
+    const pw_op_kernels *ops = &a->run->kernels->ops;
+    const pw_attention_kind *kind = &program->kinds[a->op->kind];
+    int32_t dim = program->shape.head_dim, turned = 2 * kind->half;
+    int64_t at = row * kind->half;
+    pw_turn turn = {program->cosines[kind->angles] + at, program->sines[kind->angles] + at, factor};
+    const float *x = biased_head(a, row, column, out);
+    if (norm) ops->rmsnorm(dim, x, norm, program->shape.norm_eps, out);
+    if (norm) x = out;
+    if (turned < dim && x != out) memcpy(out + turned, x + turned, sizeof(float) * (size_t)(dim - turned));
+    if (turned < dim && factor != 1.0f) ops->scale(dim - turned, factor, out + turned);
+    if (turned > 0) ops->rope(kind->half, &turn, x, out);
+}
+
+static void store_row(const attending *a, int64_t row, int64_t kv_head) {
+    const pw_program *program = a->run->program;
+    const pw_shape *shape = &program->shape;
+    const pw_op_kernels *ops = &a->run->kernels->ops;
+    float x[PW_MAX_HEAD_DIM];
+    pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
+    const int64_t *slots = program->layers[a->op->layer].in_rings ? program->step.ring_places : program->step.slots;
+    int64_t slot = slots[row], dim = shape->head_dim;
+    turned_head(a, row, (shape->n_heads + kv_head) * dim, a->op->k_norm, 1.0f, x);
+    ops->store_key(&head, slot, x);
+    ops->store_value(&head, slot, biased_head(a, row, (shape->n_heads + shape->n_kv_heads + kv_head) * dim, x));
+}
+
+/* The queries of rows [first, first + tokens) of a slice that share a KV head. */
+static pw_queries load_queries(const attending *a, const pw_slice *slice, int64_t first, int64_t tokens,
+                               int64_t kv_head) {
+    const pw_program *program = a->run->program;
+    int64_t row = slice->first_row + first, end = slice->start + slice->n_rows - 1;
+    const pw_shape *shape = &program->shape;
+    int32_t group = pw_group_of(shape), n = 0;
+    for (int64_t token = row; token < row + tokens; ++token)
+        for (int32_t i = 0; i < group; ++i, ++n) {
+            float *q = a->work.q + (int64_t)n * PW_ROW_STRIDE;
+            turned_head(a, token, (kv_head * group + i) * shape->head_dim, a->op->q_norm, a->op->scale, q);
+            int64_t position = program->step.positions[token];
+            a->work.last[n] = program->bidirectional ? end : position;
+            a->work.first[n] = first_seen(&program->kinds[a->op->kind], position);
+        }
+    a->run->kernels->ops.prepare_queries(program->capacity.kv_format, shape->head_dim, n, a->work.q);
+    return (pw_queries){a->work.q, a->work.first, a->work.last, n, program->step.tile_rows, a->op->cap, NULL};
+}
+
+static void finish_rows(const attending *a, int64_t row, int64_t tokens, int64_t kv_head) {
+    const pw_shape *shape = &a->run->program->shape;
+    int32_t group = pw_group_of(shape), n = 0;
+    for (int64_t token = row; token < row + tokens; ++token)
+        for (int32_t i = 0; i < group; ++i, ++n) {
+            float *out = a->run->program->arena + a->op->out + token * a->op->out_stride +
+                         (kv_head * group + i) * shape->head_dim;
+            a->run->kernels->ops.finish(shape->head_dim, a->work.into.sum[n],
+                                        a->work.into.values + (int64_t)n * pw_value_dim_of(shape), out);
+        }
+}
+
+/* ---- pieces ----------------------------------------------------------------------------------------------------- */
+
+/* Nothing seen, or the sink of each head: a score whose weight counts and whose value is zero. */
+static void begin_rows(const attending *a, int32_t rows, int64_t kv_head) {
+    const pw_shape *shape = &a->run->program->shape;
+    int32_t group = pw_group_of(shape);
+    a->run->kernels->ops.begin(rows, pw_value_dim_of(shape), a->work.into);
+    if (!a->op->sinks) return;
+    for (int32_t i = 0; i < rows; ++i) {
+        a->work.into.top[i] = a->op->sinks[kv_head * group + i % group];
+        a->work.into.sum[i] = 1.0f;
+    }
+}
+
+/* Where the keys of a chunk of a slice begin. */
+static const void *keys_of(const attending *a, const pw_slice *slice, int64_t chunk, int64_t kv_head) {
+    const pw_program *program = a->run->program;
+    pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
+    int64_t panel = pw_chunk_slot_in(program, a->op->layer, slice, chunk) / PW_PANEL;
+    int64_t elements = pw_kv_elements(head.format, head.head_dim);
+    return (const char *)head.keys + panel * PW_PANEL * elements * pw_kv_element_bytes(head.format);
+}
+
+/* Chunks [first, first + count) of loaded queries, merged in order and finished: all that tokens of a row see. After
+ * them come the keys at `next`, if any. */
+static void attend_whole(const attending *a, const pw_slice *slice, pw_queries *queries, int64_t first, int64_t count,
+                         int64_t kv_head, const void *next) {
+    const pw_program *program = a->run->program;
+    const pw_op_kernels *ops = &a->run->kernels->ops;
+    int32_t value_dim = pw_value_dim_of(&program->shape);
+    pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
+    begin_rows(a, queries->rows, kv_head);
+    for (int64_t chunk = first; chunk < first + count; ++chunk) {
+        int64_t slot = pw_chunk_slot_in(program, a->op->layer, slice, chunk);
+        queries->next_keys = chunk + 1 < first + count ? keys_of(a, slice, chunk + 1, kv_head) : next;
+        ops->attend_chunk(&head, queries, chunk, slot, a->work.chunk, a->work.part);
+        ops->merge(queries->rows, value_dim, a->work.part, a->work.into);
+    }
+}
+
+static void attend_block(const attending *a, const pw_piece *piece, int64_t kv_head) {
+    const pw_slice *slice = &a->run->program->step.slices[piece->slice];
+    int64_t row = slice->first_row + piece->first;
+    pw_queries queries = load_queries(a, slice, piece->first, piece->count, kv_head);
+    int64_t first = queries.first[0] / PW_CHUNK, last = queries.last[queries.rows - 1] / PW_CHUNK;
+    attend_whole(a, slice, &queries, first, last - first + 1, kv_head, NULL);
+    finish_rows(a, row, piece->count, kv_head);
+}
+
+/* Where a chunk of a slice that is split leaves one KV head's part. */
+static pw_partial partial_of(const pw_program *program, int64_t part, int64_t kv_head) {
+    const pw_shape *shape = &program->shape;
+    int64_t heads = shape->n_heads, head = kv_head * pw_group_of(shape);
+    float *at = program->partials + part * pw_partial_floats(shape);
+    return (pw_partial){at + head, at + heads + head, at + 2 * heads + head * pw_value_dim_of(shape)};
+}
+
+static void merge_chunks(const attending *a, int32_t slice, int64_t n_chunks, int64_t kv_head) {
+    const pw_program *program = a->run->program;
+    const pw_op_kernels *ops = &a->run->kernels->ops;
+    int32_t group = pw_group_of(&program->shape), value_dim = pw_value_dim_of(&program->shape);
+    const pw_plan *plan = &program->step.plans[a->op->kind];
+    begin_rows(a, group, kv_head);
+    for (int64_t i = 0; i < n_chunks; ++i)
+        ops->merge(group, value_dim, partial_of(program, plan->first_part[slice] + i, kv_head), a->work.into);
+}
+
+/* A run of one token's chunks. The slot of the token itself is read with its last chunk alone. */
+static void attend_chunks(const attending *a, const pw_piece *piece, int64_t kv_head, const void *next) {
+    const pw_program *program = a->run->program;
+    const pw_slice *slice = &program->step.slices[piece->slice];
+    const pw_plan *plan = &program->step.plans[a->op->kind];
+    run_of_chunks seen = chunks_of(program, a->op->kind, piece->slice);
+    int64_t row = slice->first_row, before = piece->first - seen.first;
+    if (before + piece->count == seen.count) store_row(a, row, kv_head);
+    pw_queries queries = load_queries(a, slice, 0, 1, kv_head);
+    if (piece->count == seen.count) {
+        attend_whole(a, slice, &queries, seen.first, seen.count, kv_head, next);
+        finish_rows(a, row, 1, kv_head);
+        return;
+    }
+    pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
+    for (int64_t i = 0; i < piece->count; ++i) {
+        int64_t chunk = piece->first + i, part = plan->first_part[piece->slice] + before + i;
+        queries.next_keys = i + 1 < piece->count ? keys_of(a, slice, chunk + 1, kv_head) : next;
+        int64_t slot = pw_chunk_slot_in(program, a->op->layer, slice, chunk);
+        a->run->kernels->ops.attend_chunk(&head, &queries, chunk, slot, a->work.chunk,
+                                          partial_of(program, part, kv_head));
+    }
+    int64_t slot = a->op->kind * program->capacity.max_slices + piece->slice;
+    atomic_long *merged = &program->merged[slot * program->shape.n_kv_heads + kv_head];
+    long finished = atomic_fetch_add_explicit(merged, piece->count, memory_order_acq_rel) + piece->count;
+    if (finished % seen.count) return; /* every layer of a kind adds as many as the slice sees */
+    merge_chunks(a, piece->slice, seen.count, kv_head);
+    finish_rows(a, row, 1, kv_head);
+}
+
+/* ---- a member's share ------------------------------------------------------------------------------------------- */
+
+/* What members take from, by KV head of this rank and piece. */
+typedef struct {
+    const pw_piece *pieces;
+    int64_t first_head, heads, count;
+    atomic_long *next;
+} portions;
+
+static int64_t take(const portions *all) { return atomic_fetch_add_explicit(all->next, 1, memory_order_relaxed); }
+static const pw_piece *piece_of(const portions *all, int64_t index) { return &all->pieces[index / all->heads]; }
+static int64_t head_of(const portions *all, int64_t index) { return all->first_head + index % all->heads; }
+
+/* Takes one portion ahead, whose keys are asked for while values are read. */
+static void attend_split(const attending *a, const portions *all) {
+    for (int64_t own = take(all), next; own < all->count; own = next) {
+        next = take(all);
+        const void *keys = NULL;
+        if (next < all->count) {
+            const pw_piece *piece = piece_of(all, next);
+            keys = keys_of(a, &a->run->program->step.slices[piece->slice], piece->first, head_of(all, next));
+        }
+        attend_chunks(a, piece_of(all, own), head_of(all, own), keys);
+    }
+}
+
+static void attend_blocks(const attending *a, const portions *all) {
+    for (int64_t own; (own = take(all)) < all->count;) attend_block(a, piece_of(all, own), head_of(all, own));
+}
+
+static void store_rows(const attending *a, pw_range rows, pw_range kv_heads) {
+    for (int64_t row = rows.begin; row < rows.end; ++row)
+        for (int64_t kv_head = kv_heads.begin; kv_head < kv_heads.end; ++kv_head) store_row(a, row, kv_head);
+}
+
+void pw_run_attend(pw_run *run, const pw_op *op, int member) {
+    pw_program *program = run->program;
+    const pw_step *step = &program->step;
+    pw_range own = pw_share_of(run->division, program->shape.n_kv_heads);
+    float *scratch = (float *)(program->scratch + member * program->scratch_bytes);
+    attending a = {run, op, pw_attend_scratch_in(&program->shape, scratch)};
+    bool tail = op->rows != PW_EVERY_ROW && !step->split;
+    const pw_plan *plan = &step->plans[step->split ? op->kind : 0];
+    int64_t kv_heads = own.end - own.begin, n_pieces = tail ? step->n_tail_pieces : plan->n_pieces;
+    const portions all = {tail ? step->tail_pieces : plan->pieces, own.begin, kv_heads, n_pieces * kv_heads,
+                          &program->tickets[(op - program->ops) * PW_MAX_PARTS].next};
+    if (step->split) {
+        attend_split(&a, &all);
+        return;
+    }
+    int64_t rows = step->n_tokens;
+    store_rows(&a, (pw_range){rows * member / run->threads, rows * (member + 1) / run->threads}, own);
+    pw_team_barrier(run->team, member);
+    attend_blocks(&a, &all);
+}

@@ -1,0 +1,179 @@
+#include "program/experts.h"
+
+#include <math.h>
+#include <string.h>
+
+enum { PIECES_PER_THREAD = 6 };
+
+static int64_t rows_of_op(const pw_run *run, const pw_op *op) {
+    const pw_step *step = &run->program->step;
+    return op->rows == PW_EVERY_ROW ? step->n_tokens : step->n_logit_rows;
+}
+
+/* ---- routes ----------------------------------------------------------------------------------------------------- */
+
+/* The largest logit that is not chosen yet, the lowest of equals; some expert even where all are NaN. */
+static int32_t next_chosen(const float *logits, int32_t count, const int32_t *chosen, int32_t n_chosen) {
+    int32_t best = -1;
+    for (int32_t e = 0; e < count; ++e) {
+        bool taken = false;
+        for (int32_t i = 0; i < n_chosen; ++i) taken |= chosen[i] == e;
+        if (!taken && (best < 0 || logits[e] > logits[best])) best = e;
+    }
+    return best;
+}
+
+static double total_weight(const pw_experts *experts, const float *logits, const int32_t *chosen) {
+    double total = 0, top = logits[chosen[0]];
+    if (experts->normalised)
+        for (int32_t i = 0; i < experts->chosen; ++i) total += exp((double)logits[chosen[i]] - top);
+    else
+        for (int32_t e = 0; e < experts->count; ++e) total += exp((double)logits[e] - top);
+    return total;
+}
+
+static void route_row(const pw_run *run, const pw_op *op, int64_t row) {
+    const pw_program *program = run->program;
+    const pw_experts *experts = &op->experts;
+    float *logits = program->arena + op->in + row * op->in_stride;
+    int32_t *chosen = program->routes.expert + row * experts->chosen;
+    float *weight = program->routes.weight + row * experts->chosen;
+    for (int32_t i = 0; i < experts->chosen; ++i) chosen[i] = next_chosen(logits, experts->count, chosen, i);
+    double total = total_weight(experts, logits, chosen), top = logits[chosen[0]];
+    for (int32_t i = 0; i < experts->chosen; ++i) weight[i] = (float)(exp((double)logits[chosen[i]] - top) / total);
+}
+
+/* A counting sort: rows by their experts. */
+static void gather(pw_routes *routes, const pw_experts *experts, int64_t rows) {
+    int64_t pairs = rows * experts->chosen;
+    memset(routes->first, 0, sizeof *routes->first * (size_t)(experts->count + 1));
+    for (int64_t i = 0; i < pairs; ++i) routes->first[routes->expert[i] + 1] += 1;
+    for (int32_t e = 0; e < experts->count; ++e) routes->first[e + 1] += routes->first[e];
+    for (int64_t i = 0; i < pairs; ++i) {
+        int32_t e = routes->expert[i];
+        routes->pair[i] = routes->first[e]++;
+        routes->expert_of[routes->pair[i]] = e;
+    }
+    for (int32_t e = experts->count; e > 0; --e) routes->first[e] = routes->first[e - 1];
+    routes->first[0] = 0;
+}
+
+static int64_t rows_of_expert(const pw_routes *routes, int32_t e) { return routes->first[e + 1] - routes->first[e]; }
+
+static void find_busy(pw_routes *routes, const pw_experts *experts) {
+    routes->n_busy = 0;
+    for (int32_t e = 0; e < experts->count; ++e) {
+        int64_t rows = rows_of_expert(routes, e);
+        if (rows == 0) continue;
+        int32_t at = routes->n_busy++;
+        for (; at > 0 && rows_of_expert(routes, routes->busy[at - 1]) < rows; --at)
+            routes->busy[at] = routes->busy[at - 1];
+        routes->busy[at] = e;
+    }
+}
+
+/* Every rank finds the same routes for itself. */
+void pw_run_route(pw_run *run, const pw_op *op, int member) {
+    pw_routes *routes = &run->program->routes;
+    int64_t rows = rows_of_op(run, op);
+    for (int64_t row = rows * member / run->threads; row < rows * (member + 1) / run->threads; ++row)
+        route_row(run, op, row);
+    if (rows > 1) pw_team_barrier(run->team, member);
+    if (rows > 1 ? member > 0 : member + 1 < run->threads) return; /* of one row: the member that has routed it */
+    gather(routes, &op->experts, rows);
+    find_busy(routes, &op->experts);
+}
+
+/* ---- products --------------------------------------------------------------------------------------------------- */
+
+/* A row's normalised or plain numbers, prepared once and copied to each of its pairs. */
+static void prepare_row(const pw_run *run, const pw_op *op, int64_t row, int64_t bytes, char *scratch) {
+    const pw_program *program = run->program;
+    const pw_routes *routes = &program->routes;
+    float *normed = (float *)(scratch + program->private_row_bytes);
+    const float *x = program->arena + op->in + row * op->in_stride;
+    if (op->source == PW_FROM_NORM) {
+        run->kernels->ops.rmsnorm(op->k, x, op->norm, op->eps, normed);
+        x = normed;
+    }
+    run->kernels->gemm.prepare_rows(&op->preparations[run->table].forms[0], op->k, x, 0, (pw_range){0, 1}, scratch);
+    for (int32_t i = 0; i < op->experts.chosen; ++i)
+        memcpy(program->pairs + routes->pair[row * op->experts.chosen + i] * bytes, scratch, (size_t)bytes);
+}
+
+static void prepare_pair(const pw_run *run, const pw_op *op, int64_t pair, float *scratch) {
+    const pw_program *program = run->program;
+    const pw_op_kernels *ops = &run->kernels->ops;
+    const float *x = program->arena + op->in + pair * op->in_stride;
+    if (op->bias) {
+        const float *bias = op->bias + program->routes.expert_of[pair] * 2 * op->k;
+        memcpy(scratch, x, sizeof(float) * 2 * (size_t)op->k);
+        ops->add(2 * op->k, bias, scratch);
+        x = scratch;
+    }
+    ops->gates[op->gate](op->k, x, x + op->k, scratch);
+    run->kernels->gemm.prepare_rows(&op->preparations[run->table].forms[0], op->k, scratch, 0, (pw_range){pair, pair + 1}, program->pairs);
+}
+
+static bool prepare(pw_run *run, const pw_op *op, int member, int64_t bytes) {
+    const pw_program *program = run->program;
+    char *scratch = program->scratch + member * program->scratch_bytes;
+    bool of_pairs = op->source == PW_FROM_GATE;
+    int64_t rows = rows_of_op(run, op);
+    pw_range own = pw_rows_of(run, of_pairs ? rows * op->experts.chosen : rows, member);
+    for (int64_t i = own.begin; i < own.end; ++i) {
+        if (of_pairs) prepare_pair(run, op, i, (float *)scratch);
+        else prepare_row(run, op, i, bytes, scratch);
+    }
+    return pw_meet(run, member);
+}
+
+/* Expert e's rows times some of its panels. */
+static void multiply(const pw_run *run, const pw_op *op, int32_t e, pw_range panels, int64_t bytes) {
+    const pw_program *program = run->program;
+    const pw_column_share *share = &op->shares[run->table][0];
+    int64_t first = program->routes.first[e], rows = rows_of_expert(&program->routes, e);
+    int64_t before = e * pw_panels(op->experts.n);
+    pw_activations x = {program->pairs + first * bytes, bytes};
+    pw_schedule schedule = pw_schedule_for(&share->schedules, &share->weight, rows, 1);
+    float *y = program->arena + op->out + first * op->out_stride - before * PW_PANEL;
+    pw_range all = {0, rows}, own = {before + panels.begin, before + panels.end};
+    pw_weight stack = op->parts[0].weight;
+    stack.path = op->preparations[run->table].paths[0];
+    run->kernels->gemm.gemm(&stack, &x, all, own, -1, y, op->out_stride, PW_STORE, &schedule);
+}
+
+void pw_run_experts(pw_run *run, const pw_op *op, int member) {
+    const pw_program *program = run->program;
+    const pw_routes *routes = &program->routes;
+    if (rows_of_op(run, op) == 0) return;
+    int64_t bytes = run->kernels->gemm.row_bytes(&op->preparations[run->table].forms[0], op->k);
+    if (!prepare(run, op, member, bytes)) return;
+    pw_range own = pw_share_of(run->division, pw_panels(op->experts.n));
+    int64_t panels = own.end - own.begin, wanted = PIECES_PER_THREAD * (int64_t)run->threads;
+    if (panels == 0) return;
+    int64_t each = panels * routes->n_busy / wanted;
+    each = each < 1 ? 1 : each > panels ? panels : each;
+    int64_t of_one = (panels + each - 1) / each;
+    atomic_long *next = &program->tickets[(op - program->ops) * PW_MAX_PARTS].next;
+    for (int64_t i; (i = atomic_fetch_add_explicit(next, 1, memory_order_relaxed)) < of_one * routes->n_busy;) {
+        int64_t begin = own.begin + i % of_one * each, end = begin + each < own.end ? begin + each : own.end;
+        multiply(run, op, routes->busy[i / of_one], (pw_range){begin, end}, bytes);
+    }
+}
+
+/* ---- sums ------------------------------------------------------------------------------------------------------- */
+
+void pw_run_combine(pw_run *run, const pw_op *op, int member) {
+    const pw_program *program = run->program;
+    const pw_routes *routes = &program->routes;
+    const pw_op_kernels *ops = &run->kernels->ops;
+    pw_range own = pw_rows_of(run, rows_of_op(run, op), member);
+    for (int64_t row = own.begin; row < own.end; ++row) {
+        float *out = program->arena + op->out + row * op->out_stride;
+        for (int64_t i = row * op->experts.chosen; i < (row + 1) * op->experts.chosen; ++i) {
+            ops->add_scaled(op->k, routes->weight[i], program->arena + op->in + routes->pair[i] * op->in_stride, out);
+            if (op->bias) ops->add_scaled(op->k, routes->weight[i], op->bias + routes->expert[i] * op->k, out);
+        }
+    }
+}

@@ -1,0 +1,10 @@
+/* Embedding lookups and linear layers of a program: a member's share. */
+#ifndef PHASEWISE_LINEAR_H
+#define PHASEWISE_LINEAR_H
+
+#include "program/run.h"
+
+void pw_run_embed(pw_run *run, const pw_op *op, int member);
+void pw_run_linear(pw_run *run, const pw_op *op, int member);
+
+#endif

@@ -1,0 +1,385 @@
+#include "program/program.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "program/attend_scratch.h"
+#include "memory/pages.h"
+
+#define LINE 64
+
+enum { PAGE = 4096 };
+
+static int64_t aligned(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
+static int64_t whole_pages(int64_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* ---- building --------------------------------------------------------------------------------------------------- */
+
+static bool open_step(pw_program *program) {
+    const pw_capacity *room = &program->capacity;
+    pw_step *step = &program->step;
+    program->partial_room = room->kv_slots / PW_CHUNK + 2 * room->max_slices;
+    step->tokens = calloc((size_t)room->max_tokens, sizeof *step->tokens);
+    step->positions = calloc((size_t)room->max_tokens, sizeof *step->positions);
+    step->slots = calloc((size_t)room->max_tokens, sizeof *step->slots);
+    step->logit_rows = calloc((size_t)room->max_logit_rows, sizeof *step->logit_rows);
+    step->slices = calloc((size_t)room->max_slices, sizeof *step->slices);
+    step->runs = calloc((size_t)(room->max_slices * pw_runs_each(room)), sizeof *step->runs);
+    step->ring_places = calloc((size_t)room->max_tokens, sizeof *step->ring_places);
+    step->rings = calloc((size_t)room->max_slices, sizeof *step->rings);
+    step->written = calloc((size_t)room->max_tokens, sizeof *step->written);
+    step->tail_pieces = calloc((size_t)room->max_logit_rows, sizeof *step->tail_pieces);
+    return step->tokens && step->positions && step->slots && step->logit_rows && step->slices && step->runs &&
+           step->ring_places && step->rings && step->written && step->tail_pieces;
+}
+
+pw_program *pw_program_open(pw_shape shape, pw_capacity capacity) {
+    pw_program *program = calloc(1, sizeof *program);
+    if (!program) return NULL;
+    program->shape = shape;
+    program->capacity = capacity;
+    program->n_ranks = 1;
+    program->outputs = shape.vocab;
+    for (int table = 0; table < PW_SCHEDULE_TABLES; ++table) program->divisions[table] = (pw_division){1, 0, 1, 1};
+    program->layers = calloc((size_t)shape.n_layers, sizeof *program->layers);
+    for (int32_t i = 0; program->layers && i < shape.n_layers; ++i) program->layers[i].slots = capacity.kv_slots;
+    if (!program->layers || !open_step(program)) {
+        pw_program_close(program);
+        return NULL;
+    }
+    return program;
+}
+
+static bool same_rotation(const pw_attention_kind *a, const pw_attention_kind *b) {
+    return a->half == b->half && a->magnitude == b->magnitude &&
+           memcmp(a->inv_freq, b->inv_freq, sizeof *a->inv_freq * (size_t)a->half) == 0;
+}
+
+int32_t pw_program_kind(pw_program *program, pw_attention_kind kind) {
+    int32_t index = program->n_kinds;
+    if (index == PW_MAX_KINDS) return -1;
+    pw_attention_kind *added = &program->kinds[index];
+    pw_plan *plan = &program->step.plans[index];
+    *added = kind;
+    added->inv_freq = malloc(sizeof *kind.inv_freq * (size_t)larger(kind.half, 1));
+    plan->first_part = calloc((size_t)program->capacity.max_slices, sizeof *plan->first_part);
+    plan->pieces = calloc((size_t)larger(program->capacity.max_tokens, program->partial_room), sizeof *plan->pieces);
+    program->n_kinds += 1; /* closed with the program, whatever is there of it */
+    if (!added->inv_freq || !plan->first_part || !plan->pieces) return -1;
+    memcpy(added->inv_freq, kind.inv_freq, sizeof *kind.inv_freq * (size_t)kind.half);
+    added->angles = 0;
+    while (!same_rotation(&program->kinds[added->angles], added)) added->angles += 1;
+    return index;
+}
+
+/* What a step consists of, which the other ranks read where rank 0 writes it. */
+static void free_what_is_told(pw_step *step) {
+    free(step->tokens);
+    free(step->logit_rows);
+    free(step->slices);
+    free(step->runs);
+}
+
+void pw_program_close(pw_program *program) {
+    if (!program) return;
+    pw_step *step = &program->step;
+    pw_pages_close(program->memory, program->memory_bytes);
+    if (!program->shared) {
+        pw_pages_close(program->rows, program->rows_bytes);
+        if (!program->is_kv_given) pw_pages_close(program->kv, program->kv_bytes);
+        free_what_is_told(step);
+    }
+    pw_routes *routes = &program->routes;
+    void *owned[] = {program->ops,     program->tickets,  program->merged, program->region_tickets, step->positions,
+                     step->slots,      step->tail_pieces, step->written,   routes->expert,          routes->weight,
+                     routes->pair,     routes->first,     routes->busy,    routes->expert_of,       program->layers,
+                     step->ring_places, step->rings};
+    for (int32_t kind = 0; kind < program->n_kinds; ++kind) {
+        free(program->kinds[kind].inv_freq);
+        free(step->plans[kind].first_part);
+        free(step->plans[kind].pieces);
+    }
+    for (int table = 0; table < PW_SCHEDULE_TABLES; ++table) {
+        free(program->attention[table].ranges);
+        for (int32_t i = 0; i < program->n_ops; ++i)
+            for (int32_t part = 0; part < program->ops[i].n_parts; ++part)
+                free(program->ops[i].shares[table][part].schedules.ranges);
+    }
+    for (size_t i = 0; i < sizeof owned / sizeof *owned; ++i) free(owned[i]);
+    free(program);
+}
+
+static int32_t form_index(pw_preparation *preparation, pw_form form) {
+    for (int32_t i = 0; i < preparation->count; ++i)
+        if (memcmp(&preparation->forms[i], &form, sizeof form) == 0) return i;
+    preparation->forms[preparation->count] = form;
+    return preparation->count++;
+}
+
+static void find_forms(pw_op *op, int32_t table) {
+    pw_preparation *preparation = &op->preparations[table];
+    preparation->count = 0;
+    for (int32_t i = 0; i < op->n_parts; ++i) {
+        pw_form form = pw_form_of(&op->parts[i].weight);
+        form.path = preparation->paths[i];
+        preparation->form_of[i] = form_index(preparation, form);
+    }
+}
+
+/* A layer with a window keeps rings where there is room for them. */
+static void place_layer(pw_program *program, const pw_op *op) {
+    int64_t window = program->kinds[op->kind].window;
+    if (window <= 0 || program->capacity.ring_slots == 0) return;
+    program->layers[op->layer].in_rings = true;
+    program->layers[op->layer].slots = program->capacity.ring_slots;
+    program->ring_window = larger(program->ring_window, window);
+}
+
+bool pw_program_add(pw_program *program, const pw_op *op) {
+    if (program->n_ops == program->ops_room) {
+        int32_t room = program->ops_room ? 2 * program->ops_room : 64;
+        pw_op *ops = realloc(program->ops, sizeof *ops * (size_t)room);
+        if (!ops) return false;
+        program->ops = ops;
+        program->ops_room = room;
+    }
+    pw_op *added = &program->ops[program->n_ops++];
+    *added = *op;
+    if (op->code == PW_ATTEND) place_layer(program, op);
+    if (op->experts.count > program->experts.count) program->experts.count = op->experts.count;
+    if (op->experts.chosen > program->experts.chosen) program->experts.chosen = op->experts.chosen;
+    for (int32_t table = 0; table < PW_SCHEDULE_TABLES; ++table) {
+        for (int32_t i = 0; i < added->n_parts; ++i)
+            added->preparations[table].paths[i] = added->parts[i].weight.path;
+        find_forms(added, table);
+    }
+    return true;
+}
+
+void pw_program_path(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t path) {
+    pw_op *changed = &program->ops[op];
+    changed->preparations[table].paths[part] = path;
+    changed->shares[table][part].weight.path = path;
+    find_forms(changed, table);
+}
+
+bool pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
+                         const pw_row_range *ranges) {
+    return pw_schedules_replace(&program->ops[op].shares[table][part].schedules, count, ranges);
+}
+
+bool pw_program_schedule_attention(pw_program *program, int32_t table, int32_t count, const pw_row_range *ranges) {
+    return pw_schedules_replace(&program->attention[table], count, ranges);
+}
+
+/* ---- memory ----------------------------------------------------------------------------------------------------- */
+
+/* The largest prepared row of any op under any table: the ISA may be changed between steps. */
+static void measure_rows(const pw_program *program, int64_t *row_bytes, int64_t *row_floats) {
+    *row_bytes = *row_floats = 0;
+    for (int32_t i = 0; i < program->n_ops; ++i) {
+        const pw_op *op = &program->ops[i];
+        if (op->code == PW_ADJUST) *row_floats = larger(*row_floats, op->k);
+        if (op->code != PW_LINEAR && op->code != PW_EXPERTS) continue;
+        int64_t read = op->code == PW_EXPERTS && op->source == PW_FROM_GATE ? 2 * op->k : op->k; /* with biases added */
+        *row_floats = larger(*row_floats, pw_padded_k(read));
+        for (int32_t table = 0; table < PW_SCHEDULE_TABLES; ++table)
+            for (int32_t form = 0; form < op->preparations[table].count; ++form)
+                for (int isa = 0; isa < pw_usable_count(); ++isa)
+                    *row_bytes = larger(
+                        *row_bytes, pw_usable(isa)->gemm.row_bytes(&op->preparations[table].forms[form], op->k));
+    }
+    *row_bytes = aligned(*row_bytes);
+}
+
+static int32_t most_forms(const pw_program *program) {
+    int32_t most = 1;
+    for (int32_t i = 0; i < program->n_ops; ++i)
+        for (int32_t table = 0; table < PW_SCHEDULE_TABLES; ++table)
+            most = (int32_t)larger(most, program->ops[i].preparations[table].count);
+    return most;
+}
+
+enum { SPLIT_ROWS = 32, MAX_SPLIT_FLOATS = 1 << 21 };
+
+/* Room for the part sums of a few rows: with many, there is work enough for every thread without splitting k. */
+static int64_t split_floats(const pw_program *program) {
+    int64_t rows = program->capacity.max_tokens < SPLIT_ROWS ? program->capacity.max_tokens : SPLIT_ROWS, most = 0;
+    for (int32_t i = 0; i < program->n_ops; ++i)
+        for (int32_t part = 0; part < program->ops[i].n_parts; ++part) {
+            const pw_weight *weight = &program->ops[i].parts[part].weight;
+            if (program->ops[i].code == PW_LINEAR && weight->k_parts > 1)
+                most = larger(most, pw_split_floats(weight, rows));
+        }
+    return most < MAX_SPLIT_FLOATS ? most : MAX_SPLIT_FLOATS;
+}
+
+/* Byte offsets: of what ranks share, within the shared memory (or program->rows, where nothing comes before the
+ * arena), and of a process's own within program->memory. */
+typedef struct {
+    int64_t orders, tokens, logit_rows, slices, runs, arena, angles, prepared, pairs, rows_end, kv, shared_end;
+    int64_t partials, own_prepared, split, scratch, end;
+    int64_t angles_each, split_each, private_row, prepared_each, own_prepared_each, scratch_each;
+    int32_t forms;
+} layout;
+
+static void lay_out_step(const pw_program *program, layout *l) {
+    const pw_capacity *room = &program->capacity;
+    if (program->n_ranks == 1) return;
+    l->orders = pw_orders_offset(program->n_ranks);
+    l->tokens = l->orders + aligned(pw_orders_bytes(program->n_ranks));
+    l->logit_rows = l->tokens + aligned(room->max_tokens * (int64_t)sizeof(int32_t));
+    l->slices = l->logit_rows + aligned(room->max_logit_rows * (int64_t)sizeof(int64_t));
+    l->runs = l->slices + aligned(room->max_slices * (int64_t)sizeof(pw_slice));
+    l->arena = whole_pages(l->runs + room->max_slices * pw_runs_each(room) * (int64_t)sizeof(int32_t));
+}
+
+/* Bytes of the keys and values of the layers before `layer`. */
+static int64_t kv_bytes_before(const pw_program *program, int64_t layer) {
+    int64_t bytes = 0;
+    for (int64_t i = 0; i < layer; ++i) bytes += program->shape.n_kv_heads * pw_layer_head_bytes(program, i);
+    return bytes;
+}
+
+static int64_t kv_bytes(const pw_program *program) { return kv_bytes_before(program, program->shape.n_layers); }
+
+static layout lay_out(const pw_program *program) {
+    const pw_capacity *room = &program->capacity;
+    layout l = {0};
+    int64_t row_bytes, row_floats, angles = aligned(room->max_tokens * (program->shape.head_dim / 2) * 4);
+    measure_rows(program, &row_bytes, &row_floats);
+    l.forms = most_forms(program);
+    l.private_row = row_bytes;
+    l.prepared_each = aligned(row_bytes * larger(room->max_tokens, room->max_logit_rows));
+    l.own_prepared_each = program->n_ranks > 1 ? aligned(row_bytes * PW_OWN_ROWS) : 0;
+    int64_t linear = PW_MAX_PARTS * row_bytes + row_floats * 4;
+    l.scratch_each = aligned(larger(linear, pw_attend_scratch_floats(&program->shape) * 4));
+    lay_out_step(program, &l);
+    l.angles = l.arena + aligned(program->arena_floats * 4);
+    l.angles_each = angles;
+    l.prepared = l.angles + 2 * program->n_kinds * angles;
+    l.pairs = l.prepared + l.forms * l.prepared_each;
+    l.rows_end = l.pairs + program->experts.chosen * l.prepared_each;
+    l.kv = whole_pages(l.rows_end);
+    l.shared_end = whole_pages(l.kv + kv_bytes(program));
+    l.own_prepared = aligned(program->partial_room * pw_partial_floats(&program->shape) * 4);
+    l.split = l.own_prepared + l.forms * l.own_prepared_each;
+    l.split_each = aligned(split_floats(program) * 4);
+    l.scratch = l.split + PW_MAX_PARTS * l.split_each;
+    l.end = l.scratch + room->max_threads * l.scratch_each;
+    return l;
+}
+
+int64_t pw_program_bytes(const pw_program *program) {
+    layout l = lay_out(program);
+    return l.end + (program->n_ranks > 1 ? l.shared_end : l.rows_end + kv_bytes(program));
+}
+
+int64_t pw_program_shared_bytes(const pw_program *program) { return lay_out(program).shared_end; }
+
+pw_ticket *pw_region_tickets(const pw_program *program, int64_t op) {
+    return program->region_tickets + op % 2 * pw_region_ticket_count(program);
+}
+
+/* Rows, KV and the step where every rank maps them. */
+static void seal_shared(pw_program *program, const layout *l, char *shared) {
+    pw_step *step = &program->step;
+    if (!program->shared) free_what_is_told(step);
+    program->shared = shared;
+    program->group = (pw_group *)shared;
+    program->orders = (pw_orders *)(shared + l->orders);
+    step->tokens = (int32_t *)(shared + l->tokens);
+    step->logit_rows = (int64_t *)(shared + l->logit_rows);
+    step->slices = (pw_slice *)(shared + l->slices);
+    step->runs = (int32_t *)(shared + l->runs);
+    program->rows = shared;
+    program->kv = shared + l->kv;
+    if (program->rank == 0) pw_group_init(program->group, program->n_ranks);
+}
+
+static bool open_routes(pw_program *program) {
+    pw_routes *routes = &program->routes;
+    size_t experts = (size_t)program->experts.count;
+    size_t pairs = (size_t)pw_most_rows(&program->capacity) * (size_t)program->experts.chosen;
+    if (pairs == 0) return true;
+    routes->expert = calloc(pairs, sizeof *routes->expert);
+    routes->weight = calloc(pairs, sizeof *routes->weight);
+    routes->pair = calloc(pairs, sizeof *routes->pair);
+    routes->expert_of = calloc(pairs, sizeof *routes->expert_of);
+    routes->first = calloc(experts + 1, sizeof *routes->first);
+    routes->busy = calloc(experts, sizeof *routes->busy);
+    return routes->expert && routes->weight && routes->pair && routes->expert_of && routes->first && routes->busy;
+}
+
+bool pw_program_seal(pw_program *program, char *shared, char *kv) {
+    layout l = lay_out(program);
+    program->memory_bytes = l.end;
+    program->rows_bytes = l.rows_end;
+    program->kv_bytes = kv_bytes(program);
+    for (int32_t i = 0; i < program->shape.n_layers; ++i) program->layers[i].offset = kv_bytes_before(program, i);
+    program->memory = pw_pages_open(l.end);
+    if (shared) {
+        seal_shared(program, &l, shared);
+    } else {
+        program->rows = pw_pages_open(l.rows_end);
+        program->is_kv_given = kv != NULL;
+        program->kv = kv ? kv : pw_pages_open(program->kv_bytes);
+    }
+    program->tickets = aligned_alloc(LINE, sizeof(pw_ticket) * PW_MAX_PARTS * (size_t)(program->n_ops + 1));
+    program->region_tickets = aligned_alloc(LINE, 2 * sizeof(pw_ticket) * (size_t)pw_region_ticket_count(program));
+    program->merged = calloc((size_t)pw_merged_count(program), sizeof *program->merged);
+    if (!program->memory || !program->rows || !program->kv || !program->tickets || !program->region_tickets)
+        return false;
+    if (!program->merged || !open_routes(program)) return false;
+    program->arena = (float *)(program->rows + l.arena);
+    for (int32_t kind = 0; kind < program->n_kinds; ++kind) {
+        program->cosines[kind] = (float *)(program->rows + l.angles + 2 * kind * l.angles_each);
+        program->sines[kind] = (float *)(program->rows + l.angles + (2 * kind + 1) * l.angles_each);
+    }
+    program->pairs = program->rows + l.pairs;
+    program->partials = (float *)program->memory;
+    for (int32_t i = 0; i < l.forms; ++i) {
+        program->prepared[i] = program->rows + l.prepared + i * l.prepared_each;
+        program->own_prepared[i] = program->memory + l.own_prepared + i * l.own_prepared_each;
+    }
+    for (int i = 0; i < PW_MAX_PARTS && l.split_each; ++i)
+        program->split[i] = (float *)(program->memory + l.split + i * l.split_each);
+    program->split_floats = l.split_each / 4;
+    program->scratch = program->memory + l.scratch;
+    program->private_row_bytes = l.private_row;
+    program->scratch_bytes = l.scratch_each;
+    return true;
+}
+
+/* ---- touching memory -------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const pw_program *program;
+    int members;
+    atomic_int problem;
+} touching;
+
+/* Its own scratch, and as much of the rest as every other member. */
+static void touch_share(void *context, int member) {
+    touching *touch = context;
+    const pw_program *program = touch->program;
+    int64_t scratch = program->scratch - program->memory;
+    const struct { char *begin; int64_t bytes; } areas[] = {
+        {program->memory, scratch},
+        {program->scratch, program->memory_bytes - scratch},
+        {program->rows, program->rows_bytes},
+        {program->kv, program->kv_bytes},
+    };
+    for (size_t i = 0; i < sizeof areas / sizeof *areas; ++i) {
+        int64_t begin = areas[i].bytes * member / touch->members, end = areas[i].bytes * (member + 1) / touch->members;
+        int problem = end > begin ? pw_pages_touch(areas[i].begin + begin, end - begin) : 0;
+        if (problem) atomic_store(&touch->problem, problem);
+    }
+}
+
+int pw_program_touch(pw_program *program, pw_team *team) {
+    touching touch = {program, pw_team_size(team), 0};
+    int status = pw_team_run(team, touch_share, &touch);
+    return status == PW_TEAM_OK ? atomic_load(&touch.problem) : status;
+}

@@ -1,0 +1,280 @@
+/* A forward step as a flat list of ops: how it is built, and the memory that it runs in. executor.h runs it.
+ *
+ * Built once per model (ops over arena offsets and packed weights), then run with a step: which tokens, where their
+ * keys and values go, which rows want logits. All memory is allocated when the program is sealed.
+ *
+ * A row's results depend on its sequence alone, bit for bit: not on the other rows of the step, on how the prompt was
+ * cut into steps, or on the number of threads or ranks.
+ *
+ * Ranks are processes that run one step together over memory that all of them map: rows, logits, keys and values. Each
+ * computes a range of panels of every weight and the attention of a range of KV heads; a barrier over all of them
+ * follows whatever another rank reads. Rank 0 says what to run, the others serve (orders.h). */
+#ifndef PHASEWISE_PROGRAM_H
+#define PHASEWISE_PROGRAM_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "group/division.h"
+#include "group/group.h"
+#include "memory/kv_layout.h"
+#include "group/orders_region.h"
+#include "team/product.h"
+#include "program/schedule_table.h"
+
+enum {
+    PW_MAX_PARTS = 3,
+    PW_MAX_KINDS = 4, /* of attention */
+    PW_OWN_ROWS = 8, /* up to here each rank prepares all rows for itself, which is cheaper than a barrier over ranks */
+};
+
+typedef enum { PW_EMBED, PW_LINEAR, PW_ATTEND, PW_ADJUST, PW_ROUTE, PW_EXPERTS, PW_COMBINE } pw_opcode;
+
+/* What a product reads: rows as they are, rows normalised, gate(first half) * second half of a row, or act(row + bias). */
+typedef enum { PW_FROM_ROWS, PW_FROM_NORM, PW_FROM_GATE, PW_FROM_ACTIVATION } pw_source;
+
+/* Which rows an op computes. After the last layer's keys and values only rows that want logits matter: its attention
+ * and what follows run on those, gathered from the step's rows into rows 0, 1, .. of their own. */
+typedef enum { PW_EVERY_ROW, PW_GATHERED_ROWS, PW_LOGIT_ROWS } pw_rows;
+
+/* A weight, and where in an output row its outputs begin. */
+typedef struct {
+    pw_weight weight;
+    int64_t column;
+} pw_part;
+
+/* How the rows of an op are prepared for its weights by one table: weights of equal form share prepared rows. */
+typedef struct {
+    int32_t paths[PW_MAX_PARTS]; /* by which each weight is computed; its own unless pw_program_path says otherwise */
+    int32_t count;
+    pw_form forms[PW_MAX_PARTS];
+    int32_t form_of[PW_MAX_PARTS]; /* of each weight: index into forms */
+} pw_preparation;
+
+/* What this rank computes of a part by one table: some of its panels as a weight of their own (n is 0: none). */
+typedef struct {
+    pw_weight weight;
+    int64_t column;
+    pw_schedules schedules;
+} pw_column_share;
+
+/* A mixture of experts. Its weights are one stack, expert below expert, whole panels each. */
+typedef struct {
+    int32_t count, chosen;
+    int32_t normalised; /* weights are the softmax over the chosen logits, else over all */
+    int64_t n;          /* outputs of one expert */
+} pw_experts;
+
+/* Which experts compute which rows of a step; filled by PW_ROUTE. A pair is a row and one of its experts; pairs lie in
+ * the order of their experts, and of one expert in the order of their rows. */
+typedef struct {
+    int32_t *expert;    /* [rows][chosen], the largest logit first */
+    float *weight;      /* the same */
+    int64_t *pair;      /* the same: where each lies */
+    int64_t *first;     /* [experts + 1]: pairs [first[e], first[e + 1]) are expert e's */
+    int32_t *expert_of; /* [pairs] */
+    int32_t *busy;      /* experts that have rows, those with the most first */
+    int32_t n_busy;
+} pw_routes;
+
+/* Offsets and strides are floats in the arena. */
+typedef struct {
+    int32_t code;
+    int32_t source;
+    int32_t epilogue;    /* pw_epilogue */
+    int32_t rows;        /* pw_rows */
+    int32_t n_parts;
+    pw_part parts[PW_MAX_PARTS];
+    pw_column_share shares[PW_SCHEDULE_TABLES][PW_MAX_PARTS]; /* of linear ops */
+    pw_preparation preparations[PW_SCHEDULE_TABLES];
+    int64_t k;
+    int64_t in, in_stride, out, out_stride;
+    int64_t residual, residual_stride;    /* gathered rows with PW_ADD: what the product is added to */
+    const float *norm;                    /* [k], for PW_FROM_NORM */
+    float eps;                            /* of that norm */
+    float scale;                          /* of embeddings; of attention's scores */
+    float cap;                            /* of attention's scores, or of adjusted rows: c tanh(x / c); 0: none */
+    int32_t gate;                         /* pw_gate, for PW_FROM_GATE; pw_activation, for PW_FROM_ACTIVATION */
+    const float *bias;                    /* [qkv columns] of attention; [k] of rows; [experts][n] */
+    const float *norm_bias;               /* [k] of adjusted rows whose norm is a LayerNorm; else NULL */
+    const float *positions, *segments;    /* added to embeddings: [program's positions][k], [2][k]; or NULL */
+    int32_t layer, kind;                  /* attention: which layer, and which of the program's kinds */
+    const float *q_norm, *k_norm, *sinks; /* [head_dim], [head_dim], [n_heads]; NULL where the model has none */
+    pw_experts experts;                   /* of PW_ROUTE, PW_EXPERTS and PW_COMBINE */
+    float *tap;                           /* linear: rows [][k] as they enter the product are copied here; NULL: not */
+} pw_op;
+
+/* Where a layer's keys and values lie. */
+typedef struct {
+    int64_t offset; /* bytes before its first KV head */
+    int64_t slots;
+    bool in_rings;
+} pw_layer_kv;
+
+/* What layers differ in: what their tokens see, and how positions turn queries and keys. */
+typedef struct {
+    int64_t window;     /* positions seen, itself included; 0: all */
+    int32_t half;       /* pairs that are turned, (i, half + i); 0: none */
+    int32_t angles;     /* the first kind with the same rotation, which computes them for all */
+    double *inv_freq;   /* [half], radians per position */
+    double magnitude;   /* of cosines and sines */
+} pw_attention_kind;
+
+/* A share of attention's work: rows [first, first + count) of a slice, or as many chunks of its positions. */
+typedef struct {
+    int32_t slice;
+    int32_t first, count;
+} pw_piece;
+
+/* How the attention of one kind of layers is cut. */
+typedef struct {
+    int64_t n_pieces;
+    pw_piece *pieces;
+    int64_t *first_part; /* [max_slices], when split: where the partial results of its chunks begin */
+} pw_plan;
+
+/* Filled by the caller up to `split`; the rest by pw_program_check (executor.h). */
+typedef struct {
+    int64_t n_tokens, n_slices, n_logit_rows;
+    int32_t *tokens;      /* [max_tokens] */
+    int64_t *logit_rows;  /* [max_logit_rows], ascending */
+    pw_slice *slices;     /* [max_slices] */
+    int32_t *runs;        /* [max_slices][pw_runs_each]: the tables of slices, in any order */
+    bool split;           /* one token per slice: pieces are runs of chunks, merged afterwards */
+    pw_plan plans[PW_MAX_KINDS]; /* by kind of attention when split; else all layers use the first */
+    int64_t n_tail_pieces;
+    pw_piece *tail_pieces; /* [max_logit_rows]: attention of the rows that want logits, when not split */
+    int32_t tile_rows;    /* of attention */
+    int64_t *positions;   /* [max_tokens] */
+    int64_t *slots;       /* [max_tokens] */
+    int64_t *ring_places; /* [max_tokens]: slots of layers that keep rings, counted from 0 */
+    pw_slots *rings;      /* [max_slices], ascending */
+    int64_t n_written;
+    pw_slots *written;    /* [max_tokens], ascending: what the step writes */
+} pw_step;
+
+typedef struct {
+    pw_shape shape;
+    pw_capacity capacity;
+    pw_division divisions[PW_SCHEDULE_TABLES];
+    int32_t rank, n_ranks;     /* this process among those that share the memory */
+    long patience_ns;          /* for one barrier over ranks */
+    int32_t n_ops, ops_room;
+    pw_op *ops;
+    int32_t n_kinds;
+    pw_attention_kind kinds[PW_MAX_KINDS];
+    pw_layer_kv *layers;       /* [n_layers]; places are known once sealed */
+    int64_t ring_window;       /* the largest window of layers that keep rings; 0: none does */
+    pw_experts experts;        /* the most of any op; count 0: none */
+    pw_routes routes;
+    int64_t arena_floats;      /* what the ops use; angles and partials follow */
+    int64_t logits;            /* arena offset of [max_logit_rows][outputs] */
+    int64_t outputs;           /* numbers that a step gives for a row: the vocabulary's logits, or a hidden row */
+    int64_t n_positions;       /* the most rows of a slice that have an embedding of their position; 0: any */
+    bool bidirectional;        /* tokens see those after them: a slice is a whole sequence */
+    pw_step step;
+    char *shared;              /* where all ranks map it; NULL: everything is this process's own */
+    pw_group *group;           /* in the shared memory, from here on */
+    pw_orders *orders;
+    char *rows, *memory, *kv;  /* pages; what is shared is not owned */
+    bool is_kv_given;          /* and so are keys and values in memory of the caller's */
+    int64_t rows_bytes, memory_bytes, kv_bytes;
+    float *arena, *partials;
+    float *cosines[PW_MAX_KINDS], *sines[PW_MAX_KINDS]; /* [max_tokens][half] */
+    char *pairs;               /* prepared rows of experts' products */
+    int64_t partial_room;      /* chunks that may be split off in one step */
+    char *prepared[PW_MAX_PARTS];     /* by form: rows of a step */
+    char *own_prepared[PW_MAX_PARTS]; /* up to PW_OWN_ROWS, which this rank prepares for itself */
+    char *scratch;             /* [max_threads][scratch_bytes] */
+    int64_t scratch_bytes;
+    int64_t private_row_bytes; /* of one prepared row in scratch */
+    float *split[PW_MAX_PARTS]; /* part sums of the products of one op; NULL where no weight is summed in parts */
+    int64_t split_floats;       /* of each */
+    pw_schedules attention[PW_SCHEDULE_TABLES];
+    pw_ticket *tickets;        /* [n_ops][PW_MAX_PARTS] */
+    pw_ticket *region_tickets; /* [2][PW_MAX_PARTS][max_threads]: an op uses one half, and clears the other */
+    atomic_long *merged;       /* [kinds][max_slices][n_kv_heads] */
+    atomic_llong progress;     /* of rank 0: pw_progress_of */
+} pw_program;
+
+/* Steps begun so far, and of how many layers the newest has stored all keys and values; one number, so that another
+ * thread reads both at once. */
+enum { PW_PROGRESS_LAYERS = 1 << 16 };
+static inline long long pw_progress_of(pw_program *program) {
+    return atomic_load_explicit(&program->progress, memory_order_acquire);
+}
+
+/* NULL when there is no memory for the bookkeeping. One rank; for others the caller sets `rank`, `n_ranks`,
+ * `patience_ns` and, by pw_division_of, `divisions` before it adds ops. */
+pw_program *pw_program_open(pw_shape shape, pw_capacity capacity);
+
+/* Adds a kind of attention (its inv_freq is copied) and returns its number; -1 without memory or room for more. */
+int32_t pw_program_kind(pw_program *program, pw_attention_kind kind);
+void pw_program_close(pw_program *program);
+
+/* A copy of `op` is appended; its forms are worked out here. False without memory. */
+bool pw_program_add(pw_program *program, const pw_op *op);
+
+/* Lets one table compute a weight of a linear op, or of experts, by a path of its own: prompts by another arithmetic than
+ * single tokens. Before the program is sealed. */
+void pw_program_path(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t path);
+
+/* Gives a weight of a linear op the schedules of one table: `count` ranges, copied, in place of those it had. They
+ * change no result. False without memory. */
+bool pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
+                         const pw_row_range *ranges);
+
+/* The same for attention, by the most rows of a slice of a step. What its schedules mean: pw_plan_attention. */
+bool pw_program_schedule_attention(pw_program *program, int32_t table, int32_t count, const pw_row_range *ranges);
+
+/* Bytes that the program runs in once it is sealed: rows, scratch and KV. */
+int64_t pw_program_bytes(const pw_program *program);
+
+/* Those of them that ranks share. */
+int64_t pw_program_shared_bytes(const pw_program *program);
+
+/* Allocates what is not shared. `shared`: pw_program_shared_bytes that all ranks map, page-aligned, where there are
+ * several; rank 0 has seen them zeroed and seals first. NULL: one rank. `kv`: whole pages, for the keys and
+ * values of one rank; NULL: they are allocated too. False when the system refuses. */
+bool pw_program_seal(pw_program *program, char *shared, char *kv);
+
+/* Makes every page of the sealed program's memory exist, shared memory included, each near a member of the team that
+ * may use it. PW_TEAM_OK, the team's failure (negative), or an errno. While no step runs. */
+int pw_program_touch(pw_program *program, pw_team *team);
+
+/* Bytes of one KV head of a layer. */
+static inline int64_t pw_layer_head_bytes(const pw_program *program, int64_t layer) {
+    return program->layers[layer].slots * pw_kv_slot_bytes(program->capacity.kv_format, program->shape.head_dim);
+}
+
+/* A KV head of the sealed program. */
+static inline pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head) {
+    const pw_layer_kv *own = &program->layers[layer];
+    return pw_kv_head_at(program->kv + own->offset + kv_head * pw_layer_head_bytes(program, layer), own->slots,
+                         program->capacity.kv_format, program->shape.head_dim);
+}
+
+/* Slot of the first position of a chunk, in a layer. */
+static inline int64_t pw_chunk_slot_in(const pw_program *program, int64_t layer, const pw_slice *slice, int64_t chunk) {
+    if (!program->layers[layer].in_rings) return pw_chunk_slot(program->step.runs, slice, chunk);
+    return slice->ring_base - program->capacity.kv_slots + chunk * PW_CHUNK % slice->ring_slots;
+}
+
+/* The tickets of an op's products: [PW_MAX_PARTS][max_threads], and how many those are. */
+static inline int64_t pw_region_ticket_count(const pw_program *program) {
+    return PW_MAX_PARTS * (int64_t)program->capacity.max_threads;
+}
+pw_ticket *pw_region_tickets(const pw_program *program, int64_t op);
+
+/* Counters of finished chunks: [kinds][max_slices][n_kv_heads] of them. */
+static inline int64_t pw_merged_count(const pw_program *program) {
+    return program->n_kinds * program->capacity.max_slices * program->shape.n_kv_heads;
+}
+
+/* Most rows that an op computes. */
+static inline int64_t pw_most_rows(const pw_capacity *room) {
+    return room->max_tokens > room->max_logit_rows ? room->max_tokens : room->max_logit_rows;
+}
+
+#endif

@@ -1,0 +1,29 @@
+#include "program/run.h"
+
+pw_range pw_rows_of(const pw_run *run, int64_t rows, int member) {
+    bool alone = run->division->ranks == 1;
+    int64_t threads = alone ? run->threads : run->division->n_threads;
+    int64_t thread = alone ? member : run->division->first_thread + member;
+    return (pw_range){rows * thread / threads, rows * (thread + 1) / threads};
+}
+
+/* Run by the last member of a team to arrive. A rank that gives up a step fails the group, and so ends it for all. */
+static void meet_ranks(void *context) {
+    pw_run *run = context;
+    const pw_program *program = run->program;
+    int status = pw_group_barrier(program->group, program->rank, run->division->ranks, program->patience_ns);
+    if (status == PW_GROUP_OK) return;
+    pw_group_fail(program->group);
+    atomic_store_explicit(&run->status, status == PW_GROUP_LATE ? PW_RUN_LATE : PW_RUN_GROUP_FAILED,
+                          memory_order_relaxed);
+}
+
+/* The status changes only while every member waits, so that all of them leave at the same barrier. */
+bool pw_meet(pw_run *run, int member) {
+    if (run->division->ranks == 1) {
+        pw_team_barrier(run->team, member);
+        return true;
+    }
+    pw_team_barrier_beyond(run->team, member, meet_ranks, run);
+    return atomic_load_explicit(&run->status, memory_order_relaxed) == PW_TEAM_OK;
+}

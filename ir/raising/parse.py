@@ -1,0 +1,479 @@
+"""C into the low level. tree-sitter reads the text; what is here gives it types, and refuses what is outside
+the subset.
+
+Only what the asked function reaches is looked at, so that a source may hold anything beside it. Nothing is
+guessed: a construct that has no line here is refused with its file, line and name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tree_sitter import Node
+
+from phasewise.ir.errors import SourceError
+from phasewise.ir.nodes import (
+    AddressOf,
+    Assign,
+    Binary,
+    BlockStatement,
+    Body,
+    CallExpression,
+    Cast,
+    Const,
+    Declare,
+    Do,
+    Expr,
+    For,
+    FunctionDefinition,
+    If,
+    Index,
+    Leave,
+    Member,
+    Return,
+    Stmt,
+    Var,
+    While,
+    integer,
+)
+from phasewise.ir.operations import (
+    binary,
+    decayed,
+)
+from phasewise.ir.raising.parse_expressions import SourceExpressions
+from phasewise.ir.raising.parse_source import Source, described_node, is_const_node, needed
+from phasewise.ir.raising.preprocess import Expanded, guess_isa, preprocess, read_source
+from phasewise.ir.types import (
+    VOID,
+    Array,
+    Pointer,
+    Scalar,
+    Struct,
+    Type,
+    Vec,
+)
+
+MAX_NESTING = 150
+MAX_NODES = 200_000
+"""Most nodes of one function: its tree is walked in Python."""
+
+
+def parse_file(
+    path: Path,
+    function: str,
+    isa: str | None = None,
+    include: Sequence[Path] = (),
+    define: Sequence[str] = (),
+) -> FunctionDefinition:
+    """The function of that name and all that it calls, at the low level. SourceError where it is outside the
+    subset.
+    """
+    text = read_source(path)
+    return parse(preprocess(path, isa or guess_isa(text), include, define), function, str(path))
+
+
+def parse_all(expanded: Expanded, path: str) -> dict[str, FunctionDefinition]:
+    """Every function that a source defines, by name."""
+    source = _Unit(expanded, path)
+    return {name: source.function(name) for name in source.names.functions}
+
+
+def parse(expanded: Expanded, function: str, path: str) -> FunctionDefinition:
+    """As `parse_file`, of preprocessed text."""
+    source = _Unit(expanded, path)
+    if function not in source.names.functions:
+        known = ", ".join(list(source.names.functions)[:8]) or "none"
+        broken = source.first_error()
+        if broken:
+            raise broken
+        raise SourceError(path, 0, f"defines no function `{function}` (it has: {known})")
+    return source.function(function)
+
+
+class _Unit(Source):
+    """A source whose functions are read as they are asked for."""
+
+    def number(self, node: Node) -> int:
+        """A constant expression."""
+        found = _Body(self, "").expr(node)
+        if isinstance(found, Const) and isinstance(found.value, int):
+            return found.value
+        raise self.refuse(node, f"`{self.text(node)[:40]}` is not a number that is known when compiling")
+
+    def function(self, name: str) -> FunctionDefinition:
+        if name in self.read:
+            return self.read[name]
+        node = self.names.functions[name]
+        if name in self.reading:
+            raise self.refuse(node, f"`{name}` calls itself")
+        self._check_size(node)
+        self.reading.append(name)
+        body = _Body(self, name)
+        found = body.read(node)
+        self.reading.remove(name)
+        self.read[name] = found
+        return found
+
+    def _check_size(self, node: Node) -> None:
+        waiting, seen = [(node, 0)], 0
+        while waiting:
+            one, depth = waiting.pop()
+            seen += 1
+            if one.type == "ERROR" or one.is_missing:
+                raise self.refuse(
+                    one, f"this is not C as far as can be read: `{' '.join(self.text(one).split())[:40]}`"
+                )
+            if depth > MAX_NESTING:
+                raise self.refuse(one, f"nested more than {MAX_NESTING} deep")
+            if seen > MAX_NODES:
+                raise self.refuse(one, f"a function of more than {MAX_NODES} words")
+            waiting += [(child, depth + 1) for child in one.children]
+
+
+_UNSUPPORTED = {
+    "goto_statement": "goto",
+    "labeled_statement": "a label",
+    "switch_statement": "switch",
+    "gnu_asm_expression": "inline assembly",
+    "asm_statement": "inline assembly",
+}
+
+
+class _Body(SourceExpressions):
+    """One function's statements."""
+
+    def read(self, node: Node) -> FunctionDefinition:
+        source = self.source
+        declarator = node.child_by_field_name("declarator")
+        is_const = is_const_node(node)
+        self.result = source.type_of(node.child_by_field_name("type"), node)
+        while declarator is not None and declarator.type != "function_declarator":
+            if declarator.type == "pointer_declarator":
+                self.result = Pointer(self.result, is_const)
+            declarator = declarator.child_by_field_name("declarator")
+        if declarator is None:
+            raise source.refuse(node, "no function of the subset")
+        args = []
+        parameters = declarator.child_by_field_name("parameters")
+        for one in parameters.named_children if parameters else ():
+            args += self._argument(one)
+        body = node.child_by_field_name("body")
+        assert body is not None
+        statements = self.block(body)
+        return FunctionDefinition(
+            name=self.name,
+            args=tuple(args),
+            result=self.result,
+            body=statements,
+            line=source.line(node),
+            structs=tuple(self.structs.values()),
+            tables=tuple(self.tables.values()),
+            helpers=tuple(self.helpers.values()),
+            source_isa=source.expanded.isa,
+        )
+
+    def _argument(self, node: Node) -> list[tuple[str, Type]]:
+        if node.type == "variadic_parameter":
+            raise self.source.refuse(node, "a variable number of arguments is not in the subset")
+        if node.type != "parameter_declaration":
+            return []
+        base = self.source.type_of(node.child_by_field_name("type"), node)
+        declarator = node.child_by_field_name("declarator")
+        if declarator is None:
+            if base == VOID:
+                return []
+            raise self.source.refuse(node, "an argument without a name")
+        name, of, _ = self.source.declared(base, declarator, is_const_node(node))
+        if isinstance(of, Array):
+            of = Pointer(of.of, is_const_node(node))
+        if isinstance(of, Struct):
+            raise self.source.refuse(node, f"argument `{name}` is a struct, not a pointer to one")
+        self._note(of)
+        return [(self._new(name, of).name, of)]
+
+    def block(self, node: Node) -> Body:
+        self.scopes.append({})
+        found = [one for child in node.named_children for one in self.statement(child)]
+        self.scopes.pop()
+        return tuple(found)
+
+    def _as_body(self, node: Node | None) -> Body:
+        if node is None:
+            return ()
+        if node.type == "compound_statement":
+            return self.block(node)
+        self.scopes.append({})
+        found = tuple(self.statement(node))
+        self.scopes.pop()
+        return found
+
+    def statement(self, node: Node) -> list[Stmt]:
+        if node.type not in ("declaration", "expression_statement"):
+            return self._statement(node)
+        self._after = []
+        found = self._statement(node)
+        after, self._after = self._after, None
+        return [*found, *after]
+
+    def _statement(self, node: Node) -> list[Stmt]:
+        line = self.source.line(node)
+        match node.type:
+            case "comment" | "type_definition":
+                return []
+            case "compound_statement":
+                return [BlockStatement(self.block(node), line)]
+            case "declaration":
+                return self._declaration(node)
+            case "expression_statement":
+                return self._effect(node.named_children[0]) if node.named_children else []
+            case "return_statement":
+                value = node.named_children[0] if node.named_children else None
+                return [Return(None if value is None else self._converted(value, self.result), line)]
+            case "if_statement":
+                otherwise = node.child_by_field_name("alternative")
+                if otherwise is not None and otherwise.type == "else_clause":
+                    otherwise = next((one for one in otherwise.named_children if one.type != "comment"), None)
+                condition = self.expr(needed(node, "condition"))
+                return [
+                    If(condition, self._as_body(needed(node, "consequence")), self._as_body(otherwise), line)
+                ]
+            case "for_statement":
+                return self._for(node, line)
+            case "while_statement":
+                return [
+                    While(self.expr(needed(node, "condition")), self._as_body(needed(node, "body")), line)
+                ]
+            case "do_statement":
+                body = self._as_body(needed(node, "body"))
+                return [While(self.expr(needed(node, "condition")), body, line, is_after=True)]
+            case "break_statement":
+                return [Leave("break", line)]
+            case "continue_statement":
+                return [Leave("continue", line)]
+            case "attributed_statement":
+                return self.statement(node.named_children[-1])
+            case _:
+                what = _UNSUPPORTED.get(node.type, described_node(node))
+                raise self.source.refuse(node, f"{what} is not in the subset")
+
+    def _for(self, node: Node, line: int) -> list[Stmt]:
+        self.scopes.append({})
+        start = node.child_by_field_name("initializer")
+        first: list[Stmt] = []
+        if start is not None:
+            first = self._declaration(start) if start.type == "declaration" else self._effect(start)
+        condition = node.child_by_field_name("condition")
+        update = node.child_by_field_name("update")
+        found = For(
+            tuple(first),
+            integer(1) if condition is None else self.expr(condition),
+            tuple(self._effect(update) if update is not None else ()),
+            self._as_body(needed(node, "body")),
+            line,
+        )
+        self.scopes.pop()
+        return [found]
+
+    def _declaration(self, node: Node) -> list[Stmt]:
+        line, is_const = self.source.line(node), is_const_node(node)
+        is_static = any(
+            c.type == "storage_class_specifier" and self.source.text(c) == "static" for c in node.children
+        )
+        if is_static and not is_const:
+            raise self.source.refuse(node, "a static variable keeps state between calls")
+        base = self.source.type_of(node.child_by_field_name("type"), node)
+        found: list[Stmt] = []
+        for declarator in node.children_by_field_name("declarator"):
+            name, of, value = self.source.declared(base, declarator, is_const)
+            if isinstance(of, Array) and isinstance(of.of, Vec) and value is not None:
+                found += self._registers_declared(name, of, value, line, declarator)
+            else:
+                found.append(self._declared(name, of, value, line, is_const, declarator))
+        return found
+
+    def _declared(
+        self, name: str, of: Type, value: Node | None, line: int, is_const: bool, at: Node
+    ) -> Declare:
+        if isinstance(of, Array):
+            return self._array(name, of, value, line, is_const, at)
+        if isinstance(of, Struct):
+            raise self.source.refuse(at, f"`{name}`: variables that are structs are not in the subset")
+        self._note(of)
+        if isinstance(of, Vec) and value is not None and value.type == "initializer_list":
+            return Declare(
+                self._new(name, of).name, of, self._lanes_listed(value, of), line, is_const=is_const
+            )
+        init = None if value is None else self._converted(value, of)
+        return Declare(self._new(name, of).name, of, init, line, is_const=is_const)
+
+    def _registers_declared(self, name: str, of: Array, value: Node, line: int, at: Node) -> list[Stmt]:
+        declared = self._array(name, of, None, line, False, at)
+        return [declared, *self._registers(Var(of, declared.name), value, line)]
+
+    def _registers(self, target: Expr, value: Node, line: int) -> list[Stmt]:
+        """Values of several registers, one by one: from a list, or from a load of several."""
+        of = target.type
+        assert isinstance(of, Array)
+        if value.type == "initializer_list":
+            values = self._listed(value, of)
+        else:
+            values = self._loaded_together(value, of)
+        return [Assign(Index(of.of, target, integer(i)), one, line) for i, one in enumerate(values)]
+
+    def _lanes_listed(self, node: Node, of: Vec) -> Expr:
+        """A NEON register of the lanes in a list; lanes that are not there are zero."""
+        word = "q" if of.size == 16 else ""
+        suffix = of.elem.name.replace("i", "s")
+        names = [f"vdup{word}_n_{suffix}", f"vset{word}_lane_{suffix}"]
+        values = [self._converted(one, of.elem) for one in node.named_children if one.type != "comment"]
+        if any(one not in self.source.intrinsics for one in names) or len(values) > of.lanes:
+            raise self.source.refuse(node, "a list of lanes is not in the subset here")
+        found: Expr = CallExpression(of, names[0], (Const(of.elem, 0.0 if of.elem.is_float else 0),))
+        for lane, value in enumerate(values):
+            if not (isinstance(value, Const) and value.value == 0):
+                found = CallExpression(of, names[1], (value, found, integer(lane)))
+        return found
+
+    def _listed(self, node: Node, of: Array) -> list[Expr]:
+        """The elements of a list of registers; `{0}` is zero everywhere."""
+        inner = [one for one in node.named_children if one.type != "comment"]
+        if len(inner) == 1 and inner[0].type == "initializer_list":
+            return self._listed(inner[0], of)
+        if len(inner) == 1 and self.source.text(inner[0]) == "0":
+            assert isinstance(of.of, Vec)
+            suffix = of.of.elem.name.replace("i", "s")
+            zero = "_mm256_setzero_si256" if of.of.elem.name == "bits" else f"vdupq_n_{suffix}"
+            args = () if of.of.elem.name == "bits" else (integer(0),)
+            return [CallExpression(of.of, zero, args)] * of.count
+        return [self._converted(one, of.of) for one in inner]
+
+    def _loaded_together(self, node: Node, of: Array) -> list[Expr]:
+        name, _, many = self.source.text(node.child_by_field_name("function")).rpartition("_x")
+        known = self.source.intrinsics.get(name)
+        if known is None or known.result != of.of or many != str(of.count) or not isinstance(of.of, Vec):
+            text = self.source.text(node)[:40]
+            raise self.source.refuse(node, f"`{text}` where {of.count} registers are needed")
+        (place,) = self._arguments(node)
+        lanes = of.of.lanes
+        return [
+            CallExpression(
+                of.of, name, (self._typed(lambda i=i: binary("+", place, integer(i * lanes)), node),)
+            )
+            for i in range(of.count)
+        ]
+
+    def _effect(self, node: Node) -> list[Stmt]:
+        """An expression that stands alone."""
+        line = self.source.line(node)
+        match node.type:
+            case "comma_expression":
+                return [one for child in node.named_children for one in self._effect(child)]
+            case "parenthesized_expression":
+                return self._effect(node.named_children[0])
+            case "assignment_expression":
+                return self._assignment(node, line)
+            case "update_expression":
+                target = self.expr(needed(node, "argument"))
+                op = self.source.text(needed(node, "operator"))[0]
+                return [Assign(target, self._typed(lambda: binary(op, target, integer(1)), node), line)]
+            case "call_expression":
+                return self._called_alone(node, line)
+            case "gnu_asm_expression":
+                raise self.source.refuse(node, "inline assembly is not in the subset")
+            case "cast_expression" if self.source.text(needed(node, "type")) == "void":
+                return []
+            case _:
+                self.expr(node)
+                return []
+
+    def _called_alone(self, node: Node, line: int) -> list[Stmt]:
+        name = self.source.text(needed(node, "function"))
+        if name in ("memcpy", "__builtin_memcpy"):
+            return self._memcpy(node, line)
+        if name in ("memset", "__builtin_memset"):
+            return self._memset(node, line)
+        if name in ("_mm256_zeroupper", "_mm256_zeroall", "_mm_sfence", "_mm_empty"):
+            return []
+        found = self.expr(node)
+        return [Do(found, line)]
+
+    def _memcpy(self, node: Node, line: int) -> list[Stmt]:
+        """The bits of one variable or element as another one: the only use of it that kernels of the subset
+        have.
+        """
+        to, of, size = self._arguments(node)
+        if isinstance(to, Var) and isinstance(to.type, Array) and isinstance(size, Const):
+            return self._copied_elements(to, of, int(size.value), node, line)
+        target, value = _pointee(to), _pointee(of)
+        n_bytes = size.value if isinstance(size, Const) else -1
+        if target is None or value is None or target.type.size != n_bytes:
+            raise self.source.refuse(node, "memcpy of other than one number")
+        if value.type.size != n_bytes:
+            value = Index(
+                target.type,
+                Cast(Pointer(target.type, True), AddressOf(Pointer(value.type), value)),
+                integer(0),
+            )
+        if isinstance(target.type, Vec) or isinstance(value.type, Vec):
+            raise self.source.refuse(node, "memcpy of registers is not in the subset")
+        if target.type == value.type:
+            return [Assign(target, value, line)]
+        return [Assign(target, CallExpression(target.type, "__bits", (value,)), line)]
+
+    def _copied_elements(self, to: Var, of: Expr, n_bytes: int, node: Node, line: int) -> list[Stmt]:
+        """The beginning of an array, from memory of any type."""
+        assert isinstance(to.type, Array)
+        element = to.type.of
+        is_simple = isinstance(element, Scalar) and n_bytes % element.size == 0 and n_bytes <= to.type.size
+        if not is_simple or n_bytes > 64 * element.size or not isinstance(decayed(of.type), Pointer):
+            raise self.source.refuse(node, "memcpy to an array of other than a few whole elements")
+        source = Cast(Pointer(element, True), of)
+        return [
+            Assign(Index(element, to, integer(i)), Index(element, source, integer(i)), line)
+            for i in range(n_bytes // element.size)
+        ]
+
+    def _memset(self, node: Node, line: int) -> list[Stmt]:
+        to, value, size = self._arguments(node)
+        while isinstance(to, Cast):
+            to = to.a
+        ok = isinstance(to.type, Array) and isinstance(value, Const) and value.value == 0
+        if not ok or not isinstance(size, Const) or size.value != to.type.size:
+            raise self.source.refuse(node, "memset of other than a whole array to zero")
+        assert isinstance(to, Var)
+        assert isinstance(to.type, Array)
+        return [Do(CallExpression(VOID, "__clear", (to,)), line)]
+
+    def _assignment(self, node: Node, line: int) -> list[Stmt]:
+        right = needed(node, "right")
+        before: list[Stmt] = []
+        op = self.source.text(needed(node, "operator"))
+        target = self.expr(needed(node, "left"))
+        if not isinstance(target, Var | Index | Member):
+            raise self.source.refuse(node, f"`{self.source.text(node)[:40]}` assigns to what is no variable")
+        if op == "=" and right.type == "assignment_expression":
+            before = self._effect(right)
+            right = needed(right, "left")
+        if op == "=" and isinstance(target.type, Array):
+            return self._registers(target, right, line)
+        if op == "=":
+            return [*before, Assign(target, self._converted(right, target.type), line)]
+        value = self.expr(right)
+        combined = self._typed(lambda: binary(op[:-1], target, value), node)
+        return [Assign(target, self._convert(combined, target.type, node), line)]
+
+
+def _pointee(e: Expr) -> Index | Var | Member | None:
+    """The type of what an address points to."""
+    while isinstance(e, Cast):
+        e = e.a
+    if isinstance(e, AddressOf) and isinstance(e.a, Index | Var | Member):
+        return e.a
+    if isinstance(e.type, Pointer | Array):
+        of = e.type.to if isinstance(e.type, Pointer) else e.type.of
+        if isinstance(of, Scalar):
+            if isinstance(e, Binary) and e.op == "+":
+                return Index(of, e.a, e.b)
+            return Index(of, e, integer(0))
+    return None

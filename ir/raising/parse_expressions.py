@@ -1,0 +1,509 @@
+"""Expressions of C with their types, and the scopes that they are read in."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from dataclasses import replace
+
+from tree_sitter import Node
+
+from phasewise._words import counted
+from phasewise.ir.arithmetic import integer_result
+from phasewise.ir.nodes import (
+    AddressOf,
+    Assign,
+    CallExpression,
+    Cast,
+    Const,
+    Declare,
+    Expr,
+    FunctionDefinition,
+    Index,
+    Member,
+    Stmt,
+    Ternary,
+    Var,
+    integer,
+)
+from phasewise.ir.operations import (
+    COMPARISONS,
+    LIBRARY,
+    LOGICAL,
+    OPERATIONS,
+    ORDERS,
+    Mistyped,
+    binary,
+    decayed,
+    fitting,
+    unary,
+)
+from phasewise.ir.raising.intrinsics_neon import NEON_ELEMS
+from phasewise.ir.raising.parse_source import Source, described_node, innermost, is_const_node, needed
+from phasewise.ir.types import (
+    F32,
+    F64,
+    I32,
+    SCALARS,
+    U64,
+    VOID,
+    Array,
+    Pointer,
+    Scalar,
+    Struct,
+    Type,
+    Vec,
+    common,
+    spelled,
+)
+
+_TAKEN_BY_TEXT = frozenset(keyword.kwlist) | set(OPERATIONS) | set(SCALARS) | set(ORDERS)
+"""Names that mean something in the text of the high level."""
+_LIKE_A_PARAMETER = re.compile(r"[A-Z][A-Z0-9_]*")
+
+
+class SourceExpressions:
+    """Reads the expressions of one function, or of constants outside any."""
+
+    def __init__(self, source: Source, name: str) -> None:
+        self.source = source
+        self.name = name
+        self.scopes: list[dict[str, Var]] = [{}]
+        self.taken: set[str] = set()
+        self.helpers: dict[str, FunctionDefinition] = {}
+        self.structs: dict[str, Struct] = {}
+        self.tables: dict[str, Declare] = {}
+        self.result: Type = VOID
+        self._after: list[Stmt] | None = None
+        """The list that takes `i++` within the statement at hand; None: it may not be there."""
+
+    # ---- names ----
+
+    def _note(self, of: Type) -> None:
+        """Remember the structs of a type."""
+        match of:
+            case Pointer(to):
+                self._note(to)
+            case Array(element, _):
+                self._note(element)
+            case Struct(name, fields):
+                for _, one in fields:
+                    self._note(one)
+                self.structs[name] = of
+
+    def _new(self, name: str, of: Type) -> Var:
+        """A variable; one that hides another gets a name of its own."""
+        plain = f"{name.lower()}_" if name in _TAKEN_BY_TEXT or _LIKE_A_PARAMETER.fullmatch(name) else name
+        unique, n = plain, 1
+        while unique in self.taken:
+            n += 1
+            unique = f"{plain}_{n}"
+        self.taken.add(unique)
+        self.scopes[-1][name] = Var(of, unique)
+        return self.scopes[-1][name]
+
+    def _look_up(self, name: str) -> Var | None:
+        return next((scope[name] for scope in reversed(self.scopes) if name in scope), None)
+
+    def _array(
+        self, name: str, of: Array, value: Node | None, line: int, is_const: bool, at: Node
+    ) -> Declare:
+        values: tuple[int | float, ...] = ()
+        if value is not None:
+            if value.type == "initializer_list":
+                values = tuple(self._flat(value, innermost(of)))
+            elif value.type == "string_literal":
+                raise self.source.refuse(value, "strings are not in the subset")
+        if of.count == 0:
+            inner = of.of.size // innermost(of).size
+            of = Array(of.of, len(values) // inner)
+        n_all = of.size // innermost(of).size
+        if not isinstance(innermost(of), Scalar) and not isinstance(of.of, Vec):
+            raise self.source.refuse(at, f"`{name}`: arrays of {spelled(of.of)} are not in the subset")
+        if len(values) > n_all:
+            raise self.source.refuse(at, f"`{name}` has {counted(n_all, 'element')}, not {len(values)}")
+        if value is not None:
+            values = values + (0,) * (n_all - len(values))
+        return Declare(self._new(name, of).name, of, None, line, values, is_const)
+
+    def _flat(self, node: Node, of: Type) -> list[int | float]:
+        found: list[int | float] = []
+        for one in node.named_children:
+            if one.type == "initializer_list":
+                found += self._flat(one, of)
+                continue
+            if one.type == "comment":
+                continue
+            value = self.expr(one)
+            if not isinstance(value, Const) or not isinstance(of, Scalar):
+                raise self.source.refuse(
+                    one, f"`{self.source.text(one)[:40]}` is not a number that is known when compiling"
+                )
+            found.append(fitting(value.value, of))
+        return found
+
+    def _arguments(self, node: Node) -> list[Expr]:
+        return [self.expr(one) for one in needed(node, "arguments").named_children if one.type != "comment"]
+
+    # ---- expressions ----
+
+    def _converted(self, node: Node, to: Type) -> Expr:
+        return self._convert(self.expr(node), to, node)
+
+    def _convert(self, value: Expr, to: Type, at: Node) -> Expr:
+        """As C converts it without a cast."""
+        given = decayed(value.type)
+        if given == to:
+            return value if value.type == to or isinstance(value.type, Array) else replace(value, type=to)
+        if isinstance(given, Scalar) and isinstance(to, Scalar):
+            return Const(to, fitting(value.value, to)) if isinstance(value, Const) else Cast(to, value)
+        if isinstance(given, Pointer) and isinstance(to, Pointer):
+            if given.to == to.to:
+                return value if given.is_const == to.is_const else Cast(to, value)
+            if VOID in (given.to, to.to):
+                return Cast(to, value)
+        if to == VOID:
+            return value
+        raise self.source.refuse(at, f"{spelled(given)} where {spelled(to)} is needed")
+
+    def _typed(self, make: object, node: Node) -> Expr:
+        try:
+            return make()  # type: ignore[operator, no-any-return]
+        except Mistyped as error:
+            raise self.source.refuse(node, str(error)) from None
+
+    def expr(self, node: Node) -> Expr:
+        match node.type:
+            case "parenthesized_expression":
+                return self.expr(next(one for one in node.named_children if one.type != "comment"))
+            case "number_literal":
+                return _literal(self.source, node)
+            case "char_literal":
+                text = self.source.text(node)
+                if len(text) != 3:
+                    raise self.source.refuse(node, f"the character {text}")
+                return integer(ord(text[1]))
+            case "true" | "false":
+                return integer(int(node.type == "true"))
+            case "identifier":
+                return self._identifier(node)
+            case "binary_expression":
+                return self._binary(node)
+            case "unary_expression":
+                return self._unary(node)
+            case "cast_expression":
+                return self._cast(node)
+            case "conditional_expression":
+                return self._conditional(node)
+            case "subscript_expression":
+                base, index = self.expr(needed(node, "argument")), self.expr(needed(node, "index"))
+                return self._element(base, index, node)
+            case "pointer_expression":
+                return self._pointer(node)
+            case "field_expression":
+                return self._field(node)
+            case "call_expression":
+                return self._call(node)
+            case "sizeof_expression":
+                return self._sizeof(node)
+            case "update_expression" if self._after is not None:
+                return self._counted_after(node, self._after)
+            case "assignment_expression" | "update_expression":
+                raise self.source.refuse(
+                    node, f"`{self.source.text(node)[:40]}` inside an expression is not in the subset"
+                )
+            case "gnu_asm_expression":
+                raise self.source.refuse(node, "inline assembly is not in the subset")
+            case _:
+                raise self.source.refuse(
+                    node, f"{described_node(node)} `{self.source.text(node)[:40]}` is not in the subset"
+                )
+
+    def _counted_after(self, node: Node, after: list[Stmt]) -> Expr:
+        """`i++` in a statement that names i nowhere else: i, which grows behind the statement."""
+        argument, operator = needed(node, "argument"), needed(node, "operator")
+        whole = node
+        while whole.parent is not None and whole.type not in ("declaration", "expression_statement"):
+            whole = whole.parent
+        target = self.expr(argument)
+        names = _identifiers(whole, self.source)
+        is_safe = isinstance(target, Var) and names.count(self.source.text(argument)) == 1
+        if operator.start_byte < argument.start_byte or not is_safe or _is_lazy(node, whole):
+            text = self.source.text(node)[:40]
+            raise self.source.refuse(node, f"`{text}` inside an expression is not in the subset")
+        op = self.source.text(operator)[0]
+        value = self._typed(lambda: binary(op, target, integer(1)), node)
+        after.append(Assign(target, value, self.source.line(node)))
+        return target
+
+    def _identifier(self, node: Node) -> Expr:
+        name = self.source.text(node)
+        known = self._look_up(name)
+        if known is not None:
+            return known
+        if name in self.source.names.numbers:
+            value, more = self.source.names.numbers[name]
+            if value is None or value.type == "enumerator":
+                return integer(more)
+            found = self.expr(value)
+            if isinstance(found, Const):
+                return integer(int(found.value) + more)
+        if name in self.source.names.tables:
+            return self._table(name, node)
+        raise self.source.refuse(node, f"unknown name `{name}`")
+
+    def _table(self, name: str, at: Node) -> Expr:
+        """A constant of the file."""
+        if name not in self.tables:
+            node, declarator = self.source.names.tables[name]
+            if not is_const_node(node):
+                raise self.source.refuse(
+                    at, f"`{name}` is a variable of the file; only constants are in the subset"
+                )
+            base = self.source.type_of(node.child_by_field_name("type"), node)
+            declared, of, value = self.source.declared(base, declarator, is_const=True)
+            if isinstance(of, Scalar) and value is not None:
+                found = self._convert(self.expr(value), of, value)
+                if isinstance(found, Const):
+                    return found
+            if not isinstance(of, Array):
+                raise self.source.refuse(at, f"`{name}` is no array of numbers")
+            outer = SourceExpressions(self.source, "")
+            self.tables[name] = outer._array(declared, of, value, self.source.line(node), True, declarator)
+            self.taken.add(name)
+        return Var(self.tables[name].type, name)
+
+    def _binary(self, node: Node) -> Expr:
+        op = self.source.text(needed(node, "operator"))
+        a, b = self.expr(needed(node, "left")), self.expr(needed(node, "right"))
+        if isinstance(a.type, Vec) or isinstance(b.type, Vec):
+            raise self.source.refuse(node, f"{op} between registers; write the intrinsic")
+        found = self._typed(lambda: binary(op, a, b), node)
+        return _folded(op, a, b, found)
+
+    def _unary(self, node: Node) -> Expr:
+        op = self.source.text(needed(node, "operator"))
+        a = self.expr(needed(node, "argument"))
+        if op == "+":
+            return a
+        if isinstance(a.type, Vec):
+            raise self.source.refuse(node, f"{op} of a register; write the intrinsic")
+        found = self._typed(lambda: unary(op, a), node)
+        if isinstance(a, Const) and isinstance(found.type, Scalar):
+            value = {"-": -a.value, "!": int(not a.value)}.get(op)
+            if value is None and isinstance(a.value, int):
+                value = ~a.value
+            if value is not None:
+                return Const(found.type, fitting(value, found.type))
+        return found
+
+    def _cast(self, node: Node) -> Expr:
+        to = self._described(needed(node, "type"))
+        value = self.expr(needed(node, "value"))
+        given = decayed(value.type)
+        if to == VOID:
+            return value
+        if isinstance(to, Scalar) and isinstance(given, Scalar):
+            return Const(to, fitting(value.value, to)) if isinstance(value, Const) else Cast(to, value)
+        if isinstance(to, Pointer) and isinstance(given, Pointer):
+            self._note(to)
+            return Cast(to, value)
+        if to == given:
+            return value
+        raise self.source.refuse(node, f"a cast of {spelled(given)} to {spelled(to)} is not in the subset")
+
+    def _described(self, node: Node) -> Type:
+        """A type name: `const float *`."""
+        base = self.source.type_of(node.child_by_field_name("type"), node)
+        is_const = is_const_node(node)
+        declarator = node.child_by_field_name("declarator")
+        while declarator is not None:
+            if declarator.type != "abstract_pointer_declarator":
+                raise self.source.refuse(
+                    node, f"the type `{self.source.text(node)[:40]}` is not in the subset"
+                )
+            base, is_const = Pointer(base, is_const), False
+            declarator = declarator.child_by_field_name("declarator")
+        return base
+
+    def _conditional(self, node: Node) -> Expr:
+        condition = self.expr(needed(node, "condition"))
+        a, b = self.expr(needed(node, "consequence")), self.expr(needed(node, "alternative"))
+        if isinstance(a.type, Scalar) and isinstance(b.type, Scalar):
+            of: Type = common(a.type, b.type)
+            a, b = self._convert(a, of, node), self._convert(b, of, node)
+        elif decayed(a.type) == decayed(b.type):
+            of = decayed(a.type)
+        else:
+            raise self.source.refuse(node, f"{spelled(a.type)} or {spelled(b.type)}")
+        if isinstance(condition, Const):
+            return a if condition.value else b
+        return Ternary(of, condition, a, b)
+
+    def _element(self, base: Expr, index: Expr, node: Node) -> Expr:
+        match base.type:
+            case Pointer(to):
+                element = to
+            case Array(to, _):
+                element = to
+            case _:
+                raise self.source.refuse(node, f"an element of {spelled(base.type)}")
+        if element == VOID:
+            raise self.source.refuse(node, "an element of void")
+        if not isinstance(index.type, Scalar) or index.type.is_float:
+            raise self.source.refuse(node, f"an index that is {spelled(index.type)}")
+        return Index(element, base, index)
+
+    def _pointer(self, node: Node) -> Expr:
+        op = self.source.text(needed(node, "operator"))
+        a = self.expr(needed(node, "argument"))
+        if op == "*":
+            return self._element(a, integer(0), node)
+        if isinstance(a, Index) and isinstance(a.type, Scalar | Struct):
+            return self._typed(lambda: binary("+", a.base, a.index), node)
+        return AddressOf(Pointer(a.type), a)
+
+    def _field(self, node: Node) -> Expr:
+        base = self.expr(needed(node, "argument"))
+        name = self.source.text(needed(node, "field"))
+        if name == "val" and isinstance(base.type, Array) and isinstance(base.type.of, Vec):
+            return base
+        is_arrow = any(self.source.text(one) == "->" for one in node.children)
+        if is_arrow:
+            base = self._element(base, integer(0), node)
+        of = base.type
+        field_type = of.type_of(name) if isinstance(of, Struct) else None
+        if field_type is None:
+            raise self.source.refuse(node, f"{spelled(of)} has no field `{name}`")
+        return Member(field_type, base, name)
+
+    def _sizeof(self, node: Node) -> Expr:
+        described = node.child_by_field_name("type")
+        if described is not None:
+            return Const(U64, self._described(described).size)
+        value = needed(node, "value")
+        name = self.source.text(value).strip("() ")
+        if self._look_up(name) is None and name in self.source.names.types:  # C's grammar alone cannot tell
+            return Const(U64, self.source._named_type(name, node).size)
+        return Const(U64, self.expr(value).type.size)
+
+    def _call(self, node: Node) -> Expr:
+        function = needed(node, "function")
+        name = self.source.text(function)
+        if function.type != "identifier":
+            raise self.source.refuse(
+                node, f"a call of `{name[:40]}`: function pointers are not in the subset"
+            )
+        args = self._arguments(node)
+        if name in ("__builtin_inff", "__builtin_nanf"):
+            return Const(F32, float("inf" if name.endswith("inff") else "nan"))
+        known = self.source.intrinsics.get(name)
+        if known is not None:
+            return CallExpression(known.result, name, tuple(args))
+        if name in _ABS:
+            return self._absolute(args[0], node)
+        library = name.removeprefix("__builtin_")
+        if library in LIBRARY:
+            return CallExpression(F32, library, tuple(self._convert(one, F32, node) for one in args))
+        if name in self.source.names.functions:
+            return self._helper(name, args, node)
+        if name.startswith(("_mm", "__builtin_")) or name in _OTHER_INTRINSICS or _looks_like_neon(name):
+            raise self.source.refuse(
+                node, f"intrinsic `{name}` is not in the table of {self.source.expanded.isa}"
+            )
+        raise self.source.refuse(node, f"`{name}` is not defined here")
+
+    def _absolute(self, a: Expr, node: Node) -> Expr:
+        return Ternary(a.type, self._typed(lambda: binary("<", a, integer(0)), node), unary("-", a), a)
+
+    def _helper(self, name: str, args: list[Expr], node: Node) -> Expr:
+        helper = self.source.function(name)
+        if len(args) != len(helper.args):
+            raise self.source.refuse(
+                node, f"`{name}` takes {counted(len(helper.args), 'argument')}, not {len(args)}"
+            )
+        for one in (*helper.helpers, helper):
+            self.helpers[one.name] = one
+        for struct in helper.structs:
+            self.structs[struct.name] = struct
+        for table in helper.tables:
+            self.tables[table.name] = table
+        converted = [self._convert(one, of, node) for one, (_, of) in zip(args, helper.args, strict=True)]
+        return CallExpression(helper.result, name, tuple(converted))
+
+
+def _identifiers(node: Node, source: Source) -> list[str]:
+    found, waiting = [], [node]
+    while waiting:
+        one = waiting.pop()
+        if one.type == "identifier":
+            found.append(source.text(one))
+        waiting += one.children
+    return found
+
+
+def _is_lazy(node: Node, whole: Node) -> bool:
+    """True if a part of a statement may not be evaluated."""
+    while node.parent is not None and node != whole:
+        node = node.parent
+        is_logical = node.type == "binary_expression" and any(
+            one.type in ("&&", "||") for one in node.children
+        )
+        if node.type == "conditional_expression" or is_logical:
+            return True
+    return False
+
+
+_ABS = ("abs", "labs")
+_OTHER_INTRINSICS = ("_cvtsh_ss",)
+
+
+def _looks_like_neon(name: str) -> bool:
+    return name[:1] == "v" and name.rpartition("_")[2] in {suffix for suffix, _ in NEON_ELEMS} | {"f16"}
+
+
+def _literal(source: Source, node: Node) -> Const:
+    text = source.text(node).lower().replace("'", "")
+    is_hex = text.startswith("0x")
+    try:
+        if (not is_hex and (set(text) & set(".ef"))) or "p" in text:
+            is_f32 = text.endswith("f")
+            number = text.rstrip("fl") if not is_hex else text.rstrip("l").removesuffix("f")
+            value = float.fromhex(number) if is_hex else float(number)
+            return Const(F32, fitting(value, F32)) if is_f32 else Const(F64, value)
+        digits = text.rstrip("ul")
+        suffix = text[len(digits) :]
+        is_octal = not is_hex and len(digits) > 1 and digits[0] == "0" and digits[1:].isdigit()
+        value_i = int(digits, 8) if is_octal else int(digits, 0)
+    except (ValueError, OverflowError):
+        raise source.refuse(node, f"`{text[:40]}` is no number of the subset") from None
+    names = (("i32",), ("u32",), ("i64",), ("u64",))
+    wanted = [
+        SCALARS[name]
+        for (name,) in names
+        if ("u" not in suffix or name[0] == "u") and ("l" not in suffix or name.endswith("64"))
+        if "u" in suffix or is_hex or is_octal or name[0] == "i"
+    ]
+    for of in wanted:
+        if fitting(value_i, of) == value_i:
+            return Const(of, value_i)
+    raise source.refuse(node, f"`{text[:40]}` has more than 64 bits")
+
+
+def _folded(op: str, a: Expr, b: Expr, found: Expr) -> Expr:
+    """A number where both sides are numbers: sizes and indices read better."""
+    if not (isinstance(a, Const) and isinstance(b, Const) and isinstance(found.type, Scalar)):
+        return found
+    if found.type.is_float or not isinstance(a.value, int) or not isinstance(b.value, int):
+        return found
+    of = found.type
+    if op in COMPARISONS or op in LOGICAL:
+        assert isinstance(a.type, Scalar)
+        assert isinstance(b.type, Scalar)
+        shared = common(a.type, b.type)
+        value = integer_result(op, int(fitting(a.value, shared)), int(fitting(b.value, shared)), I32)
+    else:
+        value = integer_result(
+            op, int(fitting(a.value, of)), b.value if op in ("<<", ">>") else int(fitting(b.value, of)), of
+        )
+    return found if value is None else Const(of, value)

@@ -1,0 +1,422 @@
+"""From the low level to the high: intrinsics become operations, C's loops become named steps, trees of
+additions become reductions. Bits do not change: what has no operation of the same meaning is refused with
+its line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from phasewise.ir.builders import pointer_to
+from phasewise.ir.errors import SourceError
+from phasewise.ir.nodes import (
+    AddressOf,
+    Assign,
+    Binary,
+    BlockStatement,
+    Body,
+    CallExpression,
+    Cast,
+    Const,
+    Declare,
+    Do,
+    Expr,
+    For,
+    FunctionDefinition,
+    If,
+    Index,
+    Leave,
+    Member,
+    Return,
+    Steps,
+    Stmt,
+    Substitute,
+    Ternary,
+    Unary,
+    Var,
+    While,
+    assigned,
+    integer,
+    used,
+)
+from phasewise.ir.operations import LIBRARY, Mistyped, as_elem, binary, call, cast, unary
+from phasewise.ir.raising import intrinsics
+from phasewise.ir.raising.inline import inlined
+from phasewise.ir.raising.intrinsics_neon import is_below_16
+from phasewise.ir.raising.lanes import lanes_named
+from phasewise.ir.raising.reductions import recognised
+from phasewise.ir.raising.rolling import rolled
+from phasewise.ir.types import BITS, F16, F32, I8, I32, U8, U16, U32, VOID, Array, Pointer, Scalar, Type, Vec
+
+
+def raised(function: FunctionDefinition, path: str | Path = "") -> FunctionDefinition:
+    """The function at the high level."""
+    flat = inlined(function, str(path))
+    return lanes_named(rolled(recognised(_Raiser(flat, str(path)).function())))
+
+
+class _Raiser:
+    def __init__(self, function: FunctionDefinition, path: str) -> None:
+        self._low = function
+        self._path = path
+        self._table = intrinsics.table_of(function.source_isa)
+        self._types: dict[str, Type] = {name: _memory_type(of) for name, of in function.args}
+        for table in function.tables:
+            self._types[table.name] = table.type
+        self._line = function.line
+        self._n_loops: dict[str, int] = {}
+        self._constants: dict[str, Expr] = {}
+        """Values of registers that are declared const."""
+        self._declared: set[str] = {name for name, _ in function.args}
+
+    def function(self) -> FunctionDefinition:
+        low = self._low
+        body = self._body(low.body)
+        return replace(
+            low,
+            args=tuple((name, _memory_type(of)) for name, of in low.args),
+            body=body,
+            helpers=(),
+        )
+
+    def _refuse(self, reason: str) -> SourceError:
+        return SourceError(self._path, self._line, reason)
+
+    # ---- statements ----
+
+    def _body(self, body: Body) -> Body:
+        return tuple(new for one in body for new in self._statement(one))
+
+    def _statement(self, statement: Stmt) -> Body:
+        self._line = statement.line
+        match statement:
+            case Declare():
+                return self._declare(statement)
+            case Assign(target, value, line):
+                return self._assign(target, value, line)
+            case Do(what, line):
+                return self._do(what, line)
+            case For():
+                return self._for(statement)
+            case While(condition, body, line, is_after):
+                return (While(self.expr(condition), self._body(body), line, is_after),)
+            case If(condition, then, otherwise, line):
+                test = self.expr(condition)
+                if isinstance(test, Const):
+                    return self._body(then if test.value else otherwise)
+                return (If(test, self._body(then), self._body(otherwise), line),)
+            case Return(value, line):
+                return (
+                    Return(None if value is None else self._as(self.expr(value), self._low.result), line),
+                )
+            case BlockStatement(body, _):
+                return self._body(body)
+            case Leave():
+                return (statement,)
+            case _:
+                raise AssertionError(statement)
+
+    def _declare(self, one: Declare) -> Body:
+        if isinstance(one.type, Array):
+            array = one.type
+            if isinstance(array.of, Vec) and array.of.elem == BITS:
+                array = Array(Vec(U32, array.of.size // 4), array.count)
+            self._types[one.name] = array
+            return (replace(one, type=array),)
+        of = _memory_type(one.type)
+        if one.value is None:
+            if not (isinstance(of, Vec) and of.elem == BITS):
+                self._types[one.name] = of
+                return (replace(one, type=of),)
+            return ()  # its type is that of what is first assigned
+        value = self.expr(one.value)
+        value = self._as(value, of) if not (isinstance(of, Vec) and of.elem == BITS) else value
+        if one.is_const and isinstance(of, Vec):
+            self._constants[one.name] = Substitute(self._constants).expr(value)
+        self._types[one.name] = value.type if isinstance(of, Vec) else of
+        return (replace(one, type=self._types[one.name], value=value),)
+
+    def _assign(self, target: Expr, value: Expr, line: int) -> Body:
+        new = self.expr(value)
+        if isinstance(target, Var):
+            if target.name not in self._types:
+                self._types[target.name] = new.type
+                return (Declare(target.name, new.type, new, line),)
+            of = self._types[target.name]
+            return (Assign(Var(of, target.name), self._as(new, of), line),)
+        place = self.expr(target)
+        if isinstance(place, CallExpression) and place.name == "load":
+            return (Do(call("store", (place.args[0], self._as(new, place.type))), line),)
+        if not isinstance(place, Index | Member):
+            raise self._refuse("assigns to what is no place in memory")
+        return (Assign(place, self._as(new, place.type), line),)
+
+    def _do(self, what: Expr, line: int) -> Body:
+        if isinstance(what, CallExpression) and what.name == "__clear":
+            array = self.expr(what.args[0])
+            assert isinstance(array, Var)
+            assert isinstance(array.type, Array)
+            element = array.type.of
+            if not isinstance(element, Scalar):
+                raise self._refuse("memset of other than numbers")
+            i = Var(I32, self._fresh_loop_variable())
+            zero = Const(element, 0.0 if element.is_float else 0)
+            body = (Assign(Index(element, array, i), zero, line),)
+            end = binary("<", i, integer(array.type.count))
+            return (Steps(self._loop_name(), i.name, I32, integer(0), end, integer(1), body, line),)
+        new = self.expr(what)
+        if isinstance(new, CallExpression) and new.type == VOID:
+            return (Do(new, line),)
+        return ()
+
+    def _fresh_loop_variable(self) -> str:
+        names = set(self._types) | assigned(self._low.body)
+        n = next(n for n in range(1000) if f"at{n}" not in names)
+        self._types[f"at{n}"] = I32
+        return f"at{n}"
+
+    def _loop_name(self) -> str:
+        self._n_loops[""] = self._n_loops.get("", 0) + 1
+        return f"loop{self._n_loops['']}"
+
+    # ---- loops ----
+
+    def _for(self, loop: For) -> Body:
+        name = self._loop_name()
+        before = list(self._body(loop.start))
+        condition = loop.condition
+        steps = [one for one in loop.update if isinstance(one, Assign) and isinstance(one.target, Var)]
+        counted = [
+            one
+            for one in steps
+            if one.target.name in used(condition)  # type: ignore[union-attr]
+            and one.target.name not in assigned(loop.body)  # type: ignore[union-attr]
+            and _step_of(one) is not None
+        ]
+        if counted and _counts_down_unsigned(counted[0]):  # copies of a turn would ask behind zero
+            counted = []
+        has_continue = _has_continue(loop.body)
+        if len(counted) != 1 or (has_continue and len(loop.update) > 1):
+            if has_continue:
+                raise self._refuse("`continue` in a loop that is no simple count is not in the subset")
+            after = self._body(loop.body) + self._body(loop.update)
+            return (*before, While(self.expr(condition), after, loop.line))
+        counter = counted[0]
+        assert isinstance(counter.target, Var)
+        variable = counter.target.name
+        step = _step_of(counter)
+        assert step is not None
+        of = self._types[variable]
+        start: Expr = Var(of, variable)
+        if before and isinstance(before[-1], Declare | Assign):
+            last = before[-1]
+            is_own = isinstance(last, Declare) and last.name == variable
+            if is_own or (isinstance(last, Assign) and last.target == Var(of, variable)):
+                assert last.value is not None
+                start = last.value
+                before.pop()
+                if isinstance(last, Declare):
+                    self._types[variable] = of
+        others = tuple(one for one in loop.update if one is not counter)
+        raised_step = self.expr(step)
+        if used(raised_step) & (assigned(loop.body) | {variable}):
+            raise self._refuse("the step of a loop changes within it; not in the subset")
+        return (
+            *before,
+            Steps(
+                name, variable, of, start, self.expr(condition), raised_step,
+                self._body(loop.body) + self._body(others), loop.line,
+            ),
+        )  # fmt: skip
+
+    # ---- expressions ----
+
+    def _as(self, e: Expr, of: Type) -> Expr:
+        """`e` in the type that a place has."""
+        of = _memory_type(of)
+        if isinstance(of, Vec) and isinstance(e.type, Vec):
+            return as_elem(e, e.type.elem if of.elem == BITS else of.elem)
+        if e.type == of or isinstance(e.type, Array):
+            return e
+        return cast(of, e)
+
+    def expr(self, e: Expr) -> Expr:
+        try:
+            return self._expr(e)
+        except Mistyped as error:
+            name = f"`{e.name}` " if isinstance(e, CallExpression) else ""
+            raise self._refuse(f"{name}{error}") from None
+
+    def _expr(self, e: Expr) -> Expr:
+        match e:
+            case Const():
+                return e
+            case Var(_, name):
+                if name not in self._types:
+                    raise self._refuse(f"`{name}` is used before it has a value")
+                return Var(self._types[name], name)
+            case Unary(_, op, a):
+                return unary(op, self.expr(a))
+            case Binary(_, op, a, b):
+                return self._binary(op, a, b)
+            case Ternary(_, condition, a, b):
+                one, other = self.expr(a), self.expr(b)
+                if isinstance(one.type, Vec) and isinstance(other.type, Vec):
+                    other = as_elem(other, one.type.elem)
+                return Ternary(one.type, self.expr(condition), one, other)
+            case Cast(of, a):
+                return self._cast(of, a)
+            case Index(of, base, index):
+                return self._index(of, base, index)
+            case Member(of, base, field):
+                return Member(_memory_type(of), self.expr(base), field)
+            case AddressOf(_, a):
+                inner = self.expr(a)
+                if isinstance(inner.type, Array):
+                    return inner
+                if isinstance(inner, Index):
+                    return binary("+", inner.base, inner.index)
+                raise self._refuse("the address of a variable is not in the subset, but for memcpy")
+            case CallExpression():
+                return self._call(e)
+
+    def _binary(self, op: str, a: Expr, b: Expr) -> Expr:
+        left, right = self.expr(a), self.expr(b)
+        for pointer, other in ((a, 1), (b, 0)):
+            scale = _register_scale(pointer.type)
+            if scale and op in "+-" and not isinstance((b if other else a).type, Pointer):
+                index = right if other else left
+                scaled = binary("*", index, integer(scale))
+                if isinstance(index, Const):
+                    scaled_const = integer(int(index.value) * scale)
+                    return binary(op, left, scaled_const) if other else binary(op, scaled_const, right)
+                return binary(op, left, scaled) if other else binary(op, scaled, right)
+        return binary(op, left, right)
+
+    def _cast(self, of: Type, a: Expr) -> Expr:
+        inner = self.expr(a)
+        if a.type == F16 and of == F32:
+            return call("from_f16", (inner,))
+        if of == F16:
+            return call("to_f16", (cast(F32, inner),))
+        if isinstance(of, Pointer) and isinstance(of.to, Vec):
+            if isinstance(inner.type, Pointer) and not isinstance(inner.type.to, Scalar):
+                return cast(Pointer(U8, of.is_const), inner)
+            scale = _register_scale(of)
+            assert scale
+            return _bytes(inner, of)
+        if isinstance(of, Pointer) and isinstance(inner.type, Pointer) and of.to == inner.type.to:
+            return inner if not inner.type.is_const or of.is_const else cast(of, inner)
+        return cast(_memory_type(of), inner)
+
+    def _index(self, of: Type, base: Expr, index: Expr) -> Expr:
+        if isinstance(of, Vec) and isinstance(base.type, Pointer):
+            place = self._binary("+", base, index)
+            return self._intrinsic_load(place, of)
+        new: Expr = self.expr(base)
+        at = self.expr(index)
+        if isinstance(new, Binary) and isinstance(new.a.type, Pointer | Array):
+            is_sum = new.op == "+" and at == integer(0)
+            new, at = (new.a, new.b) if is_sum else (new, at)
+        found = _memory_type(of)
+        if isinstance(of, Vec) and isinstance(new.type, Array):
+            found = new.type.of
+        return Index(found, new, at)
+
+    def _intrinsic_load(self, place: Expr, of: Vec) -> Expr:
+        p = pointer_to(place, None if of.elem == BITS else of.elem)
+        element = p.type.to if isinstance(p.type, Pointer) else p.type.of  # type: ignore[union-attr]
+        return call("load", (p,), (integer(of.size // element.size),))
+
+    def _call(self, e: CallExpression) -> Expr:
+        if e.name == "__bits":
+            to = _memory_type(e.type)
+            assert isinstance(to, Scalar)
+            given = self.expr(e.args[0])
+            return given if given.type == to else call("bits", (given,), of=to)
+        if e.name.endswith(("broadcast_ss", "_dup_f32")):
+            inner = e.args[0]
+            while isinstance(inner, Cast):
+                inner = inner.a
+            if isinstance(inner, AddressOf) and isinstance(e.type, Vec) and inner.a.type == F32:
+                return call("splat", (self.expr(inner.a),), (integer(e.type.lanes),))
+        args = tuple(self.expr(one) for one in e.args)
+        if e.name in LIBRARY:
+            return call(e.name, args)
+        known = self._table[e.name]
+        if e.name.startswith("vqtbl1q_") and is_below_16(Substitute(self._constants).expr(args[1])):
+            looked_up = call("lookup", (as_elem(args[0], I8), as_elem(args[1], I8)))
+            return as_elem(looked_up, I8 if e.name.endswith("s8") else U8)
+        try:
+            found = known.build(args)
+        except (AssertionError, IndexError):
+            raise self._refuse(f"`{e.name}` with these arguments is not in the subset") from None
+        if isinstance(known.result, Vec) and known.result.elem != BITS and found.type != known.result:
+            found = as_elem(found, known.result.elem)
+        return found
+
+
+def _memory_type(of: Type) -> Type:
+    """Pointers to registers are pointers to bytes here, so are pointers to nothing known.
+
+    float16 is its bits.
+    """
+    if of == F16:
+        return U16
+    if isinstance(of, Pointer) and isinstance(of.to, Vec):
+        return Pointer(U8 if of.to.elem == BITS else of.to.elem, of.is_const)
+    if isinstance(of, Pointer) and of.to == VOID:
+        return Pointer(U8, of.is_const)
+    return of
+
+
+def _register_scale(of: Type) -> int:
+    """Elements of the raised pointer in a register that a pointer points to; 0: it points to no registers."""
+    if not (isinstance(of, Pointer) and isinstance(of.to, Vec)):
+        return 0
+    return of.to.size if of.to.elem == BITS else of.to.lanes
+
+
+def _bytes(e: Expr, of: Pointer) -> Expr:
+    """A pointer to registers as one to numbers: of bytes where arithmetic may follow."""
+    assert isinstance(of.to, Vec)
+    elem = U8 if of.to.elem == BITS else of.to.elem
+    given = e.type.to if isinstance(e.type, Pointer) else e.type.of if isinstance(e.type, Array) else None
+    if isinstance(given, Scalar) and (given.size == 1 or given == elem):
+        return e
+    return cast(Pointer(elem, of.is_const or (isinstance(e.type, Pointer) and e.type.is_const)), e)
+
+
+def _step_of(one: Assign) -> Expr | None:
+    """The step of `i = i + step`; of `i = i - step`, its negative."""
+    value = one.value
+    while isinstance(value, Cast):
+        value = value.a
+    if not isinstance(value, Binary) or value.op not in "+-" or not isinstance(one.target, Var):
+        return None
+    if value.a != one.target or not isinstance(value.type, Scalar | Pointer):
+        return None
+    if value.op == "+":
+        return value.b
+    return Const(value.b.type, -value.b.value) if isinstance(value.b, Const) else None
+
+
+def _counts_down_unsigned(one: Assign) -> bool:
+    of, step = one.target.type, _step_of(one)
+    is_less = isinstance(step, Const) and step.value < 0
+    return is_less and isinstance(of, Scalar) and not of.is_signed
+
+
+def _has_continue(body: Body) -> bool:
+    """True if a `continue` belongs to this loop, not to one within it."""
+    for one in body:
+        match one:
+            case Leave(word="continue"):
+                return True
+            case If(then=then, otherwise=otherwise):
+                if _has_continue(then) or _has_continue(otherwise):
+                    return True
+            case BlockStatement(body=inner):
+                if _has_continue(inner):
+                    return True
+    return False

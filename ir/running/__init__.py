@@ -1,0 +1,1 @@
+"""Kernels in processes with limits: drawn arguments, comparison with the original, timing."""

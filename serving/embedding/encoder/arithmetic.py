@@ -1,0 +1,72 @@
+"""By which arithmetic an encoder's products run where nothing was tuned.
+
+An encoder multiplies many rows at a time, so that arithmetic bounds it, not the bytes of weights. Weights of
+eight and four bits are therefore widened where that is faster than integer dot products with quantised rows:
+to bfloat16 for a tile unit, and to float32 on x86 without instructions for integer dot products (VNNI).
+Either is nearer to float32 as well, since rows are not quantised (benchmarks/notes/0010-embeddings.md).
+
+Of a few tokens the errors of quantised rows do not average out: inputs of at most SHORT_TOKENS have their
+weights widened everywhere (`NEAREST`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from phasewise.cython_kernels import isa
+from phasewise.cython_kernels._native import compute_paths
+from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.serving.models.schedules import RowRange
+
+SHORT_TOKENS = 8
+TILES = "bf16_tile"
+WIDENED = "fma"
+_WIDE = (TILES, "bf16_dot", WIDENED)
+"""Paths that leave rows as they are, the fastest first."""
+_DENSE = ("f32", "bf16")
+_WITHOUT_INTEGER_DOTS = ("avx2", "avx512")
+
+
+@dataclass(frozen=True)
+class EncoderDefaults:
+    """A `ScheduleLookup` without tuned schedules. `widens`: quantised weights are, at any cost."""
+
+    widens: bool = False
+
+    def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
+        """The arithmetic of quantised weights, where they are widened; else the default of the instruction
+        set.
+        """
+        if weight.kind in _DENSE:
+            return None, 1
+        paths = compute_paths(weight.kind, weight.group or 32)
+        if TILES in paths:
+            return TILES, 1
+        if self.widens:
+            return next((path for path in _WIDE if path in paths), None), 1
+        return (WIDENED if isa.active() in _WITHOUT_INTEGER_DOTS and WIDENED in paths else None), 1
+
+    def own_path(self, weight: PackedWeight) -> str | None:
+        """None: an encoder has one phase."""
+        del weight
+        return None
+
+    def products(self, weight: PackedWeight, max_m: int) -> Sequence[RowRange]:
+        """None: the kernels' defaults."""
+        del weight, max_m
+        return ()
+
+    def attention(self, kv_format: str, n: int, k: int, max_m: int) -> Sequence[RowRange]:
+        """None: the kernels' defaults."""
+        del kv_format, n, k, max_m
+        return ()
+
+
+FASTEST = EncoderDefaults()
+NEAREST = EncoderDefaults(widens=True)
+
+
+def quantises_rows(weights: Iterable[PackedWeight]) -> bool:
+    """True if short inputs want another arithmetic than long ones."""
+    return any(FASTEST.arithmetic(weight) != NEAREST.arithmetic(weight) for weight in weights)

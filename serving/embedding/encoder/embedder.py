@@ -1,0 +1,186 @@
+"""An embedding model on one team of threads: tokens in, vectors or scores out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise._words import counted
+from phasewise.cython_kernels._native import Program, Team
+from phasewise.cython_kernels.errors import TeamError
+from phasewise.serving.embedding.encoder.arithmetic import FASTEST, NEAREST, SHORT_TOKENS, quantises_rows
+from phasewise.serving.embedding.encoder.encoder_program import build_row_program
+from phasewise.serving.embedding.encoder.input_tokens import Tokens
+from phasewise.serving.embedding.encoder.pooling import pooled, score
+from phasewise.serving.errors import ModelError, RanksError
+from phasewise.serving.models.forward import Capacity
+from phasewise.serving.models.packed_model import Embedding, PackedModel
+from phasewise.serving.models.schedules import ScheduleLookup
+from phasewise.serving.ranks.rank_teams import TABLES, keeping_affinity
+
+Floats = npt.NDArray[np.float32]
+
+STEP_TOKENS = 512
+"""Rows that pass through the model at once, or as many as its longest input has."""
+MOST_SEQUENCES = 128
+_PANEL = 16  # slots of keys that lie together
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """One input of a step (`Program.run`)."""
+
+    token_ids: Sequence[int]
+    slot_base: int
+    second: int | None
+    start: int = 0
+    wants_logits: bool = True
+    table: None = None
+    n_drafted: int = 0
+    ring: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A program, what it leaves, and how many tokens it takes at once."""
+
+    program: Program
+    rows: Floats
+    step_tokens: int
+
+
+class Embedder:
+    """Calls are for one thread at a time; that thread is pinned only while one lasts."""
+
+    def __init__(
+        self,
+        model: PackedModel,
+        cores: Sequence[int],
+        *,
+        pinned: bool = True,
+        step_tokens: int = STEP_TOKENS,
+        schedules: tuple[ScheduleLookup, ...] | None = None,
+    ) -> None:
+        """cores: of its threads; not pinned, as many threads that the system may move. schedules: None for
+        those of `arithmetic`.
+
+        ModelError for a model that makes no vectors or does not fit, RanksError where a core cannot be had.
+        """
+        if model.embedding is None:
+            raise ModelError(
+                f"{model.name} is no embedding model: its directory says nothing about pooling (modules.json)"
+            )
+        self.model = model
+        self.embedding: Embedding = model.embedding
+        self._every_row = self.embedding.pooling == "mean"
+        try:
+            self._team = Team(tuple(cores)) if pinned else Team(None, len(cores))
+        except TeamError as error:
+            raise RanksError(str(error)) from error
+        most = self.embedding.max_tokens
+        try:
+            self._way = self._build(schedules or (FASTEST,), max(step_tokens, most), len(cores))
+            self._short: _Way | None = None
+            if schedules is None and quantises_rows(model.weights.values()):
+                self._short = self._build((NEAREST,), min(most, SHORT_TOKENS) * MOST_SEQUENCES, len(cores))
+        except BaseException:
+            self._team.close()
+            raise
+
+    def _build(self, schedules: tuple[ScheduleLookup, ...], step_tokens: int, threads: int) -> _Way:
+        program = build_row_program(self.model, self._capacity(step_tokens, threads), schedules)
+        return _Way(program, np.asarray(program), step_tokens)
+
+    def _capacity(self, tokens: int, threads: int) -> Capacity:
+        """Every input begins at a panel of keys of its own."""
+        return Capacity(
+            kv_slots=tokens + _PANEL * MOST_SEQUENCES,
+            step_tokens=tokens,
+            sequences=MOST_SEQUENCES,
+            logit_rows=tokens if self._every_row else MOST_SEQUENCES,
+            threads=threads,
+        )
+
+    @property
+    def width(self) -> int:
+        """Numbers of a vector; 1 of a cross-encoder."""
+        return 1 if self.scores else self.model.config.hidden
+
+    @property
+    def scores(self) -> bool:
+        """True if inputs get a score (a logit) rather than a vector."""
+        encoder = self.model.config.encoder
+        return encoder is not None and encoder.scores
+
+    def embed(self, inputs: Sequence[Tokens]) -> Floats:
+        """float32 [inputs, width], in their order. ValueError for a token that is not in the vocabulary, or
+        an input that is empty or too long.
+        """
+        for at, one in enumerate(inputs):
+            if not 1 <= len(one.ids) <= self.embedding.max_tokens:
+                raise ValueError(
+                    f"input {at} has {counted(len(one.ids), 'token')}:"
+                    f" 1 to {self.embedding.max_tokens} expected"
+                )
+        out = np.empty((len(inputs), self.width), np.float32)
+        with keeping_affinity():
+            for way, places in self._ways(inputs):
+                for step in _steps(inputs, places, way.step_tokens):
+                    self._run(way, [inputs[at] for at in step], step, out)
+        return out
+
+    def _ways(self, inputs: Sequence[Tokens]) -> list[tuple[_Way, Sequence[int]]]:
+        """The program of each input: by its own length alone, so that company changes no bits."""
+        if self._short is None:
+            return [(self._way, range(len(inputs)))]
+        short = [at for at, one in enumerate(inputs) if len(one.ids) <= SHORT_TOKENS]
+        others = [at for at, one in enumerate(inputs) if len(one.ids) > SHORT_TOKENS]
+        return [(self._short, short), (self._way, others)]
+
+    def _run(self, way: _Way, inputs: Sequence[Tokens], places: Sequence[int], out: Floats) -> None:
+        slices, base = [], 0
+        for one in inputs:
+            slices.append(_Slice(one.ids, base, one.second))
+            base += -(-len(one.ids) // _PANEL) * _PANEL
+        way.program.run(
+            self._team,
+            slices,
+            every_row=self._every_row,
+            table=TABLES["prefill"],
+            first_row=self.embedding.pooling == "first",
+        )
+        row = 0
+        for one, place in zip(inputs, places, strict=True):
+            n_rows = len(one.ids) if self._every_row else 1
+            rows = way.rows[row : row + n_rows]
+            out[place] = score(rows[0], self.model) if self.scores else pooled(rows, self.embedding)
+            row += n_rows
+
+    def close(self) -> None:
+        """Ends the threads. Closing twice is harmless."""
+        self._team.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+
+def _steps(inputs: Sequence[Tokens], places: Sequence[int], step_tokens: int) -> Iterator[list[int]]:
+    """Places of inputs that go through the model together: as many as fit, in their order."""
+    step: list[int] = []
+    used = 0
+    for at in places:
+        size = len(inputs[at].ids)
+        if step and (used + size > step_tokens or len(step) == MOST_SEQUENCES):
+            yield step
+            step, used = [], 0
+        step.append(at)
+        used += size
+    if step:
+        yield step

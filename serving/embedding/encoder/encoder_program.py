@@ -1,0 +1,157 @@
+"""From an embedding model to a program that gives hidden rows: of an encoder its own, of a decoder
+`forward`'s.
+
+An encoder's layer is h = N(h + A(h)), h = N(h + F(h)). Products add to the stream, and a row operation adds
+their biases while it normalises; after the last layer's keys and values only rows that are wanted are
+computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from phasewise.cython_kernels._native import Program
+from phasewise.cython_kernels.errors import KernelError
+from phasewise.serving.errors import ModelError
+from phasewise.serving.models.forward import (
+    PATIENCE_S,
+    Capacity,
+    Linears,
+    Rows,
+    build_program,
+    gate_up_parts,
+    open_program,
+    qkv_parts,
+    rounded,
+    schedule_attention,
+    weight_of,
+)
+from phasewise.serving.models.packed_model import Encoder, PackedModel, Vector
+from phasewise.serving.models.schedules import ScheduleLookup
+from phasewise.serving.processes.memory import check_memory
+
+
+def build_row_program(
+    model: PackedModel, capacity: Capacity, schedules: tuple[ScheduleLookup, ...] = ()
+) -> Program:
+    """A sealed program whose outputs are hidden rows [logit_rows, hidden]. ModelError where it cannot be."""
+    if model.config.encoder is None:
+        return build_program(model, capacity, check_memory, schedules, gives="rows")
+    try:
+        program = open_program(model, capacity, None, PATIENCE_S, "rows")
+        linears = Linears(program, schedules, max(capacity.step_tokens, capacity.logit_rows), None)
+        arena = _lay_out(model, model.config.encoder, capacity)
+        _add_embedding(program, model, arena)
+        for layer in range(model.config.n_layers):
+            _Layer(linears, model, model.config.encoder, layer, arena).add()
+        schedule_attention(program, model, capacity, schedules, None)
+        check_memory(model.name, program.bytes(), capacity.kv_slots)
+        program.seal(arena.out)
+    except KernelError as error:
+        raise ModelError(f"{model.name}: {error}") from error
+    return program
+
+
+@dataclass(frozen=True, slots=True)
+class _Arena:
+    """Offsets and row strides, in floats. Attention and feed-forward take turns in one place."""
+
+    stride: int
+    """Stride of hidden rows, which begin at 0."""
+    inner: int
+    """Queries, keys and values, then what attention gives; or rows within the feed-forward layer."""
+    qkv_stride: int
+    mixed: int
+    mixed_stride: int
+    up_stride: int
+    tail: int
+    """Hidden rows of the last layer that are wanted."""
+    out: int
+    """The same once they are whole, one behind the other."""
+
+
+def _lay_out(model: PackedModel, encoder: Encoder, capacity: Capacity) -> _Arena:
+    config, tokens = model.config, capacity.step_tokens
+    stride, qkv_stride = rounded(config.hidden), rounded(config.q_rows + 2 * config.kv_rows)
+    mixed_stride, up_stride = rounded(config.q_rows), rounded(config.ffn * (2 if encoder.gated else 1))
+    inner = tokens * stride
+    mixed = inner + tokens * qkv_stride
+    rows = max(tokens, capacity.logit_rows)
+    tail = max(mixed + tokens * mixed_stride, inner + rows * up_stride)
+    out = tail + capacity.logit_rows * stride
+    return _Arena(stride, inner, qkv_stride, mixed, mixed_stride, up_stride, tail, out)
+
+
+def _add_embedding(program: Program, model: PackedModel, arena: _Arena) -> None:
+    config, vectors = model.config, model.vectors
+    positions, segments = vectors.get("positions"), vectors.get("segments")
+    program.embed(weight_of(model, "embed"), 0, arena.stride, positions=positions, segments=segments)
+    norm = vectors["embed_norm"], vectors["embed_norm_bias"]
+    program.layernorm(config.hidden, 0, arena.stride, 0, arena.stride, *norm)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Adds the ops of one layer."""
+
+    linears: Linears
+    model: PackedModel
+    encoder: Encoder
+    layer: int
+    arena: _Arena
+
+    def add(self) -> None:
+        arena, last = self.arena, self.layer == self.model.config.n_layers - 1
+        rows: Rows = "logits" if last else "every"
+        after = (arena.tail if last else 0, arena.stride)
+        self._add_attention(after, gathered=last)
+        self._normalise("attn_norm", "o_bias", after, after, rows)
+        inner = arena.inner, arena.up_stride
+        up = (
+            gate_up_parts(self.model, self.name, self.model.config.ffn)
+            if self.encoder.gated
+            else self._part("up")
+        )
+        self.linears.add(up, {"source": "rows"}, after, inner, rows=rows)
+        self.linears.add(self._part("down"), self._reads_inner(), inner, after, add=True, rows=rows)
+        whole = (arena.out, self.model.config.hidden) if last else after
+        self._normalise("ffn_norm", "down_bias", after, whole, rows)
+
+    def _add_attention(self, after: tuple[int, int], *, gathered: bool) -> None:
+        config, arena, stream = self.model.config, self.arena, (0, self.arena.stride)
+        rows: Rows = "gathered" if gathered else "every"
+        qkv, mixed = (arena.inner, arena.qkv_stride), (arena.mixed, arena.mixed_stride)
+        self.linears.add(qkv_parts(self.model, self.name), {"source": "rows"}, stream, qkv)
+        kind = config.kinds.index(config.kind_of(self.layer))
+        self.linears.program.attend(0, *qkv, *mixed, bias=self._vector("qkv_bias"), rows=rows, kind=kind)
+        residual = stream if gathered else None
+        self.linears.add(
+            self._part("o"), {"source": "rows"}, mixed, after, add=True, rows=rows, residual=residual
+        )
+
+    def _reads_inner(self) -> dict[str, Any]:
+        activation = self.model.config.activation
+        if self.encoder.gated:
+            return {"source": "gate", "gate": activation}
+        return {"source": "activation", "gate": activation, "bias": self._vector("up_bias")}
+
+    def _normalise(
+        self, norm: str, bias: str, source: tuple[int, int], target: tuple[int, int], rows: Rows
+    ) -> None:
+        weight, norm_bias = self._vector(norm), self._vector(f"{norm}_bias")
+        assert weight is not None
+        assert norm_bias is not None
+        self.linears.program.layernorm(
+            self.model.config.hidden, *source, *target, weight, norm_bias, bias=self._vector(bias), rows=rows
+        )
+
+    @property
+    def name(self) -> str:
+        return f"layers.{self.layer}"
+
+    def _part(self, name: str) -> list[Any]:
+        return [(weight_of(self.model, f"{self.name}.{name}"), 0)]
+
+    def _vector(self, name: str) -> Vector | None:
+        return self.model.vectors.get(f"{self.name}.{name}")

@@ -1,0 +1,544 @@
+"""One turn of the loop: choose, compute, commit; and the text of every answer on the way out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+from phasewise.serving.batch import Batch
+from phasewise.serving.drafts.contract import Draft, Drafter
+from phasewise.serving.engine.answer_text import AnswerText, TokenStream
+from phasewise.serving.engine.logit_chain import LogitChain
+from phasewise.serving.engine.messages import (
+    Answer,
+    Delivery,
+    DraftCounts,
+    EngineLoad,
+    Evidence,
+    Failure,
+    Placed,
+    StepStats,
+    Submit,
+)
+from phasewise.serving.errors import RankLost, RanksError, RequestError, ServingError, StepFailed
+from phasewise.serving.processes.restarts import MOST_RERUNS
+from phasewise.serving.ranks.ranks_contract import Ranks
+from phasewise.serving.sampling.sampling import SampledToken, Sampler, sample_rows, sample_run
+from phasewise.serving.scheduling.pacing import PROMPT_SHARE, Pacing
+from phasewise.serving.scheduling.request import Request, TokenOut
+from phasewise.serving.scheduling.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from phasewise.serving.engine.fingerprint import Fingerprint
+    from phasewise.serving.pools.contract import Placement, PoolStats
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The engine's view of a model's tokens.
+
+    `open_stream` makes the decoder of one answer; it gives out the texts of the control tokens named to it.
+    """
+
+    size: int
+    end_token_ids: frozenset[int]
+    open_stream: Callable[[frozenset[int]], TokenStream]
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request on its way: what its tokens are chosen with, and the text they have made so far."""
+
+    message: Submit
+    max_tokens: int
+    sampler: Sampler
+    text: AnswerText
+    end_token_ids: frozenset[int]
+    chain: LogitChain | None = None
+    """Digests of its logits, where it shall have a receipt; `token_ids` are then its tokens so far."""
+    token_ids: list[int] = field(default_factory=list)
+    has_begun: bool = False
+    """True if text or tokens of it were given out, so that it cannot be run again from the start."""
+    n_reruns: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
+
+    def evidence(self, run: list[SampledToken], *, has_ended: bool) -> Evidence | None:
+        """The evidence once it has ended, where it shall have a receipt. run: its newest tokens."""
+        if self.chain is None:
+            return None
+        self.token_ids += [token.token_id for token in run]
+        if not has_ended:
+            return None
+        return Evidence(tuple(self.token_ids), self.chain.digests(len(self.token_ids)))
+
+    @property
+    def request(self) -> Request:
+        """As the scheduler sees it."""
+        message = self.message
+        ids = message.prompt_token_ids
+        return Request(
+            message.request_id,
+            ids,
+            self.max_tokens,
+            self.end_token_ids,
+            message.estimate,
+            message.cache_space,
+            client=message.client,
+        )
+
+
+class Outbox(Protocol):
+    """Takes keys and values of prompts that are answered elsewhere. Called on the engine's thread."""
+
+    def starts(self, request_id: str, placement: Placement, n_prompt: int, n_computed: int) -> None:
+        """Its block stays where it is, until `drop` or `rests`, and `n_computed` of its tokens are in it."""
+        ...
+
+    def rests(self, request_id: str) -> bool:
+        """Between two steps its block may move again, unless the other engine wants what is in it (True).
+
+        False: nothing is read from it once this returns, until it `starts` again.
+        """
+        ...
+
+    def computed(self, request_id: str, logits: npt.NDArray[np.float32]) -> None:
+        """All of it is computed, before or after `starts`.
+
+        logits: float32 [vocab], valid until the call returns.
+        """
+        ...
+
+    def lost(self, request_id: str) -> None:
+        """The other engine has a block for it, and it has none here any more: it cannot be handed over."""
+        ...
+
+    def drop(self, request_id: str) -> None:
+        """Its block is about to be freed: nothing is read from it once this returns."""
+        ...
+
+
+class Engine:
+    """Requests in (`submit`, `abort`), pieces of answers out (`step`). One thread calls all of it.
+
+    A request may also be divided between two engines. One is told to `compute` its prompt, and gives keys,
+    values and logits to its `outbox`; the other one is told to `expect` it, names the block in
+    `Delivery.placed`, and answers once they have `arrived`. Every token is sampled by the second one.
+
+    pacing: how many prompt tokens a step may have; None: as many as the scheduler's limits allow.
+    default_answer_tokens: the most for requests that name none; None: the rest of the context.
+    drafter: what drafts tokens of answers; None: nothing does.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        vocabulary: Vocabulary,
+        scheduler: Scheduler,
+        pacing: Pacing | None = None,
+        default_answer_tokens: int | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.ranks = ranks
+        self.outbox: Outbox | None = None
+        """The destination of prompts that others answer; None: there are none."""
+        self.fingerprint: Fingerprint | None = None
+        """The identity of its model's arithmetic; None where there is no model."""
+        self.vocabulary = vocabulary
+        self.scheduler = scheduler
+        self.pacing = pacing
+        self.drafter = drafter
+        self._n_drafted = self._n_accepted = 0
+        self._default_answer_tokens = default_answer_tokens
+        self._live: dict[str, _Live] = {}  # in order of arrival
+        self._prompts: dict[str, Submit] = {}
+        """Computed here and answered elsewhere."""
+        self._aimed: set[str] = set()
+        """Those of them that the other engine has a block for. Others are not pinned: two engines whose
+        memories are full could wait for each other for ever."""
+        self._started: set[str] = set()
+        """Those of them whose blocks the outbox reads."""
+        self._unplaced: set[str] = set()
+        """Expected requests that `Delivery.placed` has not named yet."""
+        self._pool_stats: tuple[int, PoolStats] | None = None
+        self._has_told_pace = False
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def submit(self, message: Submit) -> None:
+        """Take a request on, or raise RequestError (it can never run) or QueueFull (not now)."""
+        live = self._checked(message)
+        self.scheduler.add(live.request)
+        self._live[message.request_id] = live
+
+    def expect(self, message: Submit) -> None:
+        """Take on a request whose prompt is computed elsewhere. `submit`'s errors."""
+        live = self._checked(message)
+        self.scheduler.expect(live.request)
+        self._live[message.request_id] = live
+        self._unplaced.add(message.request_id)
+
+    def compute(self, message: Submit) -> None:
+        """Take on a prompt whose request is answered elsewhere. `submit`'s errors."""
+        assert self.outbox is not None, "an engine without an outbox computes no prompts for others"
+        live = self._checked(message)
+        self.scheduler.add(replace(live.request, max_tokens=1, estimate=None, prefill_only=True))
+        self._prompts[message.request_id] = message
+
+    def aimed(self, request_id: str) -> None:
+        """The engine that answers has a block for it: its keys and values may leave as they are computed.
+
+        One that gave its own block away meanwhile is lost. If it waited for another one, two engines could
+        wait for each other for ever, each full of blocks for what the other cannot compute.
+        """
+        if request_id not in self._prompts:
+            return
+        self._aimed.add(request_id)
+        if not self._start_prompt(request_id):
+            assert self.outbox is not None
+            self.outbox.lost(request_id)
+
+    def arrived(self, request_id: str, logits: npt.NDArray[np.float32]) -> Delivery:
+        """Keys and values of an expected request are in its block: choose its first token and run it.
+
+        logits: float32 [vocab]. One that was aborted is no mistake.
+        """
+        live = self._live.get(request_id)
+        if live is None:
+            return Delivery((), None, self.load())
+        try:
+            run = sample_rows(logits[None, :], [live.sampler])
+        except ServingError as error:
+            self.abort(request_id)
+            return Delivery((Failure(request_id, error),), None, self.load())
+        out = self.scheduler.arrived(request_id, run[0].token_id)
+        assert out is not None, f"{request_id!r} lives here alone"
+        answer = self._answer([out], run, (), time.perf_counter_ns())
+        return Delivery((answer,), None, self.load(), arrived=(request_id,))
+
+    def abort(self, request_id: str) -> None:
+        """Free what a request holds; one that has ended already is no mistake."""
+        self._forget(request_id)
+        self.scheduler.abort(request_id)
+
+    def _checked(self, message: Submit) -> _Live:
+        ids = message.prompt_token_ids
+        if ids and (min(ids) < 0 or max(ids) >= self.vocabulary.size):
+            raise RequestError(f"the prompt's token ids must be 0 to {self.vocabulary.size - 1}", "prompt")
+        return self._begin(message, message.max_tokens or self._default_max_tokens(len(ids)))
+
+    def step(self) -> Delivery:
+        """Compute one batch. A failure ends the requests of that batch and no others.
+
+        RanksError if nothing can be computed any more: a rank has died, and keys and values with it.
+        """
+        started_ns = time.perf_counter_ns()
+        batch = self.scheduler.next_batch(*self._pace())
+        if batch is None:
+            for copy in self.scheduler.take_copies():
+                self.ranks.copy_kv(*copy)
+            return Delivery((), None, self.load(), self._newly_placed())
+        outs: tuple[Answer | Failure, ...]
+        computed = self._prompts_that_end(batch)
+        try:
+            for copy in batch.copies:
+                self.ranks.copy_kv(*copy)
+            passing = self._start_prompts(batch)  # what the copies bring counts as computed
+            drafts = self._drafts(batch)
+            if any(draft.token_ids for draft in drafts):
+                batch = self.scheduler.extend(batch, [draft.token_ids for draft in drafts])
+            drafted_ns = time.perf_counter_ns()
+            runs = self._compute(batch, drafts)
+            self._tell_drafter(batch, time.perf_counter_ns() - drafted_ns)
+        except RanksError:
+            raise
+        except Exception as error:
+            outs, computed = self._fail(batch, error), ()
+        else:
+            outs = self._commit(batch, runs)
+            self._rest_prompts(passing)
+        stats = StepStats(batch.phase, len(batch.slices), batch.n_tokens, time.perf_counter_ns() - started_ns)
+        self._observe(stats)
+        return Delivery(outs, stats, self.load(), self._newly_placed(), computed)
+
+    def recover(self, lost: RankLost) -> Delivery:
+        """Keys and values are lost. Answers that have begun end with `lost`, the others are queued again.
+
+        Requests that are divided with another engine end too: it must be told.
+        """
+        divided = {*self._prompts, *self.scheduler.awaiting_kv}
+        lives = tuple(live for name, live in self._live.items() if name not in divided)
+        self._clear()
+        failures = [Failure(request_id, lost) for request_id in divided]
+        for live in lives:
+            if live.has_begun or live.n_reruns >= MOST_RERUNS:
+                failures.append(Failure(live.message.request_id, lost))
+                continue
+            again = self._begin(live.message, live.max_tokens)
+            again.n_reruns = live.n_reruns + 1
+            self.scheduler.requeue(again.request)
+            self._live[live.message.request_id] = again
+        return Delivery(tuple(failures), None, self.load())
+
+    def fail_everything(self, error: Exception) -> Delivery:
+        """End every request with `error`."""
+        request_ids = (*self._live, *self._prompts)
+        self._clear()
+        return Delivery(tuple(Failure(request_id, error) for request_id in request_ids), None, self.load())
+
+    def load(self) -> EngineLoad:
+        """The load: requests held and waited for."""
+        scheduler, counts = self.scheduler, self.scheduler.counts
+        if self._pool_stats is None or self._pool_stats[0] != scheduler.n_pool_changes:
+            self._pool_stats = scheduler.n_pool_changes, scheduler.pool.stats()
+        stats = self._pool_stats[1]
+        return EngineLoad(
+            scheduler.n_waiting,
+            scheduler.n_running,
+            stats.slots_used,
+            scheduler.pool.n_slots,
+            stats,
+            counts.preemptions,
+            counts.prefix_hits,
+            counts.prefix_tokens_reused,
+            counts.phase_switches,
+            scheduler.n_clients_waiting,
+            self._counts(self._n_drafted, self._n_accepted),
+            steps_over_tpot=0 if self.pacing is None else self.pacing.n_over_promise,
+        )
+
+    def close(self) -> None:
+        self.ranks.close()
+
+    def _clear(self) -> None:
+        for request_id in (*self._live, *self._prompts):
+            self._forget(request_id)
+        self.scheduler.clear()
+        if self.drafter is not None:
+            self.drafter.lost()
+
+    def _start_prompts(self, batch: Batch) -> list[str]:
+        """Tell the outbox where the prompts of a step lie. Those that no engine has a block for yet lie there
+        for this step: they are returned, and may leave as soon as one has."""
+        if not self._prompts:
+            return []
+        assert self.outbox is not None
+        passing = []
+        for name, piece in zip(batch.request_ids, batch.slices, strict=True):
+            if name in self._aimed:
+                self._start_prompt(name)
+            elif name in self._prompts:
+                placement = self.scheduler.placement(name)
+                self.outbox.starts(name, placement, len(self._prompts[name].prompt_token_ids), piece.start)
+                passing.append(name)
+        return passing
+
+    def _rest_prompts(self, passing: Sequence[str]) -> None:
+        """After their step: pin those that an engine has a block for by now."""
+        for request_id in passing:
+            assert self.outbox is not None
+            if self.outbox.rests(request_id):
+                self._aimed.add(request_id)
+                self._started.add(request_id)
+                self.scheduler.hand_over(request_id)
+
+    def _start_prompt(self, request_id: str) -> bool:
+        """Pin it and tell the outbox where it lies. False: it waits for a block of its own."""
+        if request_id in self._started:
+            return True
+        placement = self.scheduler.hand_over(request_id)
+        if placement is None:
+            return False
+        assert self.outbox is not None
+        self._started.add(request_id)
+        n_prompt = len(self._prompts[request_id].prompt_token_ids)
+        self.outbox.starts(request_id, placement, n_prompt, self.scheduler.n_computed(request_id))
+        return True
+
+    def _prompts_that_end(self, batch: Batch) -> tuple[str, ...]:
+        if not self._prompts:
+            return ()
+        return tuple(name for name in _wanting(batch) if name in self._prompts)
+
+    def _newly_placed(self) -> tuple[Placed, ...]:
+        if not self._unplaced:
+            return ()
+        expected = self.scheduler.expected
+        found = tuple(Placed(name, expected[name]) for name in self._unplaced if name in expected)
+        self._unplaced.difference_update(placed.request_id for placed in found)
+        return found
+
+    def _begin(self, message: Submit, max_tokens: int) -> _Live:
+        guide = None if message.guide is None else message.guide.fresh()
+        chain = LogitChain() if message.receipt else None
+        sampler = Sampler(message.sampling, message.prompt_token_ids, self.vocabulary.size, guide, chain)
+        text = AnswerText(self.vocabulary.open_stream(message.shown), message.stop)
+        end_token_ids = frozenset() if message.ignore_eos else self.vocabulary.end_token_ids
+        return _Live(message, max_tokens, sampler, text, end_token_ids, chain)
+
+    def _pace(self) -> tuple[int | None, int | None]:
+        """Arguments of `next_batch`. Drafts fill the rows of a step by themselves."""
+        if self.pacing is None:
+            return None, None
+        chunk_tokens, rows = self.pacing.pace(self.scheduler.n_answering)
+        return chunk_tokens, None if self.drafter is not None else rows
+
+    def _observe(self, stats: StepStats) -> None:
+        if self.pacing is None:
+            return
+        self.pacing.observe(stats.phase, stats.n_tokens, stats.duration_ns)
+        if not (self.pacing.is_kept or self._has_told_pace):
+            self._has_told_pace = True
+            log.warning(
+                "a decode step of %d answers takes %.0f ms, more than the %.0f ms per token that --tpot "
+                "promises: prompts get %.0f %% of the time while they wait; promise more, or let fewer "
+                "answers run (--max-sequences)",
+                stats.n_sequences,
+                stats.duration_ns / 1e6,
+                self.pacing.promise_ns / 1e6,
+                100 * PROMPT_SHARE,
+            )
+
+    def _drafts(self, batch: Batch) -> list[Draft]:
+        """A draft for each slice of a decode batch."""
+        if self.drafter is None or batch.phase != "decode":
+            return []
+        rooms = self.scheduler.draft_rooms(batch)
+        return self.drafter.draft(batch, rooms, [self._live[name].sampler for name in batch.request_ids])
+
+    def _tell_drafter(self, batch: Batch, duration_ns: int) -> None:
+        if self.drafter is None:
+            return
+        if batch.phase == "decode":
+            self.drafter.observe(batch.n_tokens, duration_ns)
+        else:
+            self.drafter.computed(batch)
+
+    def _compute(self, batch: Batch, drafts: list[Draft]) -> list[list[SampledToken]]:
+        """For each slice that wants logits, the tokens that come next."""
+        logits = self.ranks.forward(batch)
+        if self._prompts:
+            return self._compute_some(logits, list(_wanting(batch)))
+        lives = [self._live[name] for name in _wanting(batch)]
+        if len(logits) == len(lives):
+            return [[token] for token in sample_rows(logits, [live.sampler for live in lives])]
+        runs, row = [], 0
+        for live, draft in zip(lives, drafts, strict=True):
+            token_ids, chances = draft
+            rows = logits[row : row + 1 + len(token_ids)]
+            row += len(rows)
+            run = sample_run(rows, live.sampler, token_ids, chances, live.end_token_ids)
+            runs.append(run)
+        return runs
+
+    def _compute_some(
+        self, logits: npt.NDArray[np.float32], names: Sequence[str]
+    ) -> list[list[SampledToken]]:
+        """Prompts that are answered elsewhere give their logits away; their token 0 is not read."""
+        assert self.outbox is not None
+        runs = [[SampledToken(0)] for _ in names]
+        for row, name in enumerate(names):
+            if name in self._prompts:
+                self.outbox.computed(name, logits[row])
+        own = [row for row, name in enumerate(names) if name not in self._prompts]
+        if own:
+            tokens = sample_rows(logits[own], [self._live[names[row]].sampler for row in own])
+            for row, token in zip(own, tokens, strict=True):
+                runs[row] = [token]
+        return runs
+
+    def _commit(self, batch: Batch, runs: list[list[SampledToken]]) -> tuple[Answer, ...]:
+        now_ns = time.perf_counter_ns()
+        outs = self.scheduler.commit_runs(batch, [[token.token_id for token in run] for run in runs])
+        answers, at = [], 0
+        wanting = [one for one in batch.slices if one.wants_logits]
+        for name, run, piece in zip(_wanting(batch), runs, wanting, strict=True):
+            if name in self._prompts:
+                continue
+            drafted = piece.token_ids[len(piece.token_ids) - piece.n_drafted :]
+            answers.append(self._answer(outs[at : at + len(run)], run, drafted, now_ns))
+            at += len(run)
+        return tuple(answers)
+
+    def _answer(
+        self, outs: list[TokenOut], run: list[SampledToken], drafted: Sequence[int], now_ns: int
+    ) -> Answer:
+        """The text that the new tokens of one request give; none of them counts after a stop string."""
+        request_id = outs[0].request_id
+        live = self._live[request_id]
+        n_new = 0
+        for token in run:
+            n_new += 1
+            if token.token_id in live.end_token_ids:
+                live.text.push_end(token)
+            else:
+                live.text.push(token)
+            if live.text.stopped:
+                break
+        out = outs[n_new - 1]
+        text, tokens = live.text.take(finished=out.finish_reason is not None)
+        live.has_begun = live.has_begun or bool(text or tokens)
+        self._count_drafts(live, run[:n_new], drafted)
+        reason = "stop" if live.text.stopped else out.finish_reason
+        if reason is not None:
+            self.scheduler.finish(request_id, out.n_generated)
+            self._forget(request_id)
+            if live.sampler.cut_short:  # its guide could not go on: the answer is not whole
+                reason = "length"
+        counts = self._counts(live.n_drafted, live.n_accepted)
+        evidence = live.evidence(run[:n_new], has_ended=reason is not None)
+        return Answer(
+            request_id, text, tokens, out.n_generated, now_ns, reason, out.n_reused, counts, evidence
+        )
+
+    def _count_drafts(self, live: _Live, run: list[SampledToken], drafted: Sequence[int]) -> None:
+        n_accepted = sum(token.token_id == draft for token, draft in zip(run, drafted, strict=False))
+        live.n_drafted += len(drafted)
+        live.n_accepted += n_accepted
+        self._n_drafted += len(drafted)
+        self._n_accepted += n_accepted
+
+    def _counts(self, n_drafted: int, n_accepted: int) -> DraftCounts | None:
+        return None if self.drafter is None else DraftCounts(n_accepted, n_drafted - n_accepted)
+
+    def _forget(self, request_id: str) -> None:
+        """Nothing is given out of a request any more; its block is about to be freed."""
+        self._live.pop(request_id, None)
+        self._unplaced.discard(request_id)
+        if self._prompts.pop(request_id, None) is not None:
+            assert self.outbox is not None
+            self._aimed.discard(request_id)
+            self._started.discard(request_id)
+            self.outbox.drop(request_id)
+        if self.drafter is not None:
+            self.drafter.ended(request_id)
+
+    def _fail(self, batch: Batch, error: Exception) -> tuple[Failure, ...]:
+        if not isinstance(error, ServingError):
+            log.error("a %s step failed", batch.phase, exc_info=error)
+            error = StepFailed(f"the {batch.phase} step failed: {type(error).__name__}: {error}")
+        for request_id in batch.request_ids:
+            self._forget(request_id)
+        self.scheduler.discard(batch)
+        return tuple(Failure(request_id, error) for request_id in batch.request_ids)
+
+    def _default_max_tokens(self, n_prompt: int) -> int:
+        """`add` judges the prompt."""
+        room = min(self.scheduler.limits.context_length, self.scheduler.pool.longest) - n_prompt
+        return max(1, room if self._default_answer_tokens is None else min(room, self._default_answer_tokens))
+
+
+def _wanting(batch: Batch) -> Iterator[str]:
+    """Whose slices want logits."""
+    pieces = zip(batch.request_ids, batch.slices, strict=True)
+    return (name for name, piece in pieces if piece.wants_logits)

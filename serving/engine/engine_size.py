@@ -1,0 +1,168 @@
+"""The size of an engine: from a model and what it may take of this machine to limits and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phasewise._words import counted
+from phasewise.serving.errors import ContextLengthExceeded, ServingError
+from phasewise.serving.models.forward import AUTO, kv_bytes_by_reach, kv_bytes_per_slot
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.pools.arena import aligned
+from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK, Rings
+from phasewise.serving.pools.opening import DEFAULT_POLICY
+from phasewise.serving.processes.memory import available_bytes
+from phasewise.serving.ranks.first_rank import STEP_TOKENS
+from phasewise.serving.ranks.ranks_contract import KvMemory
+from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
+from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
+
+KV_SHARE_OF_FREE_MEMORY = 0.25
+KV_SHARE_OF_WEIGHTS = 4
+_KV_BYTES_ALWAYS_WORTH_IT = 1 << 30
+_LEAST_CONTEXT = 256
+"""A server with a shorter context than this, and than the model's, is a mistake."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSize:
+    """The size of an engine, and its way of working: a value for its scheduler, and one for its ranks."""
+
+    limits: SchedulerLimits
+    kv: KvMemory
+    kv_policy: str = DEFAULT_POLICY
+    """One of `pools.opening.POLICIES`."""
+    tpot_ms: float = DEFAULT_TPOT_MS
+    """Time per output token that prefill steps leave to running answers."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Rows that pass through the model at once, at most."""
+        return max(min(self.limits.max_batch_tokens, STEP_TOKENS), self.limits.max_sequences)
+
+    @classmethod
+    def for_one(cls, model: PackedModel, n_prompt: int, max_tokens: int, kv_format: str = AUTO) -> EngineSize:
+        """Just what one request needs. ContextLengthExceeded where the model has less."""
+        context = model.config.context_length
+        if n_prompt + max_tokens > context:
+            raise ContextLengthExceeded(
+                f"{model.name} has a context of {context} tokens, but {n_prompt + max_tokens} are asked for: "
+                f"{n_prompt} in the prompt and {max_tokens} for the answer"
+            )
+        kv_slots = aligned(n_prompt + max_tokens)
+        most_rows = max(1, min(STEP_TOKENS, n_prompt))
+        limits = SchedulerLimits(context, most_rows, 1, prefix_reuse=False)
+        kv = KvMemory(kv_slots, kv_format, rings=_rings_of(model, kv_slots, 1))
+        return cls(limits, kv, "static")
+
+    @classmethod
+    def for_many(
+        cls,
+        model: PackedModel,
+        max_sequences: int,
+        context_length: int | None,
+        kv_bytes: int | None,
+        kv_format: str = AUTO,
+        draft: PackedModel | None = None,
+        *,
+        kv_shared: bool = False,
+    ) -> EngineSize:
+        """As many slots as `kv_bytes` pays for, and no more than `max_sequences` full contexts can use.
+        A draft model has as many slots of its own. kv_shared: `KvMemory.shared`; then no layer keeps rings.
+
+        By default a quarter of the free memory, but not more than 1 GiB or four times the weights, whichever
+        is larger: a small model does not fill a large machine. The context is the model's, or as much of it
+        as the slots hold, unless one is asked for. ServingError where what is asked for does not fit.
+        """
+        context = _context(model, context_length)
+        seen_by_all, windowed = kv_bytes_by_reach(model, kv_format)
+        if draft is not None:
+            seen_by_all += kv_bytes_per_slot(draft, kv_format)
+        per_slot = seen_by_all + windowed
+        budget = default_kv_bytes(model) if kv_bytes is None else kv_bytes
+        free = available_bytes()
+        if kv_bytes is not None and free is not None and kv_bytes > free:
+            raise ServingError(
+                f"a KV budget of {_mib(kv_bytes)} does not fit: this machine has {_mib(free)} of free memory"
+            )
+        most = max_sequences * aligned(context)
+        kv_slots = min(budget // per_slot, most)
+        rings = None if kv_shared else _rings_of(model, context, max_sequences, kv_slots)
+        if rings is not None:
+            left = budget - rings.n_slots * windowed
+            kv_slots = min(left // seen_by_all, most) if seen_by_all else most
+        if kv_slots < ALIGNMENT:
+            raise ServingError(
+                f"a KV budget of {budget} bytes is too small: {ALIGNMENT} tokens, the least block, "
+                f"need {ALIGNMENT * per_slot} bytes"
+            )
+        kv_slots -= kv_slots % ALIGNMENT
+        least = context if context_length is not None else min(context, _LEAST_CONTEXT)
+        if kv_slots < least:
+            room = "" if kv_bytes is None else f"; --kv-budget {_mib_up(aligned(least) * per_slot)} would do"
+            shorter = f"; --context {kv_slots} fits" if context_length is not None else ""
+            raise ServingError(
+                f"{_mib(budget)} for keys and values hold {kv_slots} tokens of {model.name}, and {least} are "
+                f"needed for the context{room}{shorter}"
+            )
+        if rings is not None:
+            rings = replace(rings, first_slot=kv_slots)
+        limits = SchedulerLimits(min(context, kv_slots), max_sequences=max_sequences)
+        return cls(limits, KvMemory(kv_slots, kv_format, shared=kv_shared, rings=rings))
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> EngineSize:
+        """The size that `dataclasses.asdict` wrote."""
+        limits, kv = SchedulerLimits(**fields["limits"]), dict(fields["kv"])
+        rings = None if kv["rings"] is None else Rings(**kv["rings"])
+        return cls(**{**fields, "limits": limits, "kv": KvMemory(**{**kv, "rings": rings})})
+
+    def with_slots(self, kv_slots: int) -> EngineSize:
+        """With so many slots, and a context that they hold."""
+        context = min(self.limits.context_length, kv_slots)
+        limits, kv = replace(self.limits, context_length=context), replace(self.kv, slots=kv_slots)
+        return replace(self, limits=limits, kv=kv)
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / (1 << 20):.0f} MiB" if n_bytes >= 1 << 20 else counted(n_bytes, "byte")
+
+
+def _mib_up(n_bytes: int) -> str:
+    """As `--kv-budget` takes it, rounded up."""
+    return f"{-(-n_bytes // (1 << 20))}M"
+
+
+def _rings_of(
+    model: PackedModel, longest_request: int, max_sequences: int, most_slots: int | None = None
+) -> Rings | None:
+    """Rings for a model with windows, behind `longest_request` slots; None where they would save nothing.
+
+    A ring holds the largest window and what one step writes. There are as many as sequences, but no more
+    slots than `most_slots`, which those layers would have without rings.
+    """
+    config = model.config
+    window = max((config.kind_of(layer).window or 0 for layer in range(config.n_layers)), default=0)
+    longest = -(-(window + STEP_TOKENS) // KV_CHUNK) * KV_CHUNK
+    if window == 0 or longest >= longest_request:
+        return None
+    n_slots = longest * max_sequences
+    if most_slots is not None:
+        n_slots = min(n_slots, most_slots // KV_CHUNK * KV_CHUNK)
+    return Rings(longest_request, n_slots, longest, window) if n_slots >= longest else None
+
+
+def _context(model: PackedModel, asked: int | None) -> int:
+    own = model.config.context_length
+    if asked is not None and asked > own:
+        raise ServingError(f"{model.name} has a context of {own} tokens; {asked} are too many")
+    return asked or own
+
+
+def default_kv_bytes(model: PackedModel) -> int:
+    """The bytes that a model that is served alone takes for keys and values."""
+    enough = max(_KV_BYTES_ALWAYS_WORTH_IT, KV_SHARE_OF_WEIGHTS * model.weight_bytes)
+    free = available_bytes()
+    return enough if free is None else min(enough, int(free * KV_SHARE_OF_FREE_MEMORY))

@@ -1,0 +1,214 @@
+"""The engine's own thread: messages in through a queue, deliveries out through a callback. It sleeps
+when there is nothing to compute, has ranks that died started anew, and refuses everything once that fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+from phasewise.serving.engine.engine import Engine
+from phasewise.serving.engine.engine_host import EngineState
+from phasewise.serving.engine.fingerprint import Fingerprint
+from phasewise.serving.engine.messages import (
+    Abort,
+    Aimed,
+    Arrived,
+    Compute,
+    Delivery,
+    Expect,
+    Failure,
+    Message,
+    Submit,
+)
+from phasewise.serving.errors import EngineLost, RankLost, RanksError, ServingError, StepFailed, Stopping
+from phasewise.serving.processes.restarts import Restarts
+
+log = logging.getLogger(__name__)
+
+CHECK = "PHASEWISE_CHECK"
+"""An environment variable: where it is not empty, scheduler and KV pool are checked after every step."""
+
+
+class EngineThread:
+    """Runs `engine` until `stop`. `deliver` is called on this thread and must only hand the delivery on.
+
+    on_lost: called on this thread once the engine has given up; whatever is sent then is refused.
+    turn: entered for each step, where engines share cores.
+    ends_on_bugs: give up, too, where its own bookkeeping fails; else all requests end and it goes on.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        deliver: Callable[[Delivery], None],
+        on_lost: Callable[[], None] = lambda: None,
+        restarts: Restarts | None = None,
+        *,
+        ends_on_bugs: bool = False,
+        turn: AbstractContextManager[None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._deliver = deliver
+        self._on_lost = on_lost
+        self._restarts = restarts or Restarts()
+        self._ends_on_bugs = ends_on_bugs
+        self._in_turn = turn or nullcontext()
+        self._checks = bool(os.environ.get(CHECK))
+        self.state: EngineState = "starting"
+        self.lost: EngineLost | None = None
+        """Why nothing is computed any more; None while there is hope."""
+        self.n_turns = 0
+        """Turns of the engine so far: where there is work and this stands still, the engine hangs."""
+        self.n_ranks_replaced = 0
+        self.n_requests_rerun = 0
+        self._inbox: queue.SimpleQueue[Message | Literal["look", "stop"]] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._is_idle = False
+        """True if the newest turn could compute nothing: only a message can change that."""
+        self._thread = threading.Thread(target=self._run, name="phasewise-engine", daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        """True if it can still answer, now or once its ranks are there again."""
+        return self._thread.is_alive() and self.state != "lost"
+
+    @property
+    def is_computing(self) -> bool:
+        """True if there is something to compute now: `n_turns` grows then."""
+        return self._engine.has_work and not self._is_idle
+
+    def fingerprint(self, model: str = "") -> Fingerprint | None:
+        """Its engine's, whatever the model is called."""
+        return self._engine.fingerprint
+
+    def start(self) -> None:
+        self._engine.ranks.watch(lambda: self._inbox.put("look"))
+        self._thread.start()
+
+    def send(self, message: Message) -> None:
+        """From any thread. What comes of it arrives through `deliver`."""
+        self._inbox.put(message)
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """End every request and the thread. False: the step in progress takes longer than `timeout_s`."""
+        self._stopping.set()
+        self._inbox.put("stop")
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._give_up(RanksError(f"its thread failed: {error!r}"))
+            raise
+
+    def _work(self) -> None:
+        self.state = "running"
+        self._deliver(Delivery((), None, self._engine.load()))
+        while self._take_messages():
+            try:
+                self._deliver(self._turn())
+                if self._checks:
+                    self._engine.scheduler.check()
+            except RankLost as error:
+                self._replace_ranks(error)
+            except RanksError as error:
+                self._give_up(error)
+            except Exception as error:  # a bug in our own bookkeeping: nothing in progress can be trusted
+                log.error("the engine failed between steps", exc_info=error)
+                if self._ends_on_bugs:
+                    self._give_up(RanksError(f"it failed between steps: {error!r}"))
+                    continue
+                self._deliver(self._engine.fail_everything(StepFailed(f"the engine failed: {error}")))
+        self._deliver(self._engine.fail_everything(Stopping("the server is stopping")))
+
+    def _turn(self) -> Delivery:
+        """A step; empty after a message that leaves nothing to do: that tells the load."""
+        self._is_idle = False
+        reason = self._engine.ranks.lost
+        if reason is not None and self.lost is None:
+            raise RankLost(reason)
+        with self._in_turn:
+            delivery = self._engine.step()
+        self.n_turns += 1
+        self._is_idle = delivery.stats is None
+        return delivery
+
+    def _take_messages(self) -> bool:
+        """Handle what has arrived, waiting for it while there is nothing to compute. False: stop."""
+        wait = self._is_idle or not self._engine.has_work
+        while True:
+            try:
+                message = self._inbox.get(block=wait)
+            except queue.Empty:
+                return True
+            wait = False
+            if message == "stop":
+                return False
+            if message != "look":
+                self._handle(message)
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Submit():
+                self._take_on(message, self._engine.submit)
+            case Compute(request):
+                self._take_on(request, self._engine.compute)
+            case Aimed(request_id):
+                self._engine.aimed(request_id)
+            case Expect(request):
+                self._take_on(request, self._engine.expect)
+            case Abort(request_id):
+                self._engine.abort(request_id)
+            case Arrived(request_id, logits):
+                self._deliver(self._engine.arrived(request_id, logits))
+
+    def _take_on(self, request: Submit, take: Callable[[Submit], None]) -> None:
+        try:
+            if self.lost is not None:
+                raise self.lost
+            take(request)
+        except ServingError as error:
+            refusal = Failure(request.request_id, error)
+            self._deliver(Delivery((refusal,), None, self._engine.load()))
+
+    # ---- ranks that died ---------------------------------------------------------------------------------
+
+    def _replace_ranks(self, loss: RankLost) -> None:
+        """Tell the answers that had begun, then start the ranks anew for all others."""
+        self.state = "replacing"
+        delivery = self._engine.recover(loss)
+        n_again = delivery.load.n_waiting
+        self.n_requests_rerun += n_again
+        log.error("%s; %d requests end, %d run again", loss, len(delivery.outs), n_again)
+        self._deliver(delivery)
+        reason: RanksError = loss
+        while (pause_s := self._restarts.pause_s(time.monotonic())) is not None:
+            if self._stopping.wait(pause_s):
+                return
+            try:
+                self._engine.ranks.reopen()
+            except RanksError as error:
+                log.error("the ranks cannot be started: %s", error)
+                reason = error.with_traceback(None)  # its frames hold the memory of the ranks that failed
+            else:
+                self.n_ranks_replaced += 1
+                self.state = "running"
+                log.warning("the ranks were started anew")
+                return
+        self._give_up(reason)
+
+    def _give_up(self, reason: RanksError) -> None:
+        self.lost = EngineLost(f"the engine has given up: {reason}; start the server again")
+        log.error("%s", self.lost)
+        self.state = "lost"
+        self._deliver(self._engine.fail_everything(self.lost))
+        self._on_lost()

@@ -1,0 +1,197 @@
+"""Messages to and from the engine. HTTP and `generate` know the engine by these alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.serving.pools.contract import Estimate, Placement, PoolStats
+from phasewise.serving.sampling.sampling import SampledToken, SamplingParams
+from phasewise.serving.scheduling.request import FinishReason
+from phasewise.tuner.plans import Phase
+
+if TYPE_CHECKING:
+    from phasewise.serving.grammar.guides import Guide
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Answer this prompt. Ends at an end token of the model, a stop string, or `max_tokens`."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int | None = None
+    """None: the request's share of the KV cache, within the model's context."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: tuple[str, ...] = ()
+    """The answer ends before the first of these; none of it is given out."""
+    ignore_eos: bool = False
+    estimate: Estimate | None = None
+    """The expected length of the answer; made before the engine's thread sees the request."""
+    guide: Guide | None = None
+    """The required form of the answer. Each answer runs a `fresh()` one of its own."""
+    cache_space: str = ""
+    """Only requests of the same space may take over keys and values of each other's prompts."""
+    client: str = ""
+    """The client that it came from: clients take turns at being admitted."""
+    shown: frozenset[int] = frozenset()
+    """Control tokens whose texts are part of the answer's text."""
+    model: str = ""
+    """The id of the model that answers, where a server has several."""
+    receipt: bool = False
+    """True if the answer's last piece shall have evidence of how it came about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The client no longer waits for this answer."""
+
+    request_id: str
+
+
+class DraftCounts(NamedTuple):
+    """Tokens of an answer that were drafted, by whether they became part of it."""
+
+    accepted: int = 0
+    rejected: int = 0
+
+    @property
+    def drafted(self) -> int:
+        return self.accepted + self.rejected
+
+
+class HandOverCounts(NamedTuple):
+    """Requests whose prompts were computed by one instance and answered by another. They never fall."""
+
+    divided: int
+    failed: dict[str, int]
+    """By reason."""
+    frames_refused: dict[str, int]
+    """Frames that the running instances refused, by reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Compute this prompt and hold its keys and values: another instance answers it."""
+
+    request: Submit
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """Answer this request once keys and values of its prompt, which another instance computes, are here."""
+
+    request: Submit
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Keys and values of an expected request are in its block."""
+
+    request_id: str
+    logits: npt.NDArray[np.float32]
+    """float32 [vocab]: those after the last token of the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aimed:
+    """The other instance has a block for a prompt that is computed here."""
+
+    request_id: str
+
+
+Message = Submit | Abort | Compute | Aimed | Expect | Arrived
+
+
+class Evidence(NamedTuple):
+    """All tokens of an answer, and digests of the logits that they were sampled from (`receipts`)."""
+
+    token_ids: tuple[int, ...]
+    logit_digests: tuple[str, ...]
+
+
+class Answer(NamedTuple):
+    """The next piece of one answer. `tokens` are those whose text has begun to be given out."""
+
+    request_id: str
+    text: str
+    tokens: tuple[SampledToken, ...]
+    n_generated: int
+    """Tokens generated so far, held back ones included."""
+    at_ns: int
+    """When the newest of them was chosen, on `time.perf_counter_ns`."""
+    finish_reason: FinishReason | None = None
+    n_cached: int = 0
+    """Tokens of the prompt whose keys and values were reused."""
+    drafts: DraftCounts | None = None
+    """Counts of the whole answer so far; None where drafts are off."""
+    evidence: Evidence | None = None
+    """With the last piece, where it was asked for."""
+
+
+class Failure(NamedTuple):
+    """The request ends here, without the rest of its answer. `error` says why."""
+
+    request_id: str
+    error: Exception
+
+
+class StepStats(NamedTuple):
+    """One step, for metrics."""
+
+    phase: Phase
+    n_sequences: int
+    n_tokens: int
+    duration_ns: int
+    model: str = ""
+    """The id of the model that was run, where a server has several."""
+
+
+class EngineLoad(NamedTuple):
+    """The requests that the engine holds now."""
+
+    n_waiting: int
+    n_running: int
+    kv_slots_used: int
+    kv_slots: int
+    pool: PoolStats | None = None
+    preemptions: int = 0
+    """Running requests that gave their slots back and were queued again; since the start, as below."""
+    prefix_hits: int = 0
+    """Requests that took over keys and values of a prompt computed before."""
+    prefix_tokens_reused: int = 0
+    phase_switches: int = 0
+    n_clients_waiting: int = 0
+    """Clients that take turns: those with requests that never had KV slots. Of now."""
+    drafts: DraftCounts | None = None
+    """Counts of all answers since the start; None where drafts are off."""
+    hand_overs: HandOverCounts | None = None
+    """None where one engine does everything."""
+    by_model: Mapping[str, EngineLoad] | None = None
+    """The load of each model's engine, by the models' ids; None where a server has one."""
+    steps_over_tpot: int = 0
+    """Decode steps that alone took longer than the promised time per token."""
+
+
+class Placed(NamedTuple):
+    """An expected request has a block, into which its keys and values may be written."""
+
+    request_id: str
+    placement: Placement
+
+
+class Delivery(NamedTuple):
+    """All that one turn of the engine has to say. `stats` is None where nothing was computed."""
+
+    outs: tuple[Answer | Failure, ...]
+    stats: StepStats | None
+    load: EngineLoad
+    placed: tuple[Placed, ...] = ()
+    computed: tuple[str, ...] = ()
+    """Requests whose prompts are computed here and answered elsewhere."""
+    arrived: tuple[str, ...] = ()
+    """Expected requests that run now."""

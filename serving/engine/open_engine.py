@@ -1,0 +1,173 @@
+"""From a packed model and its plans to an engine. `generate` and `serve` start here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from phasewise.serving.drafts.opening import LEAST_STEP_TOKENS, DraftSource, open_drafter
+from phasewise.serving.engine.engine import Engine, Vocabulary
+from phasewise.serving.engine.engine_size import EngineSize
+from phasewise.serving.engine.fingerprint import Fingerprint, fingerprint_of
+from phasewise.serving.engine.maintenance import Maintenance
+from phasewise.serving.errors import RequestError
+from phasewise.serving.models.forward import kv_bytes_by_reach
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.models.schedules import ScheduleLookup
+from phasewise.serving.pools.contract import KvPool, PoolSettings
+from phasewise.serving.pools.opening import open_pool
+from phasewise.serving.pools.rings import RingedPool
+from phasewise.serving.ranks.open_ranks import RankOptions, open_ranks
+from phasewise.serving.scheduling.pacing import Pacing
+from phasewise.serving.scheduling.scheduler import Scheduler
+from phasewise.serving.text.tokenizer import DetokenizeStream, Tokenizer
+from phasewise.tuner.plans import Phase, ServicePlan
+
+if TYPE_CHECKING:
+    from phasewise.serving.text.chat import Conversations
+
+Plans = Mapping[Phase, ServicePlan]
+
+_LEAST_ANSWER_TOKENS = 256
+
+
+class ModelText:
+    """Text to tokens and back, as one model has it.
+
+    allow_special: texts of control tokens in a conversation's contents become these tokens.
+    """
+
+    def __init__(self, model: PackedModel, *, allow_special: bool = False) -> None:
+        self._model = model
+        self.allow_special = allow_special
+        self.tokenizer = Tokenizer.from_json(model.tokenizer_json, model.config)
+
+    def encode(self, text: str, add_special: bool) -> list[int]:
+        return self.tokenizer.encode(text, add_special)
+
+    def open_stream(self, shown: frozenset[int] = frozenset()) -> DetokenizeStream:
+        """The decoder of one answer; control tokens have no text, but for those `shown`."""
+        return DetokenizeStream(self.tokenizer, shown=shown)
+
+    @property
+    def has_template(self) -> bool:
+        return self._model.chat_template is not None
+
+    @cached_property
+    def conversations(self) -> Conversations:
+        """The writer of OpenAI messages. RequestError without a template, ModelError for a bad one."""
+        if self._model.chat_template is None:
+            raise RequestError(f"{self._model.name} has no chat template", "messages")
+        from phasewise.serving.text.chat import Conversations, special_tokens_of
+
+        config = self._model.config
+        special = special_tokens_of(self.tokenizer, config.bos_token_id, config.eos_token_ids)
+        control_texts = [] if self.allow_special else self.tokenizer.control_texts(config.eos_token_ids)
+        found = Conversations(self._model.chat_template, special, control_texts)
+        found.start()
+        return found
+
+    def chat_prompt(self, message: str) -> list[int]:
+        """Token ids of a conversation that consists of one user message."""
+        return self.conversation([{"role": "user", "content": message}])
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of OpenAI messages, with what opens the answer. ChatTemplateError, RequestError."""
+        from phasewise.serving.text.chat import Conversation
+
+        return self.tokenizer.encode_marked(*self.conversations.write(Conversation(messages)))
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEngine:
+    """An engine with a model in it. Close it, or use it in `with`."""
+
+    model: PackedModel
+    text: ModelText
+    plans: Plans
+    size: EngineSize
+    engine: Engine
+    maintenance: Maintenance
+    """Keeps the pool's buckets up to date beside the engine."""
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """The identity of its arithmetic."""
+        assert self.engine.fingerprint is not None
+        return self.engine.fingerprint
+
+    @property
+    def kv_bytes(self) -> int:
+        kv = self.size.kv
+        seen_by_all, windowed = kv_bytes_by_reach(self.model, kv.format)
+        return kv.slots * seen_by_all + (kv.ring_slots or kv.slots) * windowed
+
+    def __enter__(self) -> OpenEngine:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.engine.close()
+        self.maintenance.close()
+
+
+def open_engine(
+    model: PackedModel,
+    plans: Plans,
+    size: EngineSize,
+    text: ModelText | None = None,
+    schedules: Mapping[Phase, ScheduleLookup] | None = None,
+    pinned: bool = True,
+    pool: KvPool | None = None,
+    drafts: DraftSource | None = None,
+) -> OpenEngine:
+    """Start the ranks and put the model into them; without schedules all runs by default ones.
+
+    pinned: as in `RankOptions`. pool: in place of the size's own. drafts: where drafts of answers come from.
+    Raises ServingError where this machine cannot.
+    """
+    text = text or ModelText(model)
+    limits, kv = size.limits, size.kv
+    step_tokens = max(
+        limits.max_batch_tokens, limits.max_sequences
+    )  # a decode step: a token of each sequence
+    if drafts is not None:
+        step_tokens = max(step_tokens, LEAST_STEP_TOKENS)
+    options = RankOptions(kv, step_tokens, limits.max_sequences, schedules, pinned)
+    positions = min(limits.context_length, kv.slots)
+    ranks = open_ranks(_serving(model, positions), plans, options)
+    try:
+        drafter = None
+        if drafts is not None:
+            draft = None if drafts.model is None else _serving(drafts.model, positions)
+            drafter = open_drafter(replace(drafts, model=draft), model, lambda: ranks.first_rank, options)
+    except Exception:
+        ranks.close()
+        raise
+    vocabulary = Vocabulary(model.config.vocab_size, frozenset(model.config.eos_token_ids), text.open_stream)
+    if pool is None:
+        pool = open_pool(size.kv_policy, kv.slots, PoolSettings(longest_request=limits.context_length))
+    if kv.rings is not None:
+        pool = RingedPool(pool, kv.rings)
+    engine = Engine(ranks, vocabulary, Scheduler(pool, limits), *_habits(size), drafter)
+    engine.fingerprint = fingerprint_of(model, kv.format, schedules, positions)
+    maintenance = Maintenance(pool.refresh)
+    maintenance.start()
+    return OpenEngine(model, text, plans, size, engine, maintenance)
+
+
+def _habits(size: EngineSize) -> tuple[Pacing, int | None]:
+    """The pacing, and how long an answer without a limit may be.
+
+    Where every request gets its whole block at once that is an equal share of the slots; else the context.
+    """
+    pacing = Pacing(int(size.tpot_ms * 1e6), size.limits.max_batch_tokens)
+    if size.kv_policy != "static":
+        return pacing, None
+    return pacing, max(size.kv.slots // size.limits.max_sequences, _LEAST_ANSWER_TOKENS)
+
+
+def _serving(model: PackedModel, context_length: int) -> PackedModel:
+    """The model for sequences of at most `context_length` tokens, on which LongRoPE's rotation depends."""
+    return replace(model, config=replace(model.config, context_length=context_length))

@@ -1,0 +1,124 @@
+"""Several models behind one HTTP server: an engine each, which take turns on the cores that they share."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+
+from phasewise.serving.engine.engine_host import Deliver, EngineHost, EngineState
+from phasewise.serving.engine.fingerprint import Fingerprint
+from phasewise.serving.engine.messages import Delivery, EngineLoad, Message, Submit
+from phasewise.serving.errors import EngineLost
+
+_WORST_FIRST: tuple[EngineState, ...] = ("lost", "replacing", "starting", "running")
+
+
+class Turns:
+    """A lock that threads get in the order in which they ask for it.
+
+    With `threading.Lock` an engine that is never idle would take the next step before another one wakes up.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_held = False
+        self._waiting: deque[threading.Lock] = deque()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._is_held:
+                self._is_held = True
+                return
+            own = threading.Lock()
+            own.acquire()
+            self._waiting.append(own)
+        own.acquire()
+
+    def __exit__(self, *_error: object) -> None:
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._is_held = False
+
+
+OpenEngineHost = Callable[[Deliver, Callable[[], None], AbstractContextManager[None]], EngineHost]
+"""Makes the host of one model from `deliver`, `on_lost`, and the turn that each of its steps waits for."""
+
+
+class SeveralEngines:
+    """An `EngineHost` of several models, by their ids. A request goes to the engine of `Submit.model`.
+
+    The load is the sum of all; of pools nothing is told. One engine that is lost for good ends the server.
+    """
+
+    def __init__(
+        self, opens: Mapping[str, OpenEngineHost], deliver: Deliver, on_lost: Callable[[], None]
+    ) -> None:
+        turns = Turns()
+        self._deliver = deliver
+        self._loads: dict[str, EngineLoad] = {}
+        self._hosts = {
+            name: opens_one(partial(self._deliver_of, name), on_lost, turns)
+            for name, opens_one in opens.items()
+        }
+
+    @property
+    def state(self) -> EngineState:
+        states = {host.state for host in self._hosts.values()}
+        return next(state for state in _WORST_FIRST if state in states)
+
+    @property
+    def is_alive(self) -> bool:
+        return all(host.is_alive for host in self._hosts.values())
+
+    @property
+    def lost(self) -> EngineLost | None:
+        return next((host.lost for host in self._hosts.values() if host.lost is not None), None)
+
+    @property
+    def n_ranks_replaced(self) -> int:
+        return sum(host.n_ranks_replaced for host in self._hosts.values())
+
+    @property
+    def n_requests_rerun(self) -> int:
+        return sum(host.n_requests_rerun for host in self._hosts.values())
+
+    def fingerprint(self, model: str = "") -> Fingerprint | None:
+        """The identity of the model of this id."""
+        return self._hosts[model].fingerprint()
+
+    def start(self) -> None:
+        for host in self._hosts.values():
+            host.start()
+
+    def send(self, message: Message) -> None:
+        """Only requests name their model; to an engine that does not know it, an abort is nothing."""
+        if isinstance(message, Submit):
+            self._hosts[message.model].send(message)
+            return
+        for host in self._hosts.values():
+            host.send(message)
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        stopped = [host.stop(timeout_s) for host in self._hosts.values()]
+        return all(stopped)
+
+    def _deliver_of(self, name: str, delivery: Delivery) -> None:
+        """On the thread of one engine."""
+        stats = None if delivery.stats is None else delivery.stats._replace(model=name)
+        self._loads[name] = delivery.load
+        self._deliver(delivery._replace(stats=stats, load=_sum(dict(self._loads))))
+
+
+def _sum(by_model: Mapping[str, EngineLoad]) -> EngineLoad:
+    loads = list(by_model.values())
+    numbers = {
+        name: sum(getattr(load, name) for load in loads)
+        for name in EngineLoad._fields
+        if isinstance(getattr(loads[0], name), int)
+    }
+    return loads[0]._replace(**{**numbers, "pool": None, "by_model": by_model})

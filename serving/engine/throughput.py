@@ -1,0 +1,202 @@
+"""The speed of a model here, phase by phase, and its share of the machine's limits.
+
+Measured below the scheduler and the sampler, as llama-bench does, so that figures can be laid side by side: a
+`pp` test is one prefill of every sequence, a `tg` test is decode steps, a `pp+tg` test is both in one time.
+All of them begin behind `n_depth` positions that were computed before.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.models.packed_model import STACKS, ModelConfig, PackedModel
+
+COMPUTE_KIND = {"f32": "f32", "bf16": "bf16"}  # all others: int8
+
+
+class Forward(Protocol):
+    """The part of the ranks that is timed."""
+
+    def forward(self, batch: Batch) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One test: every sequence prefills `n_prompt` tokens, then decodes `n_gen` of them; one may be 0."""
+
+    n_prompt: int
+    n_gen: int
+    n_sequences: int
+    n_depth: int = 0
+    """Positions of each sequence that are computed before the test, not timed."""
+
+    @property
+    def name(self) -> str:
+        """llama-bench's name of the test, with the number of sequences where there are several."""
+        parts = [f"pp{self.n_prompt}"] if self.n_prompt else []
+        parts += [f"tg{self.n_gen}"] if self.n_gen else []
+        behind = f" @ d{self.n_depth}" if self.n_depth else ""
+        together = "" if self.n_sequences == 1 else f" x{self.n_sequences}"
+        return "+".join(parts) + behind + together
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens whose time counts."""
+        return self.n_sequences * (self.n_prompt + self.n_gen)
+
+    @property
+    def positions(self) -> int:
+        """Those of each sequence, with the ones before the test."""
+        return self.n_depth + self.n_prompt + self.n_gen
+
+    @property
+    def kv_slots(self) -> int:
+        """Slots that the test writes."""
+        return self.n_sequences * self.positions
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """The samples of one test, in the order taken."""
+
+    workload: Workload
+    samples_ns: tuple[int, ...]
+
+    @property
+    def samples_ts(self) -> list[float]:
+        """Tokens per second, sample by sample."""
+        return [self.workload.n_tokens * 1e9 / ns for ns in self.samples_ns]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.samples_ns) / 1e9
+
+
+def measure(
+    ranks: Forward,
+    workload: Workload,
+    vocab_size: int,
+    max_batch_tokens: int,
+    repetitions: int,
+    warm_ups: int = 1,
+) -> Throughput:
+    """Time `repetitions` runs of `workload` after `warm_ups` that are not counted.
+
+    What lies at positions before the test is computed once; each run writes its own positions anew.
+    """
+    count = workload.kv_slots
+    tokens = np.random.default_rng(0).integers(0, vocab_size, size=count).tolist()
+    for batch in _prefill(workload, tokens, 0, workload.n_depth, max_batch_tokens):
+        ranks.forward(batch)
+    samples = []
+    for _ in range(warm_ups + repetitions):
+        batches = list(_batches(workload, tokens, max_batch_tokens))
+        started_ns = time.perf_counter_ns()
+        for batch in batches:
+            ranks.forward(batch)
+        samples.append(time.perf_counter_ns() - started_ns)
+    return Throughput(workload, tuple(samples[warm_ups:]))
+
+
+def _batches(workload: Workload, tokens: list[int], max_batch_tokens: int) -> Iterator[Batch]:
+    first, end = workload.n_depth, workload.n_depth + workload.n_prompt
+    yield from _prefill(workload, tokens, first, end, max_batch_tokens)
+    for position in range(end, workload.positions):
+        yield Batch(
+            "decode",
+            tuple(
+                SequenceSlice((tokens[base + position],), position, base, wants_logits=True)
+                for base in _bases(workload)
+            ),
+        )
+
+
+def _prefill(
+    workload: Workload, tokens: list[int], first: int, last: int, max_batch_tokens: int
+) -> Iterator[Batch]:
+    """The positions from `first` to before `last` of every sequence, cut into batches."""
+    pending: list[SequenceSlice] = []
+    room = max_batch_tokens
+    for base in _bases(workload):
+        start = first
+        while start < last:
+            end = min(last, start + room)
+            ids = tokens[base + start : base + end]
+            pending.append(SequenceSlice(ids, start, base, wants_logits=end == last))
+            room -= end - start
+            start = end
+            if room == 0:
+                yield Batch("prefill", tuple(pending))
+                pending, room = [], max_batch_tokens
+    if pending:
+        yield Batch("prefill", tuple(pending))
+
+
+def _bases(workload: Workload) -> range:
+    """The first slot of each sequence."""
+    return range(0, workload.kv_slots, workload.positions)
+
+
+def flops(model: PackedModel, workload: Workload) -> float:
+    """Multiplies and adds of one run: the linear layers, attention, and the head where logits are made."""
+    head = model.weights.get("lm_head", model.weights["embed"])
+    layers = sum(
+        2 * w.n * w.k * _uses(model, name)
+        for name, w in model.products().items()
+        if name.startswith("layers.")
+    )
+    logit_rows = workload.n_sequences * (workload.n_gen + (workload.n_prompt > 0))
+    attention = workload.n_sequences * _attention_flops(model.config, workload)
+    return float(layers * workload.n_tokens + 2 * head.n * head.k * logit_rows + attention)
+
+
+def _unread_bytes(model: PackedModel, name: str, n_sequences: int) -> int:
+    """Bytes of a stack of experts that no row of a step with that many sequences needs."""
+    experts, one = model.config.experts, model.one_expert(name)
+    if experts is None or one is None:
+        return 0
+    return model.weights[name].nbytes - one.nbytes * min(experts.chosen * n_sequences, experts.count)
+
+
+def _uses(model: PackedModel, name: str) -> int:
+    """The number of times that one row is multiplied by a weight of `PackedModel.products`."""
+    experts = model.config.experts
+    return experts.chosen if experts is not None and name.endswith(STACKS) else 1
+
+
+def _attention_flops(config: ModelConfig, workload: Workload) -> int:
+    n = workload.n_prompt + workload.n_gen
+    scores = n * workload.n_depth + n * (n + 1) // 2  # causal: position i sees i + 1 keys
+    return 4 * scores * config.n_heads * config.head_dim * config.n_layers
+
+
+def streamed_bytes(model: PackedModel, workload: Workload, kv_bytes_per_slot: int) -> float:
+    """Bytes that decoding must read: every weight once a step, and each sequence's own keys and values.
+
+    Of experts, as many as are chosen for all sequences if no two choose the same.
+    """
+    embedding = 0 if model.config.tied_embeddings else model.weights["embed"].nbytes
+    unread = sum(_unread_bytes(model, name, workload.n_sequences) for name in model.weights)
+    weights = model.weight_bytes - embedding - unread
+    before = workload.n_gen * (workload.n_depth + workload.n_prompt)
+    kv = workload.n_sequences * kv_bytes_per_slot * (before + workload.n_gen * (workload.n_gen + 1) // 2)
+    return float(weights * workload.n_gen + kv)
+
+
+def compute_kind(model: PackedModel) -> str:
+    """The peak that bounds this model's prefill: that of the format holding most of its layers'
+    multiplies.
+    """
+    work: dict[str, int] = {}
+    for name, weight in model.weights.items():
+        if name.startswith("layers."):
+            kind = COMPUTE_KIND.get(weight.kind, "int8")
+            work[kind] = work.get(kind, 0) + weight.n * weight.k
+    return max(work, key=lambda kind: work[kind])

@@ -1,0 +1,75 @@
+"""The grammar job of the confined process: it compiles grammars, to learn whether they can be compiled.
+
+A compiled grammar cannot be handed to another process, so the server compiles once more what has been proven
+here to take neither long nor much memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable
+
+from phasewise.serving.grammar.guides import ANY_OBJECT, Grammar, TokenView, compile_grammar, open_tokenizer
+from phasewise.serving.sandbox.confined import JobRefused
+
+_INFO_FIELDS = (
+    "arena",
+    "ordblks",
+    "smblks",
+    "hblks",
+    "hblkhd",
+    "usmblks",
+    "fsmblks",
+    "uordblks",
+    "fordblks",
+    "keepcost",
+)
+
+
+def prepare(told: bytes) -> Callable[[bytes], bytes]:
+    """The job: a grammar's kind and text in, the bytes that it takes once it is compiled out.
+
+    Texts that a grammar forces are cut into the longest tokens, not as the model would: that changes nothing
+    of what a compilation costs, and no tokenizer need be loaded here.
+    """
+    known = json.loads(told)
+    pieces = [piece.encode("latin-1") for piece in known["pieces"]]
+    ends, specials = frozenset(known["ends"]), frozenset(known["specials"])
+    tokens = TokenView(len(pieces), ends, specials, pieces.__getitem__, lambda _text, _special: [])
+    tokenizer = open_tokenizer(tokens)
+    allocated = allocations()
+    compile_grammar(ANY_OBJECT, tokenizer, len(pieces))  # the first is slow, and each child would have one
+
+    def prove(request: bytes) -> bytes:
+        kind, text = json.loads(request)
+        before = allocated()
+        found = compile_grammar(Grammar(kind, text), tokenizer, len(pieces))
+        if isinstance(found, str):
+            raise JobRefused(found)
+        return str(max(1, allocated() - before)).encode()
+
+    return prove
+
+
+def allocations() -> Callable[[], int]:
+    """Tells the bytes that malloc has given out in this process of one arena, its own tables aside.
+
+    Growth of resident memory is no measure of a grammar: where it takes the place of one that has gone, there
+    is none.
+    """
+    library = ctypes.CDLL(None)
+    has_wide = hasattr(library, "mallinfo2")
+    number = ctypes.c_size_t if has_wide else ctypes.c_uint
+
+    class Info(ctypes.Structure):
+        _fields_ = tuple((name, number) for name in _INFO_FIELDS)
+
+    ask = library.mallinfo2 if has_wide else library.mallinfo
+    ask.restype = Info
+
+    def allocated() -> int:
+        info = ask()
+        return int(info.uordblks) + int(info.hblkhd)
+
+    return allocated

@@ -1,0 +1,448 @@
+"""Structured output: a grammar that forbids, token by token, whatever would break it.
+
+llguidance does the parsing; here is what surrounds it: our vocabulary as it wants to see it, the bounds that
+a grammar from outside is held to, the compiled grammars kept, and the masks put on logits.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.serving.errors import QueueFull, RequestError, ServingError
+from phasewise.serving.grammar.grammar_limits import checked_choices, checked_pattern, checked_schema
+from phasewise.serving.sandbox.confined import Bounds, ConfinedProcess, JobRefused, Overrun, Patience
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+_MOST_COMPILED = 32
+_MOST_COMPILED_BYTES = 24 << 20
+_TURN_S = 2.0
+_MOST_LARK_CHARACTERS = 256 * 1024
+BOUNDS = Bounds(seconds=1.0, memory_bytes=96 << 20)
+"""Limits of one compilation. An everyday schema takes some milliseconds and megabytes."""
+_STACK_BYTES = 64 * 1024 * 1024  # llguidance follows references by recursion
+_LONGEST_TOKEN_BYTES = 64
+
+_LIMITS = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 10_000,  # 1 to 2 kB each, for every answer
+    "max_grammar_size": 50_000,
+}
+_JSON_OPTIONS = {
+    # A small model that may write any amount of space sometimes writes nothing else.
+    "whitespace_pattern": r"( |\n[ \t]{0,32})",
+    "item_separator": ",",
+    "key_separator": ":",
+    "coerce_one_of": True,
+    "lenient": False,
+}
+
+
+class Guide(Protocol):
+    """The place that one answer has reached in its grammar. Used by one thread at a time."""
+
+    def fresh(self) -> Guide:
+        """The same grammar at its beginning. Any thread may ask a guide that is never advanced."""
+        ...
+
+    def forbid(self, logits: npt.NDArray[np.float32]) -> bool:
+        """Set to -inf what may not come next. False where nothing may: `logits` are then left as they are."""
+        ...
+
+    def advance(self, token_id: int) -> None:
+        """The answer goes on with this token, which `forbid` has let through."""
+        ...
+
+    @property
+    def end_token_id(self) -> int:
+        """The token that ends an answer where nothing else can come."""
+        ...
+
+    @property
+    def recipe(self) -> GuideRecipe:
+        """The sources that it is made of; another process makes an equal guide of it
+        (`late_guides.guide_of`).
+        """
+        ...
+
+
+class Grammar(NamedTuple):
+    """The required form of an answer: JSON that a schema describes, a text that a pattern matches as a
+    whole, or what a grammar of ours in llguidance's Lark describes."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+
+    @classmethod
+    def of_schema(cls, schema: object) -> Grammar:
+        """RequestError where the schema is too large."""
+        return cls("json_schema", checked_schema(schema))
+
+    @classmethod
+    def of_pattern(cls, pattern: str) -> Grammar:
+        """RequestError where the pattern is too large."""
+        return cls("regex", checked_pattern(pattern))
+
+    @classmethod
+    def of_choices(cls, choices: list[str]) -> Grammar:
+        """Exactly one of these texts."""
+        return cls("regex", checked_choices(choices))
+
+    @classmethod
+    def of_lark(cls, text: str) -> Grammar:
+        """One that we wrote around schemas from outside. RequestError where it is too large."""
+        if len(text) > _MOST_LARK_CHARACTERS:
+            raise RequestError(
+                f"the schemas of all tools have more than {_MOST_LARK_CHARACTERS} characters together; "
+                "offer fewer or simpler tools"
+            )
+        return cls("lark", text)
+
+
+@dataclass(frozen=True, slots=True)
+class CallMarks:
+    """Arguments of a `late_guides.CallGuide`."""
+
+    triggers: tuple[bytes, ...]
+    only_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtMarks:
+    """Arguments of a `late_guides.ThoughtGuide`."""
+
+    opening: bytes
+    closing: bytes
+    is_open: bool
+    opening_token: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class GuideRecipe:
+    """A guide as data: its grammar, and what may come before it. Thoughts come before calls."""
+
+    grammar: Grammar
+    n_bytes: int = 0
+    """Memory of the compiled grammar, as the process has measured that has proven it."""
+    calls: CallMarks | None = None
+    thoughts: ThoughtMarks | None = None
+
+
+ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
+
+
+@dataclass(frozen=True)
+class TokenView:
+    """A vocabulary as grammars see it. `vocab_size`: columns of the logits; ids without a name are empty."""
+
+    vocab_size: int
+    end_token_ids: frozenset[int]
+    special_ids: frozenset[int]
+    piece: Callable[[int], bytes]
+    encode: Callable[[str, bool], list[int]]
+
+    @cached_property
+    def pieces(self) -> list[bytes]:
+        return [self.piece(token_id) for token_id in range(self.vocab_size)]
+
+    def as_told(self) -> bytes:
+        """The facts of it that the grammar job of the confined process must know."""
+        return json.dumps(
+            {
+                "pieces": [piece.decode("latin-1") for piece in self.pieces],
+                "ends": sorted(self.end_token_ids),
+                "specials": sorted(self.special_ids),
+            }
+        ).encode()
+
+    def tokens_of(self, text: bytes) -> list[int]:
+        """The tokens that spell exactly these bytes in mid-text, cut as the model itself would cut them.
+
+        No special token is among them: a text that names one is data here, and must not end an answer.
+        """
+        try:
+            ids = self._encode_within(text.decode())
+        except UnicodeDecodeError:
+            ids = []
+        spelled = b"".join(self.pieces[token_id] for token_id in ids)
+        if spelled == text and not self.special_ids.intersection(ids):
+            return ids
+        return self._longest_first(text)
+
+    def _encode_within(self, text: str) -> list[int]:
+        if not self._opening:
+            return self.encode(text, False)
+        ids = self.encode(f"\n{text}", False)
+        return ids[len(self._opening) :] if ids[: len(self._opening)] == self._opening else []
+
+    @cached_property
+    def _opening(self) -> list[int]:
+        """The replacement of a line's end, where the vocabulary puts a space before a text; else nothing."""
+        spelled = b"".join(self.pieces[token_id] for token_id in self.encode("a", False))
+        return [] if spelled == b"a" else self.encode("\n", False)
+
+    @cached_property
+    def _id_of_piece(self) -> dict[bytes, int]:
+        plain = (at for at in range(self.vocab_size) if at not in self.special_ids and self.pieces[at])
+        return {self.pieces[token_id]: token_id for token_id in plain}
+
+    def _longest_first(self, text: bytes) -> list[int]:
+        ids, at = [], 0
+        while at < len(text):
+            for end in range(min(len(text), at + _LONGEST_TOKEN_BYTES), at, -1):
+                token_id = self._id_of_piece.get(text[at:end])
+                if token_id is not None:
+                    ids.append(token_id)
+                    break
+            else:
+                return ids  # the vocabulary cannot spell it
+            at = end
+        return ids
+
+
+class _Kept(NamedTuple):
+    """The outcome of one grammar: a matcher at its beginning, or why it is refused; and its memory."""
+
+    found: LLMatcher | str
+    n_bytes: int
+
+
+class GuideCompiler:
+    """From grammars to guides, for one vocabulary. Any thread may ask; nothing is loaded before the first.
+
+    A confined process compiles each grammar first, within bounds of memory and time (`confined`). What it has
+    proven is compiled again here: that takes as long and as much, and lets other threads of Python run.
+    """
+
+    def __init__(self, tokens: TokenView, bounds: Bounds = BOUNDS) -> None:
+        self._tokens = tokens
+        self._bounds = bounds
+        self._first_use = threading.Lock()
+        self._compiling = threading.Lock()
+        self._cache_lock = threading.Lock()
+        self._cache: OrderedDict[Grammar, _Kept] = OrderedDict()
+
+    @property
+    def tokens(self) -> TokenView:
+        """The vocabulary."""
+        return self._tokens
+
+    def warm(self) -> None:
+        """Do beforehand what the first grammar would have to wait for: some tenths of a second."""
+        with suppress(ServingError):  # the first grammar will say what is wrong
+            self.compile(ANY_OBJECT)
+
+    def _load(self) -> None:
+        with self._first_use:
+            _ = self._tokenizer
+            self._prover.start()
+
+    def close(self) -> None:
+        """End the confined process; the next grammar would start it again."""
+        with self._first_use:
+            self._prover.close()
+
+    def compile(self, grammar: Grammar, patience: Patience | None = None) -> Guide:
+        """A guide at the beginning of `grammar`, to be copied by `fresh`. Blocks: not for the event loop.
+
+        patience: what ends the compilation when it ends. RequestError where the grammar is refused,
+        QueueFull where others' take too long, Abandoned where patience has ended.
+        """
+        if not self._tokens.end_token_ids:
+            raise RequestError("this model names no end token, so its answers cannot be held to a grammar")
+        return self._guide(grammar, self._known(grammar) or self._compile_checked(grammar, patience))
+
+    def compile_proven(self, grammar: Grammar, n_bytes: int) -> Guide:
+        """The same where another process has compiled this grammar within its bounds before, to `n_bytes`.
+
+        RequestError where the grammar is refused.
+        """
+        with self._first_use:
+            _ = self._tokenizer
+        return self._guide(grammar, self._known(grammar) or self._compile_here(grammar, n_bytes))
+
+    def known(self, grammar: Grammar) -> Guide | None:
+        """The guide of a grammar that was compiled of late; else None, and at once."""
+        kept = self._known(grammar)
+        return None if kept is None or isinstance(kept.found, str) else self._guide(grammar, kept)
+
+    def _guide(self, grammar: Grammar, kept: _Kept) -> Guide:
+        if isinstance(kept.found, str):
+            raise RequestError(kept.found)
+        recipe = GuideRecipe(grammar, kept.n_bytes)
+        return _MatcherGuide(recipe, kept.found, self._tokens.vocab_size, min(self._tokens.end_token_ids))
+
+    def _known(self, grammar: Grammar) -> _Kept | None:
+        with self._cache_lock:
+            kept = self._cache.get(grammar)
+            if kept is not None:
+                self._cache.move_to_end(grammar)
+            return kept
+
+    def _keep(self, grammar: Grammar, kept: _Kept) -> _Kept:
+        with self._cache_lock:
+            self._cache[grammar] = kept
+            while len(self._cache) > _MOST_COMPILED or self._kept_bytes() > _MOST_COMPILED_BYTES:
+                self._cache.popitem(last=False)
+        return kept
+
+    def _kept_bytes(self) -> int:
+        return sum(kept.n_bytes + len(grammar.text) for grammar, kept in self._cache.items())
+
+    def _compile_checked(self, grammar: Grammar, patience: Patience | None) -> _Kept:
+        """One at a time, so that grammars never take more than one core from answers."""
+        self._load()
+        try:
+            n_bytes = int(self._prover.ask(json.dumps(grammar).encode(), patience, _TURN_S))
+        except TimeoutError as error:
+            raise QueueFull("grammars of other requests are being compiled; try again later") from error
+        except JobRefused as error:
+            return self._keep(grammar, _Kept(str(error), 0))
+        except Overrun as error:
+            return self._keep(grammar, _Kept(f"the grammar is too complex: {error}; make it simpler", 0))
+        return self._compile_here(grammar, n_bytes)
+
+    def _compile_here(self, grammar: Grammar, n_bytes: int) -> _Kept:
+        with self._compiling:
+            known = self._known(grammar)
+            if known is not None:
+                return known
+            found = _with_stack(lambda: compile_grammar(grammar, self._tokenizer, self._tokens.vocab_size))
+            return self._keep(grammar, _Kept(found, n_bytes))
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        return open_tokenizer(self._tokens)
+
+    @cached_property
+    def _prover(self) -> ConfinedProcess:
+        return ConfinedProcess("grammar", self._tokens.as_told(), self._bounds)
+
+
+def open_tokenizer(tokens: TokenView) -> LLTokenizer:
+    """The vocabulary's tree, as llguidance walks it."""
+    from llguidance import LLTokenizer
+
+    ends = sorted(tokens.end_token_ids)
+    return LLTokenizer(_Wrapped(tokens, ends[0]), tokens.vocab_size, ends)  # type: ignore[arg-type]
+
+
+class _Wrapped:
+    """A TokenView with the names that llguidance looks for."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: TokenView, end_token_id: int) -> None:
+        self.eos_token_id = end_token_id
+        self.tokens = tokens.pieces
+        self.special_token_ids = sorted(tokens.special_ids)
+        self._tokens_of = tokens.tokens_of
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._tokens_of(text.encode() if isinstance(text, str) else text)
+
+
+class _MatcherGuide:
+    """A `Guide` over a matcher of llguidance."""
+
+    def __init__(self, recipe: GuideRecipe, matcher: LLMatcher, vocab_size: int, end_token_id: int) -> None:
+        self.recipe = recipe
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._mask = np.zeros((vocab_size + 31) // 32, dtype=np.uint32)
+        self.end_token_id = end_token_id
+
+    def fresh(self) -> _MatcherGuide:
+        return _MatcherGuide(self.recipe, self._matcher.deep_copy(), self._vocab_size, self.end_token_id)
+
+    def forbid(self, logits: npt.NDArray[np.float32]) -> bool:
+        allowed = _allowed(self._matcher, self._mask, self._vocab_size)
+        n_allowed = 0 if self._matcher.is_error() else np.count_nonzero(allowed)
+        if n_allowed == 0:
+            return False
+        if 2 * n_allowed < self._vocab_size:
+            ids = np.flatnonzero(allowed)
+            kept = logits[ids]
+            logits.fill(-np.inf)
+            logits[ids] = kept
+        else:
+            logits[np.flatnonzero(allowed == 0)] = -np.inf
+        return True
+
+    def advance(self, token_id: int) -> None:
+        self._matcher.consume_token(token_id)  # where it fails, the next `forbid` says so
+
+
+def _allowed(matcher: LLMatcher, mask: npt.NDArray[np.uint32], vocab_size: int) -> npt.NDArray[np.uint8]:
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    return np.unpackbits(mask.view(np.uint8), bitorder="little", count=vocab_size)
+
+
+def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer, vocab_size: int) -> LLMatcher | str:
+    """The grammar's matcher, its first mask computed, or why there is none."""
+    from llguidance import LLMatcher
+
+    try:
+        matcher = LLMatcher(tokenizer, _for_llguidance(grammar), log_level=0, limits=_limits())
+    except ValueError as error:  # JSON that Rust does not read, such as half a surrogate pair
+        return f"the grammar cannot be used: {_in_one_line(str(error))}"
+    if not matcher.is_error():
+        allowed = _allowed(matcher, np.zeros((vocab_size + 31) // 32, dtype=np.uint32), vocab_size)
+        if not matcher.is_error() and allowed.any():
+            return matcher
+    return f"the grammar cannot be used: {_in_one_line(matcher.get_error()) or 'no text is allowed by it'}"
+
+
+def _for_llguidance(grammar: Grammar) -> str:
+    from llguidance import LLMatcher
+
+    if grammar.kind == "lark":
+        return grammar.text
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.text)
+    return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
+
+
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(**_LIMITS, verbose_errors=False)  # type: ignore[arg-type]
+
+
+def _in_one_line(message: str) -> str:
+    if message.startswith("panic"):
+        return "it is too complex"
+    return " ".join(message.replace("<non-verbose/>", "").split())[:300]
+
+
+def _with_stack(work: Callable[[], LLMatcher | str]) -> LLMatcher | str:
+    """Return the result of `work`, run on a thread with a large stack."""
+    outcome: Future[LLMatcher | str] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # the one that waits gets it
+            outcome.set_exception(error)
+
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        threading.Thread(target=run, name="grammar", daemon=True).start()
+    finally:
+        threading.stack_size(before)
+    return outcome.result()

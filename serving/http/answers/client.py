@@ -1,0 +1,394 @@
+"""The asyncio side of the engine: messages out, the pieces of each HTTP answer in. All on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from phasewise._words import counted, plural
+from phasewise.serving.engine.messages import (
+    Abort,
+    Answer,
+    Delivery,
+    EngineLoad,
+    Failure,
+    Message,
+    StepStats,
+    Submit,
+)
+from phasewise.serving.errors import QueueFull, RequestError, ServingError, Stopping
+from phasewise.serving.http.answers.loop_wakeup import LoopWakeup
+from phasewise.serving.http.answers.places import displaced
+from phasewise.serving.http.http_settings import HttpLimits, RequestFacts
+
+Pieces = list[tuple[int, Answer]]
+"""(Index of the request among those sent, piece)."""
+
+_RATE_OF_LAST = 64
+_LONGEST_RETRY_S = 300
+_MOST_RESPONSES = 8
+"""All answers together may hold at most as much memory as this number of the largest allowed answers."""
+_TOKEN_BYTES = 128
+_ALTERNATIVE_BYTES = 112
+"""A log-probability of a token that was not chosen: two numbers in a tuple."""
+
+
+class AnswerStream:
+    """The pieces of one HTTP answer.
+
+    `most_unread`: most pieces that may wait here; with one more the stream closes itself and calls
+    `on_overflow`. None: the reader always keeps up.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        requests: Sequence[Submit],
+        most_unread: int | None = None,
+        on_overflow: Callable[[], None] = lambda: None,
+        owner: str = "",
+    ) -> None:
+        self.owner = owner
+        self.has_begun = False
+        """True if a piece of it has come, or it has ended."""
+        self.n_bytes = 0
+        """Memory, approximately: pieces that wait here, and all pieces of an answer that is sent whole."""
+        self._client = client
+        self._index = {request.request_id: index for index, request in enumerate(requests)}
+        self._open = set(self._index)
+        self._arrived: deque[Answer | Failure] = deque()
+        self._something = asyncio.Event()
+        """Cleared only while a task waits in `take`."""
+        self._most_unread = most_unread
+        self._on_overflow = on_overflow
+        self.at_once: Callable[[Iterable[Answer | Failure]], bool] | None = None
+        """Offered what has come while a task waits in `take`; True: it has passed all of it on."""
+        self.closed = self._is_refused = False
+
+    @property
+    def n_places(self) -> int:
+        """Its choices, each of which holds a place from its beginning to its end."""
+        return len(self._index)
+
+    def put(self, out: Answer | Failure) -> None:
+        """After the last of a delivery, `wake`."""
+        if self.closed or self._is_refused:
+            return
+        self.has_begun = True
+        if self._most_unread is not None and len(self._arrived) >= self._most_unread:
+            self.close()
+            self._on_overflow()
+            return
+        self._arrived.append(out)
+        if isinstance(out, Answer):
+            size = _bytes_of(out)
+            self.n_bytes += size
+            self._client.holds(self, size)
+
+    def refuse(self, error: RequestError) -> None:
+        """End it: its reader is told, or cut off where an answer has begun to be sent."""
+        if self._most_unread is None:
+            self.give_way(error)
+        else:
+            self.close()
+            self._on_overflow()
+
+    def give_way(self, error: ServingError) -> None:
+        """End it, its places free at once: its reader is told the error."""
+        self._is_refused = self.has_begun = True
+        request_id = next(iter(self._index))
+        self._client.release(self, self._open)
+        self._open = {request_id}
+        self._arrived.append(Failure(request_id, error))
+        self._something.set()
+
+    def wake(self) -> None:
+        """Pass on what has come, `at_once` or through `take`. A switch of tasks costs more than an event."""
+        is_awaited = not self._something.is_set()
+        if is_awaited and self.at_once is not None and self.at_once(self._arrived):
+            self._arrived.clear()
+            self._release()
+        else:
+            self._something.set()
+
+    async def take(self) -> Pieces:
+        """All pieces that have come, at least one; none after the last, and once the stream is closed.
+
+        Raises what the engine says where a request fails.
+        """
+        while not self._arrived:
+            if not self._open or self.closed:
+                return []
+            self._something.clear()
+            await self._something.wait()
+        pieces: Pieces = []
+        while self._arrived:
+            out = self._arrived[0]
+            if isinstance(out, Failure):
+                if pieces:  # they came before it
+                    break
+                self._arrived.popleft()
+                self._open.discard(out.request_id)
+                raise out.error
+            self._arrived.popleft()
+            if out.finish_reason is not None:
+                self._open.discard(out.request_id)
+            pieces.append((self._index[out.request_id], out))
+        if self._most_unread is not None:
+            self._release()
+        return pieces
+
+    def _release(self) -> None:
+        """Note that what was held has gone to the reader."""
+        self._client.holds(self, -self.n_bytes)
+        self.n_bytes = 0
+
+    def close(self) -> None:
+        """Stop listening; what has not ended is aborted. Closing twice does nothing more."""
+        if self.closed:
+            return
+        self.closed = True
+        ended = {out.request_id for out in self._arrived if isinstance(out, Failure) or out.finish_reason}
+        self._arrived.clear()
+        self._release()
+        self._client.forget(self, self._index, self._open - ended)
+        self._open = set()
+        self._something.set()
+
+
+def _bytes_of(piece: Answer) -> int:
+    """The memory of a piece, more or less."""
+    tokens = piece.tokens
+    n_alternatives = sum(len(token.top) for token in tokens) if tokens and tokens[0].top else 0
+    return len(piece.text) + _TOKEN_BYTES * (1 + len(tokens)) + _ALTERNATIVE_BYTES * n_alternatives
+
+
+class Observer(Protocol):
+    """Sees the traffic, for metrics and for the length log."""
+
+    def sent(self, request: Submit, facts: RequestFacts) -> None: ...
+
+    def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None: ...
+
+    def forgotten(self, request_id: str) -> None: ...
+
+
+class EngineClient:
+    """Routes each piece that the engine delivers to the HTTP answer that waits for it."""
+
+    def __init__(self, send: Callable[[Message], None], limits: HttpLimits) -> None:
+        self._send = send
+        self._limits = limits
+        self._streams: dict[str, AnswerStream] = {}
+        self._answers: dict[AnswerStream, None] = {}
+        """In order of arrival."""
+        self._ends_s: deque[float] = deque(maxlen=_RATE_OF_LAST)
+        self._started_s: dict[str, float] = {}
+        self._n_of_owner: Counter[str] = Counter()
+        self._held_bytes = 0
+        self._delivered: deque[Delivery] = deque()
+        self._wakeup: LoopWakeup | None = None
+        self._observers: list[Observer] = []
+        self.load: EngineLoad | None = None
+        """The engine's, as it said last."""
+
+    @property
+    def sign_of_life_s(self) -> float:
+        """The time for which a stream may say nothing."""
+        return self._limits.sign_of_life_s
+
+    @property
+    def n_live(self) -> int:
+        """Requests sent and not ended."""
+        return len(self._streams)
+
+    @property
+    def n_answers(self) -> int:
+        """HTTP answers that are not sent to their end."""
+        return len(self._answers)
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Say on which loop the HTTP answers live. Deliveries before are lost: no request can have come."""
+        self._wakeup = LoopWakeup(loop, self._route_delivered)
+
+    def close(self) -> None:
+        """Once nothing is delivered any more."""
+        if self._wakeup is not None:
+            self._wakeup.close()
+            self._wakeup = None
+
+    def observe(self, observer: Observer) -> None:
+        """`observer` sees all that is sent and delivered, on the event loop."""
+        self._observers.append(observer)
+
+    def open(
+        self,
+        requests: Sequence[Submit],
+        facts: Sequence[RequestFacts],
+        on_overflow: Callable[[], None] | None = None,
+        owner: str = "",
+    ) -> AnswerStream:
+        """Send requests to the engine, `facts` being what is known of each. QueueFull: not now.
+
+        on_overflow: their reader may be slow; called when it is too far behind, and all is aborted.
+        owner: the client whose share of all places they take, and whose turn they wait for.
+        """
+        self._find_places(len(requests), owner)
+        if on_overflow is None:
+            stream = AnswerStream(self, requests, owner=owner)
+        else:
+            most_unread = self._limits.max_pieces_unread * len(requests)
+            stream = AnswerStream(self, requests, most_unread, on_overflow, owner)
+        self._n_of_owner[owner] += len(requests)
+        self._answers[stream] = None
+        now_s = time.monotonic()
+        if not self._streams:  # how fast answers ended before a pause says nothing of now
+            self._ends_s.clear()
+        for request, known in zip(requests, facts, strict=True):
+            self._streams[request.request_id] = stream
+            self._started_s[request.request_id] = now_s
+            for observer in self._observers:
+                observer.sent(request, known)
+            self._send(replace(request, client=owner))
+        return stream
+
+    def holds(self, stream: AnswerStream, n_bytes: int) -> None:
+        """`stream` holds `n_bytes` more, or fewer. Where it, or all, hold too much, the largest ends."""
+        self._held_bytes += n_bytes
+        if n_bytes <= 0:
+            return
+        if stream.n_bytes > self._limits.max_response_bytes:
+            largest = stream
+        elif self._held_bytes > _MOST_RESPONSES * self._limits.max_response_bytes:
+            largest = max(self._answers, key=lambda one: one.n_bytes)
+        else:
+            return
+        largest.refuse(
+            RequestError(
+                f"the answer takes more than {self._limits.max_response_bytes} bytes of memory, or all "
+                "answers take too much; ask for fewer choices, tokens or log-probabilities, or stream it"
+            )
+        )
+
+    def forget(self, stream: AnswerStream, request_ids: Iterable[str], unfinished: set[str]) -> None:
+        """The reader of these has gone; those unfinished are aborted."""
+        self._answers.pop(stream, None)
+        for request_id in request_ids:
+            self._end(request_id)
+        self._abort(unfinished)
+
+    def release(self, stream: AnswerStream, request_ids: set[str]) -> None:
+        """Abort these, and free their places for others at once."""
+        self._answers.pop(stream, None)
+        for request_id in request_ids:
+            self._free(request_id)
+        self._abort(request_ids)
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._send(Abort(request_id))
+            for observer in self._observers:
+                observer.forgotten(request_id)
+
+    def deliver(self, delivery: Delivery) -> None:
+        """From the engine's thread."""
+        self.load = delivery.load
+        if self._wakeup is not None:
+            self._delivered.append(delivery)
+            self._wakeup.wake()
+
+    def end_everything(self) -> None:
+        """Tell every answer in progress that the server is stopping, unless the engine has told it more."""
+        self._route_delivered()
+        self._route(tuple(Failure(one, Stopping("the server is stopping")) for one in self._streams), None)
+
+    def retry_after_s(self, n_too_many: int) -> int:
+        """Seconds until `n` places will be free, if answers go on ending at the rate at which the last did.
+
+        Before any has ended: the age of the oldest, for it has at least begun.
+        """
+        now_s = time.monotonic()
+        if len(self._ends_s) > 1:
+            # To now, not to the last end: an engine that has stopped ending answers is slow.
+            wait_s = n_too_many * (now_s - self._ends_s[0]) / len(self._ends_s)
+        else:
+            wait_s = now_s - min(self._started_s.values(), default=now_s)
+        return max(1, min(_LONGEST_RETRY_S, math.ceil(wait_s)))
+
+    def _find_places(self, n_new: int, owner: str) -> None:
+        """Make sure that `n_new` places are free, if need be those of a client that holds more. QueueFull."""
+        most, share = self._limits.max_live_requests, self._limits.max_sequences_per_key
+        if n_new > min(most, share):
+            raise RequestError(
+                f"this server computes at most {min(most, share)} choices of one client at a time", "n"
+            )
+        n_own = self._n_of_owner[owner]
+        if n_own + n_new > share:
+            after_s = self.retry_after_s(n_own + n_new - share)
+            raise QueueFull(
+                f"{counted(n_own, 'request')} of yours {plural(n_own, 'is', 'are')} in progress or waiting,"
+                f" and {share} may be; try again in {after_s} s",
+                after_s,
+            )
+        n_missing = max(self.n_live + n_new - most, self._n_too_many_waiting(n_new))
+        if n_missing <= 0:
+            return
+        after_s = self.retry_after_s(n_missing)
+        full = QueueFull(
+            f"{counted(self.n_live, 'request')} {plural(self.n_live, 'is', 'are')} in progress or waiting"
+            f" and no more may be; try again in {after_s} s",
+            after_s,
+        )
+        waiting = [stream for stream in self._answers if not stream.has_begun]
+        others = displaced(n_missing, owner, n_new, self._n_of_owner, waiting)
+        if not others:
+            raise full
+        for stream in others:
+            stream.give_way(full)
+
+    def _n_too_many_waiting(self, n_new: int) -> int:
+        """The number of waiting requests beyond the limit, where the engine has no room even for those that
+        wait already.
+        """
+        if self.load is None or self.load.n_waiting == 0:
+            return 0
+        return self.n_live - self.load.n_running + n_new - self._limits.max_waiting_requests
+
+    def _route_delivered(self) -> None:
+        while self._delivered:
+            delivery = self._delivered.popleft()
+            self._route(delivery.outs, delivery.stats)
+
+    def _route(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
+        for observer in self._observers:
+            observer.delivered(outs, stats)
+        told: dict[AnswerStream, None] = {}
+        for out in outs:
+            stream = self._streams.get(out.request_id)
+            if isinstance(out, Failure) or out.finish_reason is not None:
+                self._end(out.request_id)
+            if stream is not None:
+                stream.put(out)
+                told[stream] = None
+        for stream in told:
+            stream.wake()
+
+    def _end(self, request_id: str) -> None:
+        if self._free(request_id):
+            self._ends_s.append(time.monotonic())
+
+    def _free(self, request_id: str) -> bool:
+        """Free the place of a request. False: it holds none any more."""
+        stream = self._streams.pop(request_id, None)
+        if stream is None:
+            return False
+        self._n_of_owner[stream.owner] -= 1
+        if not self._n_of_owner[stream.owner]:
+            del self._n_of_owner[stream.owner]
+        del self._started_s[request_id]
+        return True

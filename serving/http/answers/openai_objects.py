@@ -1,0 +1,337 @@
+"""From pieces of answers to OpenAI's objects: completions and chat, whole and streamed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+from phasewise.serving.engine.messages import Answer, DraftCounts, Evidence, Failure, Submit
+from phasewise.serving.engine.receipts import FinishReason
+from phasewise.serving.http.errors import ApiError
+from phasewise.serving.http.http_settings import RequestFacts, ServedModel
+from phasewise.serving.sampling.sampling import SampledToken
+from phasewise.serving.tools.parts import Begun, Call, Piece, Reader, Reasoning, Text
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Choice:
+    """The arrived part of one choice."""
+
+    text: str = ""
+    tokens: list[SampledToken] = field(default_factory=list)
+    n_generated: int = 0
+    n_cached: int = 0
+    finish_reason: FinishReason | None = None
+    drafts: DraftCounts | None = None
+    evidence: Evidence | None = None
+
+    def add(self, piece: Answer) -> None:
+        self.text += piece.text
+        self.tokens.extend(piece.tokens)
+        self.n_generated = piece.n_generated
+        self.n_cached = piece.n_cached
+        self.finish_reason = piece.finish_reason
+        self.drafts = piece.drafts
+        self.evidence = piece.evidence
+
+
+class Used(NamedTuple):
+    """Tokens of one choice."""
+
+    n_generated: int
+    n_cached: int
+    """Tokens of its prompt that were not computed again."""
+    drafts: DraftCounts | None
+    """None where drafts are off."""
+
+
+class Rendering(Protocol):
+    """The form of one kind of response. `head` is the part that every object of the response repeats."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if an event may carry a piece's text as it is."""
+        ...
+
+    def head(self, *, streamed: bool) -> Json: ...
+
+    def opening(self, index: int) -> Json | None:
+        """The choice that opens a stream, before any text."""
+        ...
+
+    def delta(self, index: int, piece: Answer, n_chars_before: int) -> Json | None:
+        """None: there is nothing to say yet."""
+        ...
+
+    def whole(self, index: int, choice: Choice) -> Json: ...
+
+
+class EventWriter(Protocol):
+    """Writes the events of one stream."""
+
+    def opening(self) -> bytes:
+        """Before the first piece."""
+        ...
+
+    def of(self, pieces: Iterable[tuple[int, Answer]]) -> bytes:
+        """The answer's parts from pieces, each with the index of its request."""
+        ...
+
+    def of_text(self, outs: Iterable[Answer | Failure]) -> bytes | None:
+        """The same, quickly, where each has text and nothing else to say; None: ask `of`."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """In place of the rest."""
+        ...
+
+    def closing(self) -> bytes:
+        """After the last piece."""
+        ...
+
+
+class Form(NamedTuple):
+    """A way of writing a reply out: as one object, or as events."""
+
+    whole: Callable[[Sequence[Choice]], bytes]
+    events: Callable[[], EventWriter]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One HTTP answer to be: the messages it takes, `n` of them to a prompt, and how it looks."""
+
+    requests: Sequence[Submit]
+    facts: Sequence[RequestFacts]
+    n_choices_per_prompt: int
+    rendering: Rendering
+    streamed: bool
+    include_usage: bool
+    continuous_usage: bool = False
+    """The usage so far in every event."""
+    form: Form | None = None
+    """The form in which it is written out; None: as choices of a completion or a chat."""
+    receipt: Callable[[Submit, Evidence, FinishReason], Json] | None = None
+    """Makes and keeps the receipt of a choice that has ended; None where none is asked for."""
+
+    def with_receipt(self, index: int, said: Json, ended: Answer | Choice) -> Json:
+        """The choice as it is said, and its receipt where it has ended and shall have one."""
+        if self.receipt is None or ended.evidence is None or ended.finish_reason is None:
+            return said
+        return {**said, "receipt": self.receipt(self.requests[index], ended.evidence, ended.finish_reason)}
+
+    def usage(self, counts: Sequence[Used]) -> Json:
+        """Tokens of all prompts, each once, and of all answers. `counts`: of each choice."""
+        firsts = self.requests[:: self.n_choices_per_prompt]
+        n_prompt = sum(len(request.prompt_token_ids) for request in firsts)
+        n_generated = sum(one.n_generated for one in counts)
+        usage: Json = {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_generated,
+            "total_tokens": n_prompt + n_generated,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(one.n_cached for one in counts[:: self.n_choices_per_prompt])
+            },
+        }
+        drafts = [one.drafts for one in counts if one.drafts is not None]
+        if drafts:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": sum(one.accepted for one in drafts),
+                "rejected_prediction_tokens": sum(one.rejected for one in drafts),
+            }
+        return usage
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReading:
+    """The reading of the answers of one request. `call_id`: a new id for a call."""
+
+    open: Callable[[], Reader]
+    call_id: Callable[[], str]
+
+
+class _ReadChoice:
+    """The part of one choice that has been read."""
+
+    def __init__(self, reading: AnswerReading) -> None:
+        self._reader = reading.open()
+        self._call_id = reading.call_id
+        self._n_calls = 0
+
+    def delta(self, text: str, *, is_last: bool) -> Json:
+        """The new part: `content`, `reasoning_content` and `tool_calls`, each where there is any.
+
+        A call comes with its name and id at once, and its arguments with it or in pieces of the same index.
+        """
+        parts = self._reader.feed(text)
+        if is_last:
+            parts += self._reader.finish()
+        said: Json = {}
+        for part in parts:
+            match part:
+                case Reasoning(text=thought):
+                    said["reasoning_content"] = said.get("reasoning_content", "") + thought
+                case Text(text=words):
+                    said["content"] = said.get("content", "") + words
+                case Call(name=name, arguments=arguments):
+                    said.setdefault("tool_calls", []).append(self._called(name, arguments))
+                case Begun(name=name):
+                    said.setdefault("tool_calls", []).append(self._called(name, ""))
+                case Piece(text=piece):
+                    self._add_arguments(said.setdefault("tool_calls", []), piece)
+        return said
+
+    def reason(self, reason: str | None) -> str | None:
+        """Why the choice ended: with calls, where it ended by itself and has some."""
+        return "tool_calls" if reason == "stop" and self._n_calls else reason
+
+    def _called(self, name: str, arguments: str) -> Json:
+        self._n_calls += 1
+        return {
+            "index": self._n_calls - 1,
+            "id": self._call_id(),
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+
+    def _add_arguments(self, calls: list[Json], piece: str) -> None:
+        """To the call that has begun last, which another delta may have begun."""
+        if not calls:
+            calls.append({"index": self._n_calls - 1, "function": {"arguments": ""}})
+        calls[-1]["function"]["arguments"] += piece
+
+
+class _Fixed:
+    """The parts that both kinds share: the fields of every object, and how tokens are written out."""
+
+    def __init__(self, response_id: str, model: ServedModel) -> None:
+        self._fixed = {
+            "id": response_id,
+            "created": int(time.time()),
+            "model": model.model_id,
+            "system_fingerprint": model.system_fingerprint,
+        }
+        self._model = model
+
+    def _text(self, token_id: int) -> str:
+        return self._model.piece(token_id).decode("utf-8", "replace")
+
+    def _scored(self, tokens: Sequence[SampledToken], reason: str | None) -> list[SampledToken]:
+        """The tokens with a log-probability, without the end token: it is no part of the text."""
+        ended = reason == "stop" and tokens and tokens[-1].token_id in self._model.end_token_ids
+        return [token for token in (tokens[:-1] if ended else tokens) if token.logprob is not None]
+
+
+class CompletionRendering(_Fixed):
+    """`/v1/completions`."""
+
+    is_plain = True
+
+    def head(self, *, streamed: bool) -> Json:
+        return {**self._fixed, "object": "text_completion"}
+
+    def opening(self, index: int) -> Json | None:
+        return None
+
+    def delta(self, index: int, piece: Answer, n_chars_before: int) -> Json:
+        logprobs = self._logprobs(self._scored(piece.tokens, piece.finish_reason), n_chars_before)
+        return {
+            "index": index,
+            "text": piece.text,
+            "logprobs": logprobs,
+            "finish_reason": piece.finish_reason,
+        }
+
+    def whole(self, index: int, choice: Choice) -> Json:
+        logprobs = self._logprobs(self._scored(choice.tokens, choice.finish_reason), 0)
+        return {
+            "index": index,
+            "text": choice.text,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _logprobs(self, tokens: Sequence[SampledToken], offset: int) -> Json | None:
+        if not tokens:
+            return None
+        texts = [self._text(token.token_id) for token in tokens]
+        return {
+            "tokens": texts,
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [{self._text(one): value for one, value in token.top} for token in tokens],
+            "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)),
+        }
+
+
+class ChatRendering(_Fixed):
+    """`/v1/chat/completions`. `reading`: how answers are read that may have calls or thoughts in them."""
+
+    def __init__(self, response_id: str, model: ServedModel, reading: AnswerReading | None = None) -> None:
+        super().__init__(response_id, model)
+        self._reading = reading
+        self._streamed: dict[int, _ReadChoice] = {}
+
+    @property
+    def is_plain(self) -> bool:
+        return self._reading is None
+
+    def head(self, *, streamed: bool) -> Json:
+        return {**self._fixed, "object": "chat.completion.chunk" if streamed else "chat.completion"}
+
+    def opening(self, index: int) -> Json | None:
+        return _chat_choice(index, "delta", {"role": "assistant", "content": ""}, None, None)
+
+    def delta(self, index: int, piece: Answer, n_chars_before: int) -> Json | None:
+        content: Json = {"content": piece.text} if piece.text else {}
+        reason: str | None = piece.finish_reason
+        logprobs = self._logprobs(self._scored(piece.tokens, reason))
+        if self._reading is not None:
+            if index not in self._streamed:
+                self._streamed[index] = _ReadChoice(self._reading)
+            read = self._streamed[index]
+            content = read.delta(piece.text, is_last=reason is not None)
+            reason = read.reason(reason)
+            if not content and not logprobs and reason is None:
+                return None
+        return _chat_choice(index, "delta", content, logprobs, reason)
+
+    def whole(self, index: int, choice: Choice) -> Json:
+        message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
+        reason: str | None = choice.finish_reason
+        logprobs = self._logprobs(self._scored(choice.tokens, reason))
+        if self._reading is not None:
+            read = _ReadChoice(self._reading)
+            said = read.delta(choice.text, is_last=True)
+            calls = [
+                {key: value for key, value in one.items() if key != "index"}
+                for one in said.pop("tool_calls", ())
+            ]
+            message |= {"content": None if calls else "", **said}
+            if calls:
+                message["tool_calls"] = calls
+            reason = read.reason(reason)
+        return _chat_choice(index, "message", message, logprobs, reason)
+
+    def _logprobs(self, tokens: Sequence[SampledToken]) -> Json | None:
+        if not tokens:
+            return None
+        entries = [
+            {
+                **self._named(token.token_id, token.logprob),
+                "top_logprobs": [self._named(one, value) for one, value in token.top],
+            }
+            for token in tokens
+        ]
+        return {"content": entries, "refusal": None}
+
+    def _named(self, token_id: int, logprob: float | None) -> Json:
+        return {"token": self._text(token_id), "logprob": logprob, "bytes": list(self._model.piece(token_id))}
+
+
+def _chat_choice(index: int, key: str, content: Json, logprobs: Json | None, reason: str | None) -> Json:
+    return {"index": index, key: content, "logprobs": logprobs, "finish_reason": reason}

@@ -1,0 +1,233 @@
+"""Waiting for an answer and sending it: as one object, or as server-sent events while it is made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from functools import partial
+
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from phasewise.serving.engine.messages import Answer, Failure
+from phasewise.serving.errors import RankLost, ServingError
+from phasewise.serving.http.answers.client import AnswerStream, EngineClient, Pieces
+from phasewise.serving.http.answers.openai_objects import Choice, EventWriter, Reply, Used
+from phasewise.serving.http.answers.sse_events import Events, encode
+from phasewise.serving.http.errors import ClientLeft, from_engine
+from phasewise.serving.http.routes.middleware import client_of
+from phasewise.serving.http.transport.connection import Connection, connection_of
+
+COMMENTS_HEADER = "X-Stream-Comments"
+"""`off`: a request's stream has no comments, and its head waits for the first token."""
+_COMMENT = b": keep-alive\n\n"
+_TOKENS_WORTH_A_THREAD = 256
+"""Writing out the log-probabilities of more takes longer than other answers may wait."""
+
+
+async def respond(client: EngineClient, reply: Reply, request: Request) -> Response:
+    """Send the messages and answer with what comes back. A client that leaves frees its KV slots."""
+    if reply.streamed:
+        return await _streamed(client, reply, request)
+    return await _whole(client, reply, request)
+
+
+async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Response:
+    connection = connection_of(request.scope)
+    stream = client.open(
+        reply.requests,
+        reply.facts,
+        connection.cut if connection else lambda: None,
+        client_of(request.scope).name,
+    )
+    leaving = _closing_when_gone(stream, request)
+    first = asyncio.ensure_future(stream.take())
+    every_s = None if request.headers.get(COMMENTS_HEADER) == "off" else client.sign_of_life_s
+    try:
+        # Headers wait for the first piece, so that an early failure still gets its own status; but no longer
+        # than clients wait for a sign of life.
+        await asyncio.wait((first,), timeout=every_s)
+        if first.done():
+            first.result()
+        if stream.closed:
+            raise ClientLeft
+    except BaseException:
+        first.cancel()
+        leaving.cancel()
+        stream.close()
+        raise
+    events = reply.form.events() if reply.form else Events(reply)
+    return _EventStream(events, first, stream, leaving, every_s)
+
+
+async def _whole(client: EngineClient, reply: Reply, request: Request) -> Response:
+    try:
+        choices = await _choices(client, reply, request)
+    except RankLost:  # nothing of it was sent, so it may run again, from the start
+        choices = await _choices(client, reply, request)
+    n_scored = sum(len(choice.tokens) for choice in choices if choice.tokens and choice.tokens[0].top)
+    if n_scored > _TOKENS_WORTH_A_THREAD:
+        body = await asyncio.to_thread(_written, reply, choices)
+    else:
+        body = _written(reply, choices)
+    return Response(body, media_type="application/json")
+
+
+async def _choices(client: EngineClient, reply: Reply, request: Request) -> list[Choice]:
+    stream = client.open(reply.requests, reply.facts, owner=client_of(request.scope).name)
+    leaving = _closing_when_gone(stream, request)
+    choices = [Choice() for _ in reply.requests]
+    try:
+        while pieces := await stream.take():
+            for index, piece in pieces:
+                choices[index].add(piece)
+        if stream.closed:
+            raise ClientLeft
+    finally:
+        leaving.cancel()
+        stream.close()
+    return choices
+
+
+def _written(reply: Reply, choices: Sequence[Choice]) -> bytes:
+    """Choice by choice: a thread that writes a long text gives way to none while it does."""
+    if reply.form is not None:
+        return reply.form.whole(choices)
+    whole = [
+        encode(reply.with_receipt(index, reply.rendering.whole(index, choice), choice))
+        for index, choice in enumerate(choices)
+    ]
+    head = encode(reply.rendering.head(streamed=False))
+    used = [Used(choice.n_generated, choice.n_cached, choice.drafts) for choice in choices]
+    total = encode(reply.usage(used))
+    return f'{head[:-1]},"choices":[{",".join(whole)}],"usage":{total}}}'.encode()
+
+
+class _EventStream(Response):
+    """Server-sent events. However the sending ends, the engine's side of it ends too."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: EventWriter,
+        first: asyncio.Task[Pieces],
+        stream: AnswerStream,
+        leaving: asyncio.Task[None],
+        every_s: float | None,
+    ) -> None:
+        """every_s: says a comment where it has said nothing for so long; None: never."""
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Cache-Control": "no-cache"})
+        self._events = events
+        self._first: asyncio.Task[Pieces] | None = first
+        self._stream = stream
+        self._leaving = leaving
+        self._every_s = every_s
+        self._has_spoken = first.done()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        signs = at_once = None
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            connection = connection_of(scope)
+            if connection is not None and connection.sends_chunks:
+                if self._every_s is not None:
+                    signs = _SignsOfLife(connection, self._every_s, has_spoken=self._has_spoken)
+                at_once = partial(_write_at_once, self._events, connection, signs)
+            async for said in _said(self._events, self._take_first(), self._stream, at_once):
+                if signs is not None:
+                    signs.has_spoken = True
+                await send({"type": "http.response.body", "body": said, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            if signs is not None:
+                signs.end()
+            if self._first is not None:
+                self._first.cancel()
+            self._leaving.cancel()
+            self._stream.close()
+
+    async def _take_first(self) -> Pieces:
+        assert self._first is not None
+        pieces = await self._first
+        self._first = None  # it would hold them
+        return pieces
+
+
+class _SignsOfLife:
+    """Comments in a stream that says nothing else, before twice `every_s` are over. On the event loop."""
+
+    def __init__(self, connection: Connection, every_s: float, *, has_spoken: bool) -> None:
+        self.has_spoken = has_spoken
+        """True if the stream has said something since this looked last."""
+        self._connection = connection
+        self._every_s = every_s
+        self._loop = asyncio.get_running_loop()
+        self._look()
+
+    def end(self) -> None:
+        """No more of them: the stream has ended."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        if not self.has_spoken and self._connection.sends_chunks:
+            self._connection.write_chunk(_COMMENT)
+        self.has_spoken = False
+        self._timer = self._loop.call_later(self._every_s, self._look)
+
+
+def _write_at_once(
+    events: EventWriter,
+    connection: Connection,
+    signs: _SignsOfLife | None,
+    outs: Iterable[Answer | Failure],
+) -> bool:
+    """Past every layer between here and the connection; False: the long way, please."""
+    said = events.of_text(outs)
+    if said is None or not connection.write_chunk(said):
+        return False
+    if signs is not None:
+        signs.has_spoken = True
+    return True
+
+
+async def _said(
+    events: EventWriter,
+    first: Awaitable[Pieces],
+    stream: AnswerStream,
+    at_once: Callable[[Iterable[Answer | Failure]], bool] | None,
+) -> AsyncIterator[bytes]:
+    """Events of all pieces that have come in one write: a reader that is behind costs no more than one.
+
+    at_once: writes what comes after the first pieces, where it can.
+    """
+    begin = events.opening()
+    try:
+        pieces = await first
+        stream.at_once = at_once
+        while pieces:
+            said = begin + events.of(pieces)
+            begin, pieces = b"", []  # its reader may take long, and as many may come meanwhile
+            if said:
+                yield said
+            pieces = await stream.take()
+    except ServingError as error:
+        yield begin + events.failed(from_engine(error))
+        return
+    if stream.closed:
+        return
+    yield events.closing()
+
+
+def _closing_when_gone(stream: AnswerStream, request: Request) -> asyncio.Task[None]:
+    """Closes `stream`, and so frees its slots, as soon as the client closes the connection."""
+
+    async def wait() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        stream.close()
+
+    return asyncio.ensure_future(wait())

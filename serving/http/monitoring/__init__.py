@@ -1,0 +1,1 @@
+"""The log of requests, Prometheus metrics, and the live view."""

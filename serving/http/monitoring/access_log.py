@@ -1,0 +1,228 @@
+"""A line for each request: what was asked, what came of it and how long it took. Never what was said.
+
+The instants are those of `metrics`, but counted from a request's arrival: TTFT = first token - arrival;
+TPOT = (last token - first token) / (tokens of the longest choice - 1).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from phasewise.serving.engine.messages import Answer, Failure, StepStats, Submit
+from phasewise.serving.http.http_settings import RequestFacts
+from phasewise.serving.http.transport.connection import refused_status
+from phasewise.serving.processes.line_log import LineLog
+
+Level = Literal["debug", "info", "warning", "error", "off"]
+LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error", "off")
+_RECORD = "phasewise.record"
+"""The place in an ASGI scope that holds a request's record."""
+_QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/live"})
+"""Asked for again and again: only in a log of level debug."""
+_GIVEN_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+@dataclass(frozen=True)
+class Logging:
+    """The destination of each request's line: `path`, or stderr."""
+
+    path: Path | None = None
+    level: Level = "off"
+    as_json: bool = False
+
+
+NOT_LOGGED = Logging()
+
+
+@dataclass(slots=True)
+class Record:
+    """One HTTP request. `ignored`: fields of its body that say nothing to this server."""
+
+    request_id: str
+    method: str
+    path: str
+    began_ns: int
+    at: datetime
+    status: int | None = None
+    n_prompt: int | None = None
+    n_cached: int = 0
+    n_generated: dict[str, int] = field(default_factory=dict)
+    reasons: set[str] = field(default_factory=set)
+    first_ns: int | None = None
+    last_ns: int = 0
+    ended_ns: int = 0
+    ignored: tuple[str, ...] = ()
+
+    def fields(self) -> dict[str, Any]:
+        """As the log has them; what a request has not is left out."""
+        out: dict[str, Any] = {
+            "at": self.at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "id": self.request_id,
+            "method": self.method,
+            "path": self.path,
+            "status": self.status,
+        }
+        if self.n_prompt is not None:
+            out |= {"prompt_tokens": self.n_prompt, "cached_tokens": self.n_cached}
+            out["output_tokens"] = sum(self.n_generated.values())
+        if self.first_ns is not None:
+            out["ttft_ms"] = _ms(self.first_ns - self.began_ns)
+            longest = max(self.n_generated.values(), default=0)
+            if longest > 1:
+                out["tpot_ms"] = _ms((self.last_ns - self.first_ns) / (longest - 1))
+        out["total_ms"] = _ms(self.ended_ns - self.began_ns)
+        if self.reasons:
+            out["finish"] = "+".join(sorted(self.reasons))
+        if self.ignored:
+            out["ignored"] = ",".join(self.ignored)
+        return out
+
+
+def record_of(scope: Scope) -> Record | None:
+    """The record of a request; None where the application is called without the layer that makes one."""
+    found: Record | None = scope.get(_RECORD)
+    return found
+
+
+class AccessLog:
+    """Collects what is known of each request, and writes its line. On the event loop.
+
+    `write`: takes a line; never waits.
+    """
+
+    def __init__(self, write: Callable[[str], None], level: Level = "info", *, as_json: bool = False) -> None:
+        self._write = write
+        self._level = level
+        self._as_json = as_json
+        self._by_request: dict[str, Record] = {}
+
+    def expects(self, record: Record, requests: Sequence[Submit], n_prompt: int) -> None:
+        """The answers to `requests` belong to this record."""
+        record.n_prompt = n_prompt
+        for request in requests:
+            self._by_request[request.request_id] = record
+
+    def ended(self, record: Record) -> None:
+        """Nothing more is sent."""
+        record.ended_ns = time.perf_counter_ns()
+        for request_id in [one for one, own in self._by_request.items() if own is record]:
+            del self._by_request[request_id]
+        if self._is_told(record):
+            fields = record.fields()
+            self._write(json.dumps(fields) if self._as_json else _as_text(fields))
+
+    def _is_told(self, record: Record) -> bool:
+        status = record.status or 499
+        match self._level:
+            case "debug":
+                return True
+            case "info":
+                return record.path not in _QUIET_PATHS or status >= 500
+            case "warning":
+                return status >= 400
+            case "error":
+                return status >= 500
+            case _:
+                return False
+
+    # As an observer of the engine's client.
+
+    def sent(self, request: Submit, facts: RequestFacts) -> None:
+        """Nothing to do: `expects` has been told."""
+
+    def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
+        for out in outs:
+            record = self._by_request.get(out.request_id)
+            if record is None:
+                continue
+            if isinstance(out, Failure):
+                record.reasons.add("error")
+                del self._by_request[out.request_id]
+                continue
+            if record.first_ns is None:
+                record.first_ns = out.at_ns
+                record.n_cached = out.n_cached
+            record.last_ns = out.at_ns
+            record.n_generated[out.request_id] = out.n_generated
+            if out.finish_reason is not None:
+                record.reasons.add(out.finish_reason)
+
+    def forgotten(self, request_id: str) -> None:
+        record = self._by_request.get(request_id)
+        if record is not None:
+            record.reasons.add("aborted")
+
+
+class NameRequests:
+    """Gives each request an id, its own where it brings one, and each answer the header that says it.
+
+    Tells `log`, where there is one, when the answer has been sent. `name_of`: what it calls a path.
+    """
+
+    def __init__(self, app: ASGIApp, log: AccessLog | None, name_of: Callable[[str], str]) -> None:
+        self._app = app
+        self._log = log
+        self._name_of = name_of
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _GIVEN_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+        path = self._name_of(scope["path"])
+        record = Record(request_id, scope["method"], path, time.perf_counter_ns(), datetime.now(UTC))
+        scope[_RECORD] = record
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = refused_status(scope) or message["status"]
+                MutableHeaders(raw=message["headers"]).append("X-Request-Id", request_id)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, named)
+        except ClientDisconnect:
+            record.status = record.status or refused_status(scope)
+            raise
+        except Exception:
+            record.status = record.status or 500
+            raise
+        finally:
+            if self._log is not None:
+                self._log.ended(record)
+
+
+@contextmanager
+def open_log(settings: Logging, report: Callable[[str], None]) -> Iterator[tuple[LineLog, AccessLog | None]]:
+    """The writer of lines, and the log; no log where nothing is logged."""
+    with LineLog("access log", settings.path, report) as lines:
+
+        def write(line: str) -> None:
+            lines.write(lambda: f"{line}\n".encode())
+
+        is_logged = settings.level != "off"
+        yield lines, AccessLog(write, settings.level, as_json=settings.as_json) if is_logged else None
+
+
+def _as_text(fields: dict[str, Any]) -> str:
+    """`AT METHOD PATH STATUS id=... name=value ...`"""
+    head = f"{fields.pop('at')} {fields.pop('method')} {fields.pop('path')} {fields.pop('status') or 499}"
+    return " ".join([head, *(f"{name}={value}" for name, value in fields.items())])
+
+
+def _ms(ns: float) -> float:
+    return round(ns / 1e6, 2)

@@ -1,0 +1,303 @@
+"""Prometheus metrics of one server, in a registry of its own.
+
+The instants are those of a request's life: sent, first token, last token. TTFT = first token - sent;
+TPOT = (last token - first token) / (tokens - 1); ITL = a token - the one before. Tokens of one step, as
+drafts give them, come together: ITL is then from step to step.
+What the engine counts itself is read when /metrics is asked for. All of it happens on the event loop.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from phasewise.serving.engine.messages import (
+    Answer,
+    EngineLoad,
+    Failure,
+    HandOverCounts,
+    StepStats,
+    Submit,
+)
+from phasewise.serving.http.errors import ApiError
+from phasewise.serving.http.http_settings import RequestFacts
+from phasewise.serving.http.monitoring.histogram import LocalHistogram, LocalHistograms
+from phasewise.serving.processes.headroom import malloc_bytes_in_use
+from phasewise.tuner.plans import PHASES
+
+_LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60)
+_PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1)
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+
+Family = CounterMetricFamily | GaugeMetricFamily
+Labels = tuple[str, ...]
+Histograms = Mapping[Labels, LocalHistogram]
+
+
+@dataclass(frozen=True)
+class Gauges:
+    """Gauges that are read rather than observed, each when metrics are asked for."""
+
+    load: Callable[[], EngineLoad | None] = lambda: None
+    n_connections: Callable[[], int] = lambda: 0
+    is_ready: Callable[[], bool] = lambda: False
+    n_ranks_replaced: Callable[[], int] = lambda: 0
+    n_requests_rerun: Callable[[], int] = lambda: 0
+    n_lengths_lost: Callable[[], int] = lambda: 0
+    n_access_lines_lost: Callable[[], int] = lambda: 0
+
+
+@dataclass(slots=True)
+class _Life:
+    labels: Labels
+    sent_ns: int
+    first_ns: int | None = None
+    last_ns: int = 0
+    n_generated: int = 0
+
+
+class Metrics:
+    """Observes the traffic with the engine; `http` counts the answers, `gauges` gives the rest.
+
+    models: ids of those that are served. Where they are several, what is counted of requests, tokens, steps
+    and KV slots has the label `model`.
+    """
+
+    def __init__(self, gauges: Gauges, models: Sequence[str] = ()) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second, unused line for each count
+        self._is_by_model = len(models) > 1
+        self._model: Labels = ("model",) if self._is_by_model else ()
+        """The names of the labels that tell models apart."""
+        self._of_models = [self._labels(one) for one in models] if self._is_by_model else [()]
+        self.registry = registry = CollectorRegistry()
+        registry.register(_Read(gauges, self._model))
+        ProcessCollector(registry=registry)
+        self.http = self._counter("http_responses", "answers", "path", "status")
+        self._ended = self._counter("requests", "requests ended, by finish reason", *self._model, "reason")
+        self._refused = self._counter("requests_rejected", "requests refused, by reason", "reason")
+        self._slow = self._counter("slow_readers_cut", "connections closed because their reader stopped")
+        self._prompt = self._counter("prompt_tokens", "tokens in prompts", *self._model)
+        self._generated = self._counter("generated_tokens", "tokens generated", *self._model)
+        self._ttft = self._histograms("ttft_seconds", "time to first token", _LATENCY_S)
+        self._tpot = self._histograms("tpot_seconds", "time per token after the first", _PER_TOKEN_S)
+        self._itl = self._histograms("itl_seconds", "time between two tokens", _PER_TOKEN_S)
+        self._sequences = self._by_phase("batch_sequences", "sequences per step", _SIZES)
+        self._tokens = self._by_phase("batch_tokens", "tokens per step", _SIZES)
+        self._seconds = self._by_phase("step_seconds", "time per step", _PER_TOKEN_S)
+        self._lives: dict[str, _Life] = {}
+
+    def sent(self, request: Submit, facts: RequestFacts) -> None:
+        labels = self._labels(request.model)
+        self._lives[request.request_id] = _Life(labels, time.perf_counter_ns())
+        _child(self._prompt, labels).inc(len(request.prompt_token_ids))
+
+    def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
+        generated: dict[Labels, int] = {}
+        for out in outs:
+            life = self._lives.get(out.request_id)
+            if life is not None:  # else it is no more
+                generated[life.labels] = generated.get(life.labels, 0) + self._piece(out, life)
+        for labels, n_tokens in generated.items():
+            if n_tokens:
+                _child(self._generated, labels).inc(n_tokens)
+        if stats is not None:
+            self._step(stats)
+
+    def forgotten(self, request_id: str) -> None:
+        """Its client left before it ended."""
+        life = self._lives.pop(request_id, None)
+        if life is not None:
+            self._ended.labels(*life.labels, "aborted").inc()
+
+    def refused(self, error: ApiError) -> None:
+        """An error of ours is being answered."""
+        self._refused.labels(error.code or f"status_{error.status}").inc()
+
+    def answered_by_connection(self, status: int) -> None:
+        """An answer below the application, to what is no request yet: no path is known."""
+        self.http.labels("none", status).inc()
+
+    def slow_reader_cut(self) -> None:
+        self._slow.inc()
+
+    def exposition(self) -> bytes:
+        """All of it, in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+    def _labels(self, model: str) -> Labels:
+        return (model,) if self._is_by_model else ()
+
+    def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
+        return Counter(f"phasewise_{name}", meaning, labels, registry=self.registry)
+
+    def _histograms(self, name: str, meaning: str, bounds: Sequence[float]) -> Histograms:
+        by_labels = {labels: LocalHistogram(bounds) for labels in self._of_models}
+        self.registry.register(LocalHistograms(f"phasewise_{name}", meaning, self._model, by_labels))
+        return by_labels
+
+    def _by_phase(self, name: str, meaning: str, bounds: Sequence[float]) -> Histograms:
+        """By model and phase."""
+        by_labels = {
+            (*labels, phase): LocalHistogram(bounds) for labels in self._of_models for phase in PHASES
+        }
+        names = (*self._model, "phase")
+        self.registry.register(LocalHistograms(f"phasewise_{name}", meaning, names, by_labels))
+        return by_labels
+
+    def _piece(self, out: Answer | Failure, life: _Life) -> int:
+        """Tokens that came with it: none where the request failed."""
+        if isinstance(out, Failure):
+            self._end(out.request_id, "error")
+            return 0
+        if life.first_ns is None:
+            life.first_ns = out.at_ns
+            self._ttft[life.labels].observe((out.at_ns - life.sent_ns) / 1e9)
+        else:
+            self._itl[life.labels].observe((out.at_ns - life.last_ns) / 1e9)
+        life.last_ns = out.at_ns
+        if out.finish_reason is not None:
+            if out.n_generated > 1:
+                took_s = (out.at_ns - life.first_ns) / 1e9
+                self._tpot[life.labels].observe(took_s / (out.n_generated - 1))
+            self._end(out.request_id, out.finish_reason)
+        n_new, life.n_generated = out.n_generated - life.n_generated, out.n_generated
+        return n_new
+
+    def _end(self, request_id: str, reason: str) -> None:
+        self._ended.labels(*self._lives.pop(request_id).labels, reason).inc()
+
+    def _step(self, stats: StepStats) -> None:
+        """Once a step, so on the way of every token: nothing that can wait for a scrape."""
+        labels = (*self._labels(stats.model), stats.phase)
+        self._sequences[labels].observe(stats.n_sequences)
+        self._tokens[labels].observe(stats.n_tokens)
+        self._seconds[labels].observe(stats.duration_ns / 1e9)
+
+
+def _child(counter: Counter, labels: Labels) -> Counter:
+    return counter.labels(*labels) if labels else counter
+
+
+class _Read(Collector):
+    """Gauges of values known elsewhere, read when asked for. model: the label of what is known of each
+    model, if any.
+    """
+
+    def __init__(self, gauges: Gauges, model: Labels) -> None:
+        self._gauges = gauges
+        self._model = model
+
+    def collect(self) -> Iterator[Family]:
+        gauges = self._gauges
+        yield _gauge("ready", "1 where requests may come", gauges.is_ready())
+        yield _gauge("connections", "open connections", gauges.n_connections())
+        yield _count("ranks_replaced", "times that ranks were started anew", gauges.n_ranks_replaced())
+        yield _count("requests_rerun", "requests run again on new ranks", gauges.n_requests_rerun())
+        yield _gauge("python_blocks", "blocks of memory that Python has given out", sys.getallocatedblocks())
+        malloc_bytes = malloc_bytes_in_use()
+        if malloc_bytes is not None:
+            yield _gauge("malloc_bytes", "bytes that malloc has given out", malloc_bytes)
+        yield _count("lengths_lost", "lines the length log does not have", gauges.n_lengths_lost())
+        yield _count("access_lines_lost", "lines the access log does not have", gauges.n_access_lines_lost())
+        load = gauges.load()
+        if load is not None:
+            yield from _of_loads(self._by_labels(load), self._model)
+            if load.hand_overs is not None:
+                yield from _of_hand_overs(load.hand_overs)
+
+    def _by_labels(self, load: EngineLoad) -> dict[Labels, EngineLoad]:
+        if not self._model:
+            return {(): load}
+        return {(name,): own for name, own in (load.by_model or {}).items()}
+
+
+Row = tuple[str, str, str, type[Family]]
+"""A metric's name and meaning, the field that it is read from, and its type."""
+_OF_LOADS: tuple[Row, ...] = (
+    ("requests_waiting", "requests without KV slots", "n_waiting", GaugeMetricFamily),
+    ("clients_waiting", "clients that take turns at being admitted", "n_clients_waiting", GaugeMetricFamily),
+    ("requests_running", "requests with KV slots", "n_running", GaugeMetricFamily),
+    ("kv_slots_used", "KV slots in use", "kv_slots_used", GaugeMetricFamily),
+    ("kv_slots", "KV slots in all", "kv_slots", GaugeMetricFamily),
+    ("preemptions", "running requests that were queued again", "preemptions", CounterMetricFamily),
+    ("prefix_hits", "requests that took over a prompt computed before", "prefix_hits", CounterMetricFamily),
+    ("prefix_tokens_reused", "tokens not computed again", "prefix_tokens_reused", CounterMetricFamily),
+    ("phase_switches", "changes between prefill and decode", "phase_switches", CounterMetricFamily),
+    ("steps_over_tpot", "decode steps that took longer than --tpot", "steps_over_tpot", CounterMetricFamily),
+)
+_OF_DRAFTS: tuple[Row, ...] = (
+    ("drafted_tokens", "tokens of answers that were drafted", "drafted", CounterMetricFamily),
+    ("drafted_tokens_accepted", "those of them that came", "accepted", CounterMetricFamily),
+)
+_OF_POOLS: tuple[Row, ...] = (
+    (
+        "kv_slots_largest_reservable",
+        "KV slots a request could get now",
+        "largest_reservable",
+        GaugeMetricFamily,
+    ),
+    ("kv_migrations", "requests moved to a larger block", "migrations", CounterMetricFamily),
+    ("kv_overflows", "requests that outgrew their first block", "overflows", CounterMetricFamily),
+    ("kv_to_large", "requests sent to the large bucket at once", "to_large", CounterMetricFamily),
+    ("kv_mispredictions", "answers that fell into another bucket", "mispredicted", CounterMetricFamily),
+    ("kv_bucket_refreshes", "times that new bounds came into use", "refreshes", CounterMetricFamily),
+)
+_OF_BUCKETS: tuple[Row, ...] = (
+    ("kv_bucket_bound_tokens", "longest answer a bucket is meant for", "bound_tokens", GaugeMetricFamily),
+    ("kv_bucket_blocks_used", "blocks in use", "blocks_used", GaugeMetricFamily),
+    ("kv_bucket_slots_used", "KV slots in use", "slots_used", GaugeMetricFamily),
+    ("kv_bucket_slots_ended", "KV slots of requests that ended", "slots_ended", CounterMetricFamily),
+    ("kv_bucket_slots_wasted", "those of them that were never used", "slots_wasted", CounterMetricFamily),
+)
+
+
+def _of_loads(loads: Mapping[Labels, EngineLoad], names: Labels) -> Iterator[Family]:
+    """By the labels `names`."""
+    pools = {labels: one.pool for labels, one in loads.items() if one.pool is not None}
+    drafts = {labels: one.drafts for labels, one in loads.items() if one.drafts is not None}
+    buckets = {(*labels, one.name): one for labels, pool in pools.items() for one in pool.buckets}
+    yield from _families(_OF_LOADS, loads, names)
+    yield from _families(_OF_DRAFTS, drafts, names)
+    yield from _families(_OF_POOLS, pools, names)
+    yield from _families(_OF_BUCKETS, buckets, (*names, "bucket"))
+
+
+def _families(rows: Sequence[Row], states: Mapping[Labels, object], names: Labels) -> Iterator[Family]:
+    for name, meaning, field, kind in rows if states else ():
+        family = kind(f"phasewise_{name}", meaning, labels=names)
+        for labels, state in states.items():
+            family.add_metric(labels, getattr(state, field))
+        yield family
+
+
+def _of_hand_overs(counts: HandOverCounts) -> Iterator[Family]:
+    yield _count("hand_overs", "requests divided between two instances", counts.divided)
+    yield _by_reason("hand_overs_failed", "hand-overs that failed", counts.failed)
+    yield _by_reason("kv_frames_refused", "frames of keys and values thrown away", counts.frames_refused)
+
+
+def _by_reason(name: str, meaning: str, counts: Mapping[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"phasewise_{name}", f"{meaning}, by reason", labels=("reason",))
+    for reason, count in sorted(counts.items()):
+        family.add_metric((reason,), count)
+    return family
+
+
+def _gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"phasewise_{name}", meaning, value=value)
+
+
+def _count(name: str, meaning: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(f"phasewise_{name}", meaning, value=value)

@@ -1,0 +1,155 @@
+"""Reading a JSON body within a limit, whatever the sender does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
+
+from phasewise.serving.http.errors import ApiError, bad_request, from_validation
+from phasewise.serving.http.transport.connection import connection_of
+from phasewise.serving.http.transport.rested_thread import RestedThread
+from phasewise.serving.http.transport.unfinished import UnfinishedBodies, UnfinishedBody
+
+Body = TypeVar("Body", bound=BaseModel)
+Made = TypeVar("Made")
+
+_N_BYTES = "phasewise.body_bytes"
+"""The place in an ASGI scope that says how long the body was."""
+
+_DISCARD_UP_TO_BYTES = (
+    64 * 1024 * 1024
+)  # read on past the limit so far, so that the sender gets to see the answer
+
+_MOST_VALUES = 160 * 1024  # token ids of a long context
+_MOST_CONTAINERS = 64 * 1024
+_COUNTED_AT_ONCE_BYTES = 256 * 1024
+_WORTH_A_THREAD_BYTES = 256 * 1024
+"""Checking a larger body takes milliseconds; on a thread Python's lock goes round between its steps."""
+
+
+class BodyReader:
+    """Reads bodies of at most `max_bytes`, unfinished ones of at most `max_unfinished_bytes` together; one on
+    each event loop."""
+
+    def __init__(self, max_bytes: int, max_unfinished_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.unfinished = UnfinishedBodies(max(max_bytes, max_unfinished_bytes))
+        self._large = RestedThread()  # of many threads that want Python's lock the loop is but one
+
+    async def read(self, request: Request, model: type[Body]) -> Body:
+        """The body as `model`, or an ApiError: 415 or 400 where not what `model` says, 413 where too large,
+        503 where it took long and others needed its memory."""
+        _refuse_other_types(request)
+        connection = connection_of(request.scope)
+        body = self.unfinished.begin(self._max_bytes, connection.wake_reader if connection else _no_one)
+        try:
+            await self._read_limited(request, body)
+            request.scope[_N_BYTES] = body.n_bytes
+            if body.n_bytes <= _WORTH_A_THREAD_BYTES:
+                return _checked(body.whole(), model)
+            return await self._checked_beside(body, model)
+        finally:
+            body.end()
+
+    async def convert(self, request: Request, convert: Callable[[], Made]) -> Made:
+        """The result of `convert` on the body of `request`, on a thread where the body is large."""
+        if n_bytes_of(request) <= _WORTH_A_THREAD_BYTES:
+            return convert()
+        return await self._large.run(convert)
+
+    async def _checked_beside(self, body: UnfinishedBody, model: type[Body]) -> Body:
+        raw = b""
+
+        def take() -> None:
+            nonlocal raw
+            _refuse_ended(body)
+            raw = body.whole()  # its memory goes when its client does
+
+        return await self._large.run(lambda: _checked(raw, model), before=take)
+
+    async def _read_limited(self, request: Request, body: UnfinishedBody) -> None:
+        n_read = 0
+        more = True
+        while more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            part, more = message.get("body", b""), message.get("more_body", False)
+            n_read += len(part)
+            if n_read <= self._max_bytes:
+                body.add(part)
+                _refuse_ended(body)
+            elif n_read > _DISCARD_UP_TO_BYTES:
+                break
+            else:
+                body.end()
+        if n_read > self._max_bytes:
+            raise ApiError(413, f"the body is larger than {self._max_bytes} bytes", code="body_too_large")
+
+
+def n_bytes_of(request: Request) -> int:
+    """The bytes of the body that was read of `request`."""
+    return int(request.scope.get(_N_BYTES, 0))
+
+
+def _checked(raw: bytes, model: type[Body]) -> Body:
+    _refuse_floods(raw)
+    try:
+        raw.decode()
+    except UnicodeDecodeError as error:
+        raise bad_request(f"the body is not UTF-8: {error.reason} at byte {error.start}") from error
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        raise from_validation(error) from error
+
+
+def _refuse_ended(body: UnfinishedBody) -> None:
+    if body.ended:
+        message = "the body took long to come, and requests that came since need its memory; send it again"
+        raise ApiError(503, message, code="bodies_too_large", closes=True)
+
+
+def _refuse_other_types(request: Request) -> None:
+    """A page of another origin may post a form or plain text without asking; JSON it may not (CSRF).
+
+    Without Content-Type the body is taken for JSON, unless a browser sends it: that names its origin.
+    """
+    given = request.headers.get("content-type")
+    if given is None and "origin" not in request.headers:
+        return
+    kind = (given or "").partition(";")[0].strip().lower()
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return
+    raise ApiError(
+        415,
+        "the body must be JSON: send the header Content-Type: application/json",
+        code="unsupported_media_type",
+        closes=True,
+    )
+
+
+def _no_one() -> None:
+    """To wake: a body that came by another way than a connection of ours."""
+
+
+def _refuse_floods(raw: bytes) -> None:
+    """Every value of JSON costs far more than its bytes, and nothing else runs while JSON is read.
+
+    Signs inside of texts are counted too; a text with that many of them is longer than any context.
+    """
+    n_values = n_containers = 0
+    for start in range(0, len(raw), _COUNTED_AT_ONCE_BYTES):
+        end = start + _COUNTED_AT_ONCE_BYTES
+        n_values += raw.count(b",", start, end)
+        n_containers += raw.count(b"[", start, end) + raw.count(b"{", start, end)
+        if n_values >= _MOST_VALUES or n_containers > _MOST_CONTAINERS:
+            raise bad_request(
+                f"the body has more than {_MOST_VALUES} values or {_MOST_CONTAINERS} lists and objects; "
+                "send less at a time",
+                code="too_many_values",
+            )

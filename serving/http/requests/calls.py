@@ -1,0 +1,165 @@
+"""Tools and thoughts of a chat request, and how its answer will be read."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phasewise.serving.engine.messages import Submit
+from phasewise.serving.http.answers.openai_objects import AnswerReading
+from phasewise.serving.http.errors import bad_request
+from phasewise.serving.http.http_settings import ServedModel
+from phasewise.serving.http.requests.schemas import ChatMessage, ChatRequest, NamedChoice, Tool
+from phasewise.serving.text.chat import Conversation
+from phasewise.serving.tools.dialect import Dialect
+from phasewise.serving.tools.parts import parsed
+from phasewise.serving.tools.tool_format import MOST_CALLS, Function, Wanted
+from phasewise.serving.tools.written_tools import written_out
+
+_OWN_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
+)
+
+
+def check_tools(body: ChatRequest) -> None:
+    """ApiError where tools and the choice among them do not go together."""
+    names = [tool.function.name for tool in body.tools or ()]
+    twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
+    if twice is not None:
+        raise bad_request(f"tools has the function {twice} twice", "tools")
+    choice = body.tool_choice
+    if choice not in (None, "none", "auto") and not names:
+        raise bad_request("tool_choice needs tools", "tool_choice")
+    if isinstance(choice, NamedChoice) and choice.function.name not in names:
+        raise bad_request(f"tool_choice names {choice.function.name}, which tools has not", "tool_choice")
+    own = _OWN_VARIABLES & (body.chat_template_kwargs or {}).keys()
+    if own:
+        raise bad_request(
+            f"chat_template_kwargs cannot set {min(own)}: the server does", "chat_template_kwargs"
+        )
+
+
+@dataclass(frozen=True)
+class Called:
+    """The functions that an answer may call, and whether it need not."""
+
+    functions: tuple[Function, ...]
+    most_calls: int
+    is_auto: bool
+
+    def lark(self, dialect: Dialect, document_rule: str) -> str:
+        """A grammar of answers with calls; of others too where `document_rule` describes them."""
+        document = document_rule if self.is_auto else ""
+        return dialect.format.grammar(Wanted(self.functions, self.most_calls, document), dialect.control)
+
+    def triggers(self, dialect: Dialect) -> tuple[str, ...]:
+        """Texts that begin a call."""
+        return dialect.format.triggers(self.functions)
+
+
+def called_by(body: ChatRequest) -> Called | None:
+    """None where the answer calls nothing."""
+    tools = _shown_tools(body)
+    if not tools:
+        return None
+    choice = body.tool_choice
+    functions = tuple(
+        Function(
+            tool.function.name,
+            tool.function.parameters or {},
+            tool.function.description or "",
+            bool(tool.function.strict),
+        )
+        for tool in tools
+    )
+    if isinstance(choice, NamedChoice):
+        wanted = tuple(one for one in functions if one.name == choice.function.name)
+        return Called(wanted, 1, is_auto=False)
+    most = 1 if body.parallel_tool_calls is False else MOST_CALLS
+    return Called(functions, most, is_auto=choice != "required")
+
+
+def is_read(body: ChatRequest, model: ServedModel) -> bool:
+    """True if an answer may be anything but text."""
+    return bool(_shown_tools(body)) or not model.dialect.is_plain
+
+
+def reading_of(body: ChatRequest, model: ServedModel, request: Submit) -> AnswerReading | None:
+    """The reading of the answers to one of its requests; None where they are text."""
+    if not is_read(body, model):
+        return None
+    dialect = model.dialect
+    tools = _shown_tools(body)
+    names = frozenset(tool.function.name for tool in tools) if tools else None
+    in_thought = dialect.opens_thought(request.prompt_token_ids, model.piece)
+    calls_are_held = bool(tools) and request.guide is not None
+    return AnswerReading(
+        lambda: dialect.reader(names, in_thought=in_thought, calls_are_held=calls_are_held),
+        lambda: dialect.format.call_id(uuid.uuid4().hex),
+    )
+
+
+def conversation_of(body: ChatRequest, dialect: Dialect) -> Conversation:
+    """The conversation that the model's template writes out."""
+    messages = [_for_template(message, dialect) for message in body.messages]
+    tools = [_tool_for_template(tool) for tool in _shown_tools(body)]
+    if not dialect.knows_tools:
+        messages, tools = written_out(messages, tools), []
+    return Conversation(messages, tools, _variables(body))
+
+
+def n_tool_characters(body: ChatRequest) -> int:
+    """The number of characters that the tools add to a prompt, more or less."""
+    return sum(len(json.dumps(tool.function.parameters)) for tool in body.tools or ())
+
+
+def _shown_tools(body: ChatRequest) -> Sequence[Tool]:
+    """Tools that the model is told of: none where it may call none."""
+    return () if body.tool_choice == "none" else body.tools or ()
+
+
+def _for_template(message: ChatMessage, dialect: Dialect) -> dict[str, Any]:
+    """As templates want it: the content as one text, the arguments of calls as an object."""
+    role = "system" if message.role == "developer" and not dialect.is_channelled else message.role
+    out: dict[str, Any] = {**(message.model_extra or {}), "role": role, "content": message.text}
+    if message.reasoning_content:
+        out["reasoning_content"] = message.reasoning_content
+        if dialect.is_channelled:
+            out["thinking"] = message.reasoning_content
+    if message.tool_call_id is not None:
+        out["tool_call_id"] = dialect.format.known_id(message.tool_call_id)
+    if message.tool_calls:
+        out["tool_calls"] = [
+            {
+                "id": dialect.format.known_id(call.id),
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return out
+
+
+def _arguments(text: str) -> Any:
+    value = parsed(text or "{}")
+    return value if isinstance(value, dict) else text
+
+
+def _tool_for_template(tool: Tool) -> dict[str, Any]:
+    function = tool.function
+    out: dict[str, Any] = {"name": function.name, "description": function.description or ""}
+    out["parameters"] = function.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": out}
+
+
+def _variables(body: ChatRequest) -> dict[str, Any]:
+    """For the template: what the request sets, and the effort under the names that templates use."""
+    variables: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+        if body.reasoning_effort == "none":
+            variables |= {"enable_thinking": False, "thinking": False}
+    return variables | (body.chat_template_kwargs or {})

@@ -1,0 +1,94 @@
+"""Estimates an answer's length from the request, and reports its true length to the learner."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from phasewise.serving.engine.messages import Answer, Failure, StepStats, Submit
+from phasewise.serving.http.http_settings import RequestFacts, ServedModel
+from phasewise.serving.http.requests.schemas import ChatRequest, CompletionRequest, GenerationRequest
+
+_SYSTEM_ROLES = frozenset({"system", "developer"})
+_ID_BYTES = 8
+
+
+class RealisedLength(NamedTuple):
+    """An answer that has ended by itself. `at_s`: Unix time."""
+
+    facts: RequestFacts
+    output_tokens: int
+    finish_reason: str
+    at_s: float
+
+
+class LengthObserver:
+    """Tells `learn` of each answer of `model` that ends by itself; of those that fail or are left, nothing is
+    known. model: its id, as `Submit.model` has it.
+    """
+
+    def __init__(self, learn: Callable[[RealisedLength], None], model: str) -> None:
+        self._learn = learn
+        self._model = model
+        self._facts: dict[str, RequestFacts] = {}
+
+    def sent(self, request: Submit, facts: RequestFacts) -> None:
+        if request.model == self._model:
+            self._facts[request.request_id] = facts
+
+    def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
+        for out in outs:
+            if isinstance(out, Failure):
+                self.forgotten(out.request_id)
+            elif out.finish_reason is not None:
+                facts = self._facts.pop(out.request_id, None)
+                if facts is not None:
+                    self._learn(RealisedLength(facts, out.n_generated, out.finish_reason, time.time()))
+
+    def forgotten(self, request_id: str) -> None:
+        self._facts.pop(request_id, None)
+
+
+def facts_of(requests: Sequence[Submit], body: GenerationRequest) -> list[RequestFacts]:
+    """The facts of each request that `body` became. The choices of one prompt share theirs."""
+    n_messages, system_prompt_id = _conversation(body)
+    facts: list[RequestFacts] = []
+    for request in requests:
+        if not facts or facts[-1].token_ids is not request.prompt_token_ids:
+            temperature = request.sampling.temperature
+            known = (request.prompt_token_ids, temperature, request.max_tokens, n_messages, system_prompt_id)
+            text = _text(body, len(facts))
+            facts.append(RequestFacts(*known, text))
+        else:
+            facts.append(facts[-1])
+    return facts
+
+
+def estimated(requests: Sequence[Submit], facts: Sequence[RequestFacts], model: ServedModel) -> list[Submit]:
+    """The requests with how long their answers will be, where the model can tell. A prompt is asked once."""
+    if model.estimate is None:
+        return list(requests)
+    known = {id(one): model.estimate(one) for one in {id(one): one for one in facts}.values()}
+    return [replace(request, estimate=known[id(one)]) for request, one in zip(requests, facts, strict=True)]
+
+
+def _text(body: GenerationRequest, at: int) -> str | None:
+    """The text that the user wrote last; of several texts the one at a prompt's place."""
+    if isinstance(body, ChatRequest):
+        return next((one.text for one in reversed(body.messages) if one.role == "user"), None)
+    given = body.prompt if isinstance(body, CompletionRequest) else None
+    one = given[min(at, len(given) - 1)] if isinstance(given, list) else given
+    return one if isinstance(one, str) else None
+
+
+def _conversation(body: GenerationRequest) -> tuple[int, str | None]:
+    if not isinstance(body, ChatRequest):
+        return 1, None
+    texts = [one.text for one in body.messages if one.role in _SYSTEM_ROLES]
+    if not texts:
+        return len(body.messages), None
+    digest = hashlib.blake2b("\n".join(texts).encode(), digest_size=_ID_BYTES)
+    return len(body.messages), digest.hexdigest()

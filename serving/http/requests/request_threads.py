@@ -1,0 +1,144 @@
+"""From a checked body to messages for the engine, on threads that clients share by turns.
+
+Lanes, so that what takes long holds up nothing but its like: texts, conversations (which a template of the
+model's writes out), long prompts of both kinds, and grammars that have to be compiled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from fastapi import Request
+
+from phasewise.serving.engine.messages import Submit
+from phasewise.serving.errors import ServingError
+from phasewise.serving.grammar.guides import Guide, GuideCompiler
+from phasewise.serving.http.errors import ClientLeft, from_engine
+from phasewise.serving.http.http_settings import RequestFacts, ServedModel
+from phasewise.serving.http.requests.body import n_bytes_of
+from phasewise.serving.http.requests.fair_lane import FairLane
+from phasewise.serving.http.requests.lengths import estimated, facts_of
+from phasewise.serving.http.requests.request_to_messages import (
+    HeldTo,
+    RequestOrigin,
+    begun_late,
+    compiled,
+    held_to,
+    n_characters,
+    tokenized,
+)
+from phasewise.serving.http.requests.schemas import ChatRequest, GenerationRequest, TokenizeRequest
+from phasewise.serving.http.routes.middleware import client_of
+from phasewise.serving.sandbox.confined import Abandoned, Patience
+
+Body = TypeVar("Body", bound=GenerationRequest)
+Made = TypeVar("Made")
+
+_LONG_CHARACTERS = 128 * 1024
+_N_ORDINARY = 2
+_MOST_ORDINARY = 256
+_MOST_LONG = 16
+_MOST_GRAMMARS = 16
+
+
+class Preparation:
+    """Prepares the requests of one server; on one event loop."""
+
+    def __init__(self) -> None:
+        self._texts = FairLane("prompt", _N_ORDINARY, _MOST_ORDINARY)
+        self._conversations = FairLane("conversation", _N_ORDINARY, _MOST_ORDINARY)
+        self._long = FairLane("long prompt", 1, _MOST_LONG)
+        self._grammars = FairLane("grammar", 1, _MOST_GRAMMARS)
+
+    async def prepare(
+        self,
+        request: Request,
+        body: Body,
+        make: Callable[[Body, ServedModel, RequestOrigin], list[Submit]],
+        model: ServedModel,
+    ) -> tuple[list[Submit], list[RequestFacts]]:
+        """Messages to `model` that `make` makes of `body`, with what is known of each. ApiError, or
+        ClientLeft.
+        """
+        client, patience = client_of(request.scope), Patience()
+        sender = RequestOrigin(client.cache_space, patience)
+
+        def work() -> tuple[list[Submit], list[RequestFacts], HeldTo | None]:
+            requests = [replace(one, model=model.model_id) for one in make(body, model, sender)]
+            facts = facts_of(requests, body)
+            return estimated(requests, facts, model), facts, held_to(body, model)
+
+        lane = self._lane_of(request, body)
+        try:
+            requests, facts, wanted = await while_there(request, lane.run(client.name, work), patience)
+            if wanted is not None:
+                guide = await self._guide(request, wanted, client.name, model.guides, patience)
+                if guide is not None:
+                    prompt = requests[0].prompt_token_ids
+                    guide = begun_late(guide, wanted, body, prompt, model)
+                    requests = [replace(one, guide=guide) for one in requests]
+        except Abandoned as error:
+            raise ClientLeft from error
+        except ServingError as error:
+            raise from_engine(error) from error
+        return requests, facts
+
+    async def tokenized(self, request: Request, body: TokenizeRequest, model: ServedModel) -> bytes:
+        """The answer with the tokens of a text or a conversation, made in the lanes of prompts. ApiError, or
+        ClientLeft.
+        """
+        lane = self._texts if body.messages is None else self._conversations
+        lane = self._long if n_bytes_of(request) > _LONG_CHARACTERS else lane
+        patience = Patience()
+        work = lane.run(client_of(request.scope).name, lambda: tokenized(body, model, patience))
+        try:
+            return await while_there(request, work, patience)
+        except Abandoned as error:
+            raise ClientLeft from error
+        except ServingError as error:
+            raise from_engine(error) from error
+
+    def _lane_of(self, request: Request, body: GenerationRequest) -> FairLane:
+        """A chat is as long as its body: templates get fields that this server does not know."""
+        if isinstance(body, ChatRequest) and n_bytes_of(request) > _LONG_CHARACTERS:
+            return self._long
+        if n_characters(body) > _LONG_CHARACTERS:
+            return self._long
+        return self._conversations if isinstance(body, ChatRequest) else self._texts
+
+    async def _guide(
+        self, request: Request, wanted: HeldTo, client: str, guides: GuideCompiler | None, patience: Patience
+    ) -> Guide | None:
+        assert guides is not None, "held_to refuses"
+        known = guides.known(wanted.grammar)
+        if known is not None:
+            return known
+        work = self._grammars.run(client, lambda: compiled(wanted, guides, patience))
+        return await while_there(request, work, patience)
+
+
+async def while_there(request: Request, work: Awaitable[Made], patience: Patience | None = None) -> Made:
+    """Return the result of `work`; where the client closes its connection before, ClientLeft, and `patience`
+    ends.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            if patience is not None:
+                patience.end()
+            raise ClientLeft
+        return working.result()
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,360 @@
+"""From a checked body to messages for the engine. Everything a sender can get wrong is refused here."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from pydantic_core import to_json
+
+from phasewise.serving.engine.messages import Submit
+from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError, check_context
+from phasewise.serving.grammar.guides import ANY_OBJECT, Grammar, Guide, GuideCompiler
+from phasewise.serving.grammar.late_guides import CallGuide, ThoughtGuide
+from phasewise.serving.http.errors import ApiError, bad_request, unknown_model
+from phasewise.serving.http.http_settings import ServedModel
+from phasewise.serving.http.requests.calls import (
+    called_by,
+    check_tools,
+    conversation_of,
+    is_read,
+    n_tool_characters,
+)
+from phasewise.serving.http.requests.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    GenerationRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    StructuredOutputs,
+    TokenizeRequest,
+)
+from phasewise.serving.sampling.sampling import SamplingParams
+from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
+from phasewise.serving.sandbox.confined import Abandoned, Patience
+from phasewise.serving.tools import thinking
+from phasewise.serving.tools.gpt_oss import ANSWER_BEGINS
+from phasewise.serving.tools.tool_format import json_rule
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOrigin:
+    """The facts of a sender that preparing a request needs: which prompts it may reuse, and its wait."""
+
+    cache_space: str = ""
+    patience: Patience = field(default_factory=Patience)
+    """Ends when the client leaves."""
+
+
+_MOST_CHOICES = 1024
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for completions; a chat answer may fill the context
+
+
+def completion_requests(
+    body: CompletionRequest, model: ServedModel, sender: RequestOrigin | None = None
+) -> list[Submit]:
+    """One message for each choice: prompts in order, the `n` choices of a prompt together."""
+    _refuse(body, model)
+    max_tokens = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
+    texts = _prompts(body.prompt)
+    if len(texts) * (body.n or 1) > _MOST_CHOICES:
+        raise bad_request(f"a request may ask for at most {_MOST_CHOICES} choices in all", "prompt")
+    prompts = [_token_ids(prompt, model) for prompt in texts]
+    space = sender.cache_space if sender else ""
+    sampling = _sampling(body, model.sampling, body.logprobs)
+    response_id = f"cmpl-{uuid.uuid4().hex}"
+    return [
+        request
+        for index, prompt in enumerate(prompts)
+        for request in _choices(body, f"{response_id}-{index}", prompt, max_tokens, sampling, model, space)
+    ]
+
+
+def chat_requests(body: ChatRequest, model: ServedModel, sender: RequestOrigin | None = None) -> list[Submit]:
+    """One message for each of the `n` choices."""
+    _refuse(body, model)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+    check_tools(body)
+    sender = sender or RequestOrigin()
+    prompt = _conversation(body, model, sender.patience)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    sampling = _sampling(body, model.sampling, (body.top_logprobs or 0) if body.logprobs else None)
+    choices = _choices(
+        body, f"chatcmpl-{uuid.uuid4().hex}", prompt, max_tokens, sampling, model, sender.cache_space
+    )
+    shown = model.dialect.shown if is_read(body, model) else frozenset()
+    return [replace(one, shown=shown) for one in choices]
+
+
+def _choices(
+    body: GenerationRequest,
+    request_id: str,
+    prompt: tuple[int, ...],
+    max_tokens: int | None,
+    sampling: SamplingParams,
+    model: ServedModel,
+    space: str,
+) -> Sequence[Submit]:
+    _refuse_too_long(prompt, max_tokens, model)
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    first = Submit(
+        f"{request_id}-0",
+        prompt,
+        max_tokens,
+        sampling,
+        stop,
+        body.ignore_eos,
+        cache_space=_salted(space, body.cache_salt),
+        receipt=body.receipt,
+    )
+    return [first] + [
+        replace(first, request_id=f"{request_id}-{choice}", sampling=_reseeded(sampling, choice))
+        for choice in range(1, body.n or 1)
+    ]
+
+
+def _salted(space: str, salt: str | None) -> str:
+    return space if salt is None else f"{space}/{salt}"
+
+
+def _reseeded(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """Each choice of a seeded request has its own seed, or all of them would be the same."""
+    return sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + choice)
+
+
+def _refuse(body: CompletionRequest | ChatRequest, model: ServedModel) -> None:
+    if body.model not in model.names:
+        raise unknown_model(body.model, model.model_id)
+    field = body.unsupported()
+    if field is not None:
+        raise bad_request(f"{field} is not supported by this server", field, "unsupported_parameter")
+    if body.receipt and not model.gives_receipts:
+        raise bad_request(
+            "receipt is not supported by this server: start it with --receipts",
+            "receipt",
+            "unsupported_parameter",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options is for streams only: set stream to true", "stream_options")
+
+
+def _refuse_too_long(prompt: tuple[int, ...], max_tokens: int | None, model: ServedModel) -> None:
+    most = model.max_prompt_tokens
+    if most is not None and len(prompt) > most:
+        asked = f", of which a prompt may take {most} (--max-prompt), but this prompt has {len(prompt)}"
+        raise ContextLengthExceeded.beyond(model.context_length, asked, "prompt")
+    check_context(model.context_length, len(prompt), max_tokens or 1)
+
+
+def _prompts(prompt: str | Sequence[Any]) -> Sequence[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [list(prompt)]
+    return prompt
+
+
+def _token_ids(prompt: str | list[int], model: ServedModel) -> tuple[int, ...]:
+    if not isinstance(prompt, str):
+        check_token_ids(prompt, model, "prompt")
+        return tuple(prompt)
+    token_ids = tuple(model.encode(prompt, True))
+    if not token_ids:
+        raise bad_request("the prompt has no tokens", "prompt")
+    return token_ids
+
+
+def check_token_ids(ids: Sequence[int], model: ServedModel, param: str = "tokens") -> None:
+    """ApiError where one of them is no token of the model."""
+    if ids and (min(ids) < 0 or max(ids) >= model.vocab_size):
+        raise bad_request(f"token ids must be 0 to {model.vocab_size - 1}", param)
+
+
+def tokenized(body: TokenizeRequest, model: ServedModel, patience: Patience) -> bytes:
+    """JSON with the tokens of a text or a conversation, which is written until `patience` ends."""
+    ids = _tokens_of(body, model, patience)
+    out: dict[str, Any] = {"count": len(ids), "max_model_len": model.context_length, "tokens": ids}
+    if body.return_token_strs:
+        out["token_strs"] = [model.piece(one).decode("utf-8", "replace") for one in ids]
+    return to_json(out)
+
+
+def _tokens_of(body: TokenizeRequest, model: ServedModel, patience: Patience) -> list[int]:
+    if body.model is not None and body.model not in model.names:
+        raise unknown_model(body.model, model.model_id)
+    if body.messages is None:
+        return model.encode(body.prompt or "", body.add_special_tokens)
+    chat = ChatRequest.model_construct(messages=body.messages, tools=body.tools)
+    check_tools(chat)
+    return list(_conversation(chat, model, patience))
+
+
+def _conversation(body: ChatRequest, model: ServedModel, patience: Patience) -> tuple[int, ...]:
+    """Its token ids; the template writes the opening tokens itself, until `patience` ends."""
+    if model.encode_chat is None:
+        raise bad_request(
+            f"{model.model_id} has no chat template: use /v1/completions", "messages", "no_chat_template"
+        )
+    try:
+        return tuple(model.encode_chat(conversation_of(body, model.dialect), patience))
+    except (ContextLengthExceeded, Abandoned):
+        raise
+    except ServingError as error:
+        raise ApiError(400, str(error), param="messages") from error
+
+
+class HeldTo(NamedTuple):
+    """The grammar that an answer is held to. `field` asks for it. `triggers`: held from the first of these
+    texts on.
+
+    is_needed: an answer that cannot be held to it is refused.
+    """
+
+    grammar: Grammar
+    field: str
+    triggers: tuple[str, ...] = ()
+    is_needed: bool = True
+
+
+def held_to(body: GenerationRequest, model: ServedModel) -> HeldTo | None:
+    """The required form of the answer; None where it may be anything. ApiError where that cannot be."""
+    calls = called_by(body) if isinstance(body, ChatRequest) else None
+    field = "tools" if calls is not None else _grammar_field(body)
+    is_needed = calls is None or not calls.is_auto or body.response_format is not None
+    try:
+        if calls is None:
+            grammar = _grammar(body)
+        else:
+            grammar = Grammar.of_lark(calls.lark(model.dialect, _document_rule(body)))
+    except RequestError as error:
+        if is_needed:
+            raise bad_request(f"{field}: {error}", field) from error
+        return None
+    if grammar is None:
+        return None
+    if not is_needed and (body.ignore_eos or model.guides is None):
+        return None
+    if body.ignore_eos:
+        raise bad_request(f"ignore_eos cannot be kept together with {field}", "ignore_eos")
+    if model.guides is None:
+        raise bad_request(f"{field} is not supported by this server", field, "unsupported_parameter")
+    triggers = calls.triggers(model.dialect) if calls is not None and not is_needed else ()
+    return HeldTo(grammar, field, triggers, is_needed)
+
+
+def _document_rule(body: GenerationRequest) -> str:
+    """For answers without calls, where `response_format` describes them."""
+    match body.response_format:
+        case JsonObjectFormat():
+            return json_rule({"type": "object"}, lenient=False)
+        case JsonSchemaFormat(json_schema=named):
+            return json_rule(named.schema_, lenient=False)
+        case _:
+            return ""
+
+
+def compiled(wanted: HeldTo, guides: GuideCompiler, patience: Patience) -> Guide | None:
+    """The guide of a grammar. Blocks while it is compiled, until `patience` ends. None: it cannot be, and
+    need not."""
+    try:
+        return guides.compile(wanted.grammar, patience)
+    except RequestError as error:
+        if not wanted.is_needed:
+            return None
+        raise bad_request(f"{wanted.field}: {error}", wanted.field) from error
+
+
+def begun_late(
+    guide: Guide, wanted: HeldTo, body: GenerationRequest, prompt: Sequence[int], model: ServedModel
+) -> Guide:
+    """The guide as it is for a whole answer, which may think first, and say other things before it calls."""
+    assert model.guides is not None
+    dialect, tokens = model.dialect, model.guides.tokens
+    if wanted.triggers:
+        triggers = [text.encode() for text in wanted.triggers]
+        only_first = dialect.format.only_first
+        guide = CallGuide(guide, triggers, model.piece, tokens.tokens_of, only_first=only_first)
+    if not isinstance(body, ChatRequest):
+        return guide
+    if dialect.is_channelled and wanted.field != "tools":
+        return ThoughtGuide(guide, b"", ANSWER_BEGINS.encode(), model.piece, is_open=True)
+    if dialect.thinks:
+        return ThoughtGuide(
+            guide,
+            thinking.OPENING.encode(),
+            thinking.CLOSING.encode(),
+            model.piece,
+            is_open=dialect.opens_thought(prompt, model.piece),
+            opening_token=dialect.think_token,
+        )
+    return guide
+
+
+def n_characters(body: GenerationRequest) -> int:
+    """The length of a prompt, more or less: tokens count as one character each."""
+    if isinstance(body, ChatRequest):
+        return sum(_n_content(message.content) for message in body.messages) + n_tool_characters(body)
+    assert isinstance(body, CompletionRequest)
+    return sum(map(len, _prompts(body.prompt)))
+
+
+def _n_content(content: str | Sequence[ContentPart] | None) -> int:
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(part.text) for part in content or ())
+
+
+def _grammar_field(body: GenerationRequest) -> str:
+    return "structured_outputs" if body.structured_outputs is not None else "response_format"
+
+
+def _grammar(body: GenerationRequest) -> Grammar | None:
+    if body.structured_outputs is None:
+        match body.response_format:
+            case JsonObjectFormat():
+                return ANY_OBJECT
+            case JsonSchemaFormat(json_schema=named):
+                return Grammar.of_schema(named.schema_)
+            case _:
+                return None
+    if body.response_format is not None:
+        raise RequestError("response_format says the same thing; give one of the two")
+    return _structured(body.structured_outputs)
+
+
+def _structured(wanted: StructuredOutputs) -> Grammar:
+    if wanted.n_given != 1:
+        raise RequestError("give exactly one of json, json_object, regex and choice")
+    if wanted.regex is not None:
+        return Grammar.of_pattern(wanted.regex)
+    if wanted.choice is not None:
+        return Grammar.of_choices(wanted.choice)
+    return ANY_OBJECT if wanted.json_ is None else Grammar.of_schema(wanted.json_)
+
+
+def _sampling(
+    body: GenerationRequest, defaults: SamplingDefaults, top_logprobs: int | None
+) -> SamplingParams:
+    """The sampling of a request: what it states wins, field by field. An answer with a receipt has a seed."""
+    top_k = defaults.top_k if body.top_k is None else body.top_k
+    return SamplingParams(
+        temperature=_stated(body.temperature, defaults.temperature),
+        top_k=top_k if top_k is not None and top_k > 0 else None,
+        top_p=_stated(body.top_p, defaults.top_p),
+        min_p=_stated(body.min_p, defaults.min_p),
+        seed=secrets.randbits(63) if body.receipt and body.seed is None else body.seed,
+        repetition_penalty=_stated(body.repetition_penalty, defaults.repetition_penalty),
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        logit_bias=body.logit_bias or {},
+        top_logprobs=top_logprobs,
+    )
+
+
+def _stated(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,368 @@
+"""The requests that `/v1/responses` accepts, and the chat request that each means.
+
+Conversations of stored responses go on with `previous_response_id` (`ResponseStore`). Built-in tools, images,
+background work and templates stored elsewhere are refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError
+
+from phasewise.serving.http.errors import ApiError, bad_request, from_validation
+from phasewise.serving.http.requests.schemas import (
+    AnswerTokens,
+    CacheSalt,
+    ChatRequest,
+    FunctionName,
+    JsonObjectFormat,
+    Strict,
+    TextFormat,
+    kind_of,
+)
+
+Json = dict[str, Any]
+
+MOST_STORED = 1000
+MOST_STORED_CHARACTERS = 32 << 20
+STORED_S = 3600.0
+"""The limits of responses kept for `previous_response_id`: their number, their size together, and their
+age.
+"""
+_MOST_ITEMS = 10_000
+_ENTRY_CHARACTERS = 200
+"""The bytes that a response, or a message, takes beside its texts, more or less."""
+_MOST_PARTS = 1024
+_MOST_ID = 80  # characters of what is repeated
+_NOT_OFFERED = ("background", "conversation", "prompt", "max_tool_calls", "top_logprobs", "receipt")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_WITHOUT_EFFECT = frozenset(
+    {"user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "include"}
+    | {"stream_options"}
+    | set(_NOT_OFFERED)
+)
+
+
+class TextPart(Strict):
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
+
+
+Parts = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[list[TextPart], Field(fail_fast=True, max_length=_MOST_PARTS), Tag("list of dict")],
+    Discriminator(kind_of),
+]
+
+
+class MessageItem(Strict):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Parts
+
+
+class CallItem(Strict):
+    type: Literal["function_call"]
+    call_id: Annotated[str, Field(min_length=1, max_length=256)]
+    name: FunctionName
+    arguments: str
+
+
+class ResultItem(Strict):
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, Field(min_length=1, max_length=256)]
+    output: Parts
+
+
+class ReasoningItem(Strict):
+    type: Literal["reasoning"]
+    content: Annotated[list[TextPart], Field(fail_fast=True, max_length=_MOST_PARTS)] | None = None
+
+
+def _item_kind(value: object) -> str:
+    return str(value.get("type", "message")) if isinstance(value, dict) else "message"
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[ResultItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_item_kind),
+]
+Items = Annotated[list[Item], Field(fail_fast=True, max_length=_MOST_ITEMS)]
+
+
+def _input_kind(value: object) -> str:
+    return "list" if isinstance(value, list) else "str"
+
+
+class ResponseTool(Strict):
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def as_chat(self) -> Json:
+        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+class ResponseNamedChoice(Strict):
+    type: Literal["function"]
+    name: FunctionName
+
+
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextSettings(Strict):
+    format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningSettings(Strict):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(Strict):
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    input: Annotated[Annotated[str, Tag("str")] | Annotated[Items, Tag("list")], Discriminator(_input_kind)]
+    instructions: str | None = None
+    tools: Annotated[list[ResponseTool], Field(fail_fast=True, max_length=128)] | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("str")]
+            | Annotated[ResponseNamedChoice, Tag("dict")],
+            Discriminator(kind_of),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_output_tokens: AnswerTokens | None = None
+    stream: bool | None = None
+    store: bool | None = Field(None, description="false: previous_response_id cannot name this response")
+    previous_response_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    reasoning: ReasoningSettings | None = None
+    text: TextSettings | None = None
+    cache_salt: CacheSalt | None = None
+    truncation: Literal["disabled", "auto"] | None = Field(None, description="auto is the same as disabled")
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+
+    def ignored(self) -> tuple[str, ...]:
+        """Fields that this server does not know, as a header can name them."""
+        names = (name for name in self.model_extra or () if name not in _WITHOUT_EFFECT)
+        return tuple(sorted(name for name in names if _PLAIN_NAME.fullmatch(name))[:16])
+
+
+def chat_of(body: ResponsesRequest, before: Sequence[Json]) -> ChatRequest:
+    """The chat request that a request means; `before`: messages of the responses that it continues.
+
+    ApiError where there is none.
+    """
+    field = next((name for name in _NOT_OFFERED if (body.model_extra or {}).get(name)), None)
+    if field is not None:
+        raise bad_request(f"{field} is not supported by this server", field, "unsupported_parameter")
+    messages = [*before, *messages_of(body.input)]
+    if body.instructions is not None:
+        messages.insert(0, {"role": "system", "content": body.instructions})
+    out: Json = {
+        "model": body.model,
+        "messages": messages,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "max_completion_tokens": body.max_output_tokens,
+        "stream": body.stream,
+        "tools": [tool.as_chat() for tool in body.tools] if body.tools else None,
+        "tool_choice": _choice(body),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+        "response_format": _format(body.text),
+        "cache_salt": body.cache_salt,
+    }
+    try:
+        return ChatRequest.model_validate({name: value for name, value in out.items() if value is not None})
+    except ValidationError as error:
+        raise from_validation(error) from error
+
+
+def messages_of(items: str | Sequence[Any]) -> list[Json]:
+    """Messages of a chat; what one answer consists of (thoughts, text, calls) is one message."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    return list(_merged(items))
+
+
+def _merged(items: Sequence[Any]) -> Iterator[Json]:
+    answer: Json | None = None
+    for item in items:
+        said = _of_assistant(item)
+        if said is None:
+            if answer is not None:
+                yield _whole(answer)
+                answer = None
+            yield _of_others(item)
+            continue
+        if answer is not None and "content" in said and ("content" in answer or "tool_calls" in answer):
+            yield _whole(answer)
+            answer = None
+        answer = answer or {"role": "assistant"}
+        if "tool_calls" in answer and "tool_calls" in said:
+            answer["tool_calls"] += said["tool_calls"]
+        else:
+            answer |= said
+    if answer is not None:
+        yield _whole(answer)
+
+
+def _whole(answer: Json) -> Json:
+    """Thoughts without an answer are an empty one."""
+    return answer if "content" in answer or "tool_calls" in answer else {**answer, "content": ""}
+
+
+def _of_assistant(item: Any) -> Json | None:
+    match item:
+        case MessageItem(role="assistant"):
+            return {"content": _text(item.content)}
+        case CallItem():
+            called = {"name": item.name, "arguments": item.arguments}
+            return {"tool_calls": [{"id": item.call_id, "type": "function", "function": called}]}
+        case ReasoningItem():
+            return {"reasoning_content": _text(item.content or [])}
+        case _:
+            return None
+
+
+def _of_others(item: Any) -> Json:
+    if isinstance(item, ResultItem):
+        return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+    return {"role": item.role, "content": _text(item.content)}
+
+
+def _text(parts: str | Sequence[TextPart]) -> str:
+    return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+
+def _choice(body: ResponsesRequest) -> Any:
+    if isinstance(body.tool_choice, ResponseNamedChoice):
+        return {"type": "function", "function": {"name": body.tool_choice.name}}
+    return body.tool_choice
+
+
+def _format(text: TextSettings | None) -> Json | None:
+    match text.format if text else None:
+        case JsonObjectFormat():
+            return {"type": "json_object"}
+        case SchemaFormat() as wanted:
+            return {"type": "json_schema", "json_schema": {"name": wanted.name, "schema": wanted.schema_}}
+        case _:
+            return None
+
+
+class _Stored(NamedTuple):
+    """One response, as it was sent, and the conversation up to and with it."""
+
+    at_s: float
+    n_characters: int
+    messages: list[Json]
+    written: str
+
+
+class ResponseStore:
+    """The last responses and their conversations, in memory. A client sees its own alone. On the event
+    loop.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, OrderedDict[str, _Stored]] = {}
+        """By client; each client's in order of age."""
+        self._n_stored = 0
+        self._n_characters = 0
+
+    def put(self, client: str, response_id: str, messages: list[Json], written: str) -> None:
+        """Keep a response. Where there is no room, the oldest of the client that holds most give way."""
+        self._forget_old()
+        size = _ENTRY_CHARACTERS + len(written) + sum(_size(message) for message in messages)
+        stored = _Stored(time.monotonic(), size, messages, written)
+        self._kept.setdefault(client, OrderedDict())[response_id] = stored
+        self._n_stored += 1
+        self._n_characters += size
+        while self._n_stored > MOST_STORED:
+            self._drop_oldest(max(self._kept, key=lambda one: len(self._kept[one])))
+        while self._n_characters > MOST_STORED_CHARACTERS:
+            self._drop_oldest(max(self._kept, key=self._characters_of))
+
+    def conversation(self, client: str, response_id: str) -> list[Json]:
+        """The conversation up to and with this response. ApiError where it is not, or no longer, known."""
+        stored = self._find(client, response_id)
+        if stored is None:
+            raise bad_request(
+                "previous_response_id names a response that is not stored (any more); send the whole "
+                "conversation as input",
+                "previous_response_id",
+                "previous_response_not_found",
+            )
+        return stored.messages
+
+    def response(self, client: str, response_id: str) -> str:
+        """The response as it was sent. ApiError where it is not, or no longer, stored."""
+        stored = self._find(client, response_id)
+        if stored is None:
+            raise _not_stored(response_id)
+        return stored.written
+
+    def delete(self, client: str, response_id: str) -> None:
+        """Forget it. ApiError where it is not, or no longer, stored."""
+        if self._find(client, response_id) is None:
+            raise _not_stored(response_id)
+        self._drop(client, response_id)
+
+    def _find(self, client: str, response_id: str) -> _Stored | None:
+        self._forget_old()
+        kept = self._kept.get(client)
+        return None if kept is None else kept.get(response_id)
+
+    def _forget_old(self) -> None:
+        too_old_s = time.monotonic() - STORED_S
+        for client in list(self._kept):
+            while client in self._kept and next(iter(self._kept[client].values())).at_s < too_old_s:
+                self._drop_oldest(client)
+
+    def _characters_of(self, client: str) -> int:
+        return sum(one.n_characters for one in self._kept[client].values())
+
+    def _drop_oldest(self, client: str) -> None:
+        self._drop(client, next(iter(self._kept[client])))
+
+    def _drop(self, client: str, response_id: str) -> None:
+        dropped = self._kept[client].pop(response_id)
+        if not self._kept[client]:
+            del self._kept[client]
+        self._n_stored -= 1
+        self._n_characters -= dropped.n_characters
+
+
+def _not_stored(response_id: str) -> ApiError:
+    message = f"there is no response {response_id[:_MOST_ID]!r} here, or no longer"
+    return ApiError(404, message, param="response_id", code="response_not_found")
+
+
+def _size(message: Json) -> int:
+    calls = message.get("tool_calls", ())
+    texts = (message.get("content"), message.get("reasoning_content"))
+    return _ENTRY_CHARACTERS + sum(len(text or "") for text in texts) + sum(len(str(call)) for call in calls)

@@ -1,0 +1,352 @@
+"""Requests of the OpenAI API, and what phasewise adds. Types are strict.
+
+Unknown fields of a request are ignored, and named in the header X-Ignored-Fields of its answer.
+
+Whatever may be long stops at its first mistake, and a value that may be of several types is judged as the
+one that it looks like: a body of some megabytes would else be compared item by item with each, and every
+mistake of it written down, while all answers wait.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
+
+from phasewise.serving.grammar.grammar_limits import MOST_CHOICES, MOST_TEXT_CHARACTERS
+
+_MOST_PROMPTS = 1024
+_MOST_STOPS = 16
+_MOST_MESSAGES = 10_000
+_MOST_PARTS = 1024
+_MOST_BIASES = 4096
+_MOST_TOOLS = 128
+_MOST_CALLS = 128
+MOST_INT = 2**31 - 1
+
+
+def kind_of(value: object) -> str:
+    """The kind of a value: its own type, and for a list that of its first item."""
+    if isinstance(value, list):
+        first = value[0] if value else ""
+        return "list of list" if isinstance(first, list) else f"list of {kind_of(first)}"
+    if isinstance(value, BaseModel):  # written out again
+        return "dict"
+    return type(value).__name__
+
+
+def _biases(given: dict[str, Any]) -> dict[int, float]:
+    if len(given) > _MOST_BIASES:
+        raise ValueError(f"at most {_MOST_BIASES} tokens can have one")
+    biases = {}
+    for token, bias in given.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise ValueError(f"{token[:40]!r} is not a token id")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise ValueError(f"the bias of token {token} must be a number from -100 to 100")
+        biases[int(token)] = float(bias)
+    return biases
+
+
+# Python cannot even write an integer of thousands of digits: its limit for that raises ValueError.
+AnswerTokens = Annotated[int, Field(ge=1, le=MOST_INT)]
+ChoiceText = Annotated[str, Field(min_length=1, max_length=MOST_TEXT_CHARACTERS)]
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
+Stop = Annotated[
+    Annotated[StopText, Tag("str")]
+    | Annotated[list[StopText], Field(fail_fast=True, max_length=_MOST_STOPS), Tag("list of str")],
+    Discriminator(kind_of),
+]
+CacheSalt = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=256,
+        description="keys and values of the prompt are reused only by requests with the same salt",
+    ),
+]
+TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
+Prompt = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[TokenIds, Tag("list of int")]
+    | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=_MOST_PROMPTS), Tag("list of str")]
+    | Annotated[
+        list[TokenIds], Field(fail_fast=True, min_length=1, max_length=_MOST_PROMPTS), Tag("list of list")
+    ],
+    Discriminator(kind_of),
+]
+_BIAS_SCHEMA = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    "maxProperties": _MOST_BIASES,
+}
+LogitBias = Annotated[dict[Any, Any], AfterValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    continuous_usage_stats: bool = Field(
+        False, description="an extension: the usage so far in every event of the stream"
+    )
+
+
+class NamedSchema(Strict):
+    """`strict` makes no difference: an answer always keeps the schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(Strict):
+    """vLLM's field: what the answer must look like, by exactly one of these."""
+
+    json_: dict[str, Any] | None = Field(None, alias="json", description="a JSON schema")
+    json_object: bool | None = None
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    choice: (
+        Annotated[list[ChoiceText], Field(fail_fast=True, min_length=1, max_length=MOST_CHOICES)] | None
+    ) = None
+
+    @property
+    def n_given(self) -> int:
+        """The number of ways of saying it that were used."""
+        given = (self.json_ is not None, bool(self.json_object), self.regex is not None, bool(self.choice))
+        return sum(given)
+
+
+_NOT_OFFERED = (
+    *("functions", "function_call", "audio", "web_search_options", "prediction", "suffix", "echo"),
+    *("use_beam_search", "prompt_logprobs", "prompt_embeds", "stop_token_ids", "min_tokens", "bad_words"),
+    *(
+        "allowed_token_ids",
+        "length_penalty",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+    ),
+    *("continue_final_message", "logits_processors", "return_token_ids"),
+)
+"""Fields of OpenAI or vLLM that would change the answer. Others that are not known here are ignored."""
+
+
+_WITHOUT_EFFECT = frozenset(
+    (
+        *_NOT_OFFERED,
+        *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"),
+        *("prompt_cache_retention", "add_generation_prompt", "skip_special_tokens", "moderation"),
+    )
+)
+"""Fields of OpenAI or vLLM that change no answer here, or whose values above changed none."""
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MOST_NAMED = 16
+
+
+class GenerationRequest(Strict):
+    """The fields that completions and chat share. The last eight fields are extensions."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    max_tokens: AnswerTokens | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: Stop | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: int | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: LogitBias | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MOST_INT)] | None = Field(None, description="0 and -1: no limit")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    ignore_eos: bool = False
+    cache_salt: CacheSalt | None = None
+    receipt: bool = Field(
+        False, description="each choice comes with a receipt that `phasewise replay` checks"
+    )
+
+    def unsupported(self) -> str | None:
+        """The name of a field that asks for what is not offered."""
+        given = self.model_extra or {}
+        return next((name for name in _NOT_OFFERED if given.get(name)), None)
+
+    def ignored(self) -> tuple[str, ...]:
+        """Fields that this server does not know, as a header can name them: a few, each a plain name."""
+        names = (name for name in self.model_extra or () if name not in _WITHOUT_EFFECT)
+        plain = [name for name in names if _PLAIN_NAME.fullmatch(name)]
+        return tuple(sorted(plain)[:_MOST_NAMED])
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Prompt
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = Field(None, description="the same as n, or absent")
+
+    def unsupported(self) -> str | None:
+        """The name of a field that asks for what is not offered."""
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            return "best_of"
+        if (self.model_extra or {}).get("tools"):
+            return "tools"
+        return super().unsupported()
+
+
+class ContentPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[list[ContentPart], Field(fail_fast=True, max_length=_MOST_PARTS), Tag("list of dict")],
+    Discriminator(kind_of),
+]
+
+
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+class CalledFunction(Strict):
+    name: FunctionName
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class ChatMessage(Strict):
+    """Every role but the assistant's needs a content; the assistant's may have calls in its place."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Role
+    content: Content | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=_MOST_CALLS)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    reasoning_content: str | None = Field(None, description="what the model thought before this answer")
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError(f"a message of role {self.role} needs a content")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only messages of role assistant can have tool_calls")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        parts = self.content if isinstance(self.content, list) else []
+        return "".join(part.text for part in parts) if parts else str(self.content or "")
+
+
+class FunctionTool(Strict):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="a JSON schema of an object")
+    strict: bool | None = Field(
+        None, description="refuse a schema that cannot be kept in every detail, rather than keep what can be"
+    )
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(Strict):
+    name: FunctionName
+
+
+class NamedChoice(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("str")] | Annotated[NamedChoice, Tag("dict")],
+    Discriminator(kind_of),
+]
+
+
+class ChatRequest(GenerationRequest):
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=_MOST_MESSAGES)]
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=_MOST_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = Field(None, description="auto unless stated")
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = Field(
+        None, description="an extension: variables for the model's template, such as enable_thinking"
+    )
+    max_completion_tokens: AnswerTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=1)] | None = None
+
+
+class TokenizeRequest(Strict):
+    """vLLM's: a text, or messages with tools."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: (
+        Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=_MOST_MESSAGES)] | None
+    ) = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=_MOST_TOOLS)] | None = None
+    add_special_tokens: bool = Field(True, description="for a text: the tokens that the model begins with")
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _has_one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages, one of the two")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: Annotated[list[int], Field(fail_fast=True)]

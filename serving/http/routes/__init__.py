@@ -1,0 +1,1 @@
+"""The routes and what stands around them: middleware, the page, the OpenAPI document."""

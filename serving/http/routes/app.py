@@ -1,0 +1,466 @@
+"""The routes. JSON in, messages to the engine, pieces of answers out; the scheduler is never touched."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+from phasewise.serving.embedding.client import EmbeddingClient
+from phasewise.serving.embedding.metrics import EmbeddingMetrics
+from phasewise.serving.engine.messages import Evidence, Submit
+from phasewise.serving.engine.receipts import FinishReason, receipt_of
+from phasewise.serving.errors import ServingError
+from phasewise.serving.http import errors
+from phasewise.serving.http.answers.client import EngineClient
+from phasewise.serving.http.answers.openai_objects import (
+    ChatRendering,
+    CompletionRendering,
+    Form,
+    Rendering,
+    Reply,
+)
+from phasewise.serving.http.answers.receipt_store import ReceiptStore
+from phasewise.serving.http.answers.response_events import Responding, ResponseEvents, whole
+from phasewise.serving.http.answers.send_answer import respond
+from phasewise.serving.http.answers.sse_events import encode
+from phasewise.serving.http.errors import ApiError, from_engine, naming, other_purpose, unknown_model
+from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, ServedModel
+from phasewise.serving.http.lifecycle import Lifecycle
+from phasewise.serving.http.monitoring.access_log import AccessLog, NameRequests, record_of
+from phasewise.serving.http.monitoring.live import MachineFacts
+from phasewise.serving.http.monitoring.metrics import Metrics
+from phasewise.serving.http.requests.body import BodyReader
+from phasewise.serving.http.requests.calls import reading_of
+from phasewise.serving.http.requests.request_threads import Preparation
+from phasewise.serving.http.requests.request_to_messages import (
+    chat_requests,
+    check_token_ids,
+    completion_requests,
+)
+from phasewise.serving.http.requests.response_schemas import (
+    ResponsesRequest,
+    ResponseStore,
+    chat_of,
+    messages_of,
+)
+from phasewise.serving.http.requests.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    Strict,
+    TokenizeRequest,
+)
+from phasewise.serving.http.routes import openapi
+from phasewise.serving.http.routes.embeddings import PATHS as EMBEDDING_PATHS
+from phasewise.serving.http.routes.embeddings import EmbeddingModel, EmbeddingRoutes
+from phasewise.serving.http.routes.embeddings import add_routes as add_embedding_routes
+from phasewise.serving.http.routes.middleware import ApiKeys, CheckHost, CountAnswers, RequireKey, client_of
+from phasewise.serving.http.routes.page_routes import OPEN_PATHS, add_page
+from phasewise.serving.http.transport.connection import connection_of
+
+Body = TypeVar("Body", bound=Strict)
+
+_PATHS = frozenset(
+    {"/health", "/ready", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
+    | {"/v1/responses", "/tokenize", "/detokenize", "/live", "/live/machine"}
+    | EMBEDDING_PATHS
+    | OPEN_PATHS
+)
+_IN_CHAT = {"prompt": "messages"}
+_IN_RESPONSES = {
+    "prompt": "input",
+    "messages": "input",
+    "response_format": "text",
+    "reasoning_effort": "reasoning",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+}
+"""The names in these requests of the fields of the others that they are made into."""
+NamedCard = tuple[tuple[str, ...], Callable[[], dict[str, Any]]]
+"""The names that requests may use for a model, and what /v1/models says of it."""
+_EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "Retry-After")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The surroundings of an application's routes. `cors_origins`: pages of these may call it; `*`: any."""
+
+    cors_origins: tuple[str, ...] = ()
+    log: AccessLog | None = None
+    page: MachineFacts | None = None
+    """The machine in the live view of the page at `/`; None: there is no page."""
+
+
+@dataclass(frozen=True)
+class ServedEmbeddings:
+    """An embedding model, and what embeds with it."""
+
+    model: EmbeddingModel
+    client: EmbeddingClient
+
+
+def create_app(
+    model: ServedModel,
+    client: EngineClient,
+    limits: HttpLimits,
+    life: Lifecycle,
+    metrics: Metrics,
+    surroundings: Surroundings = Surroundings(),
+    embeddings: ServedEmbeddings | None = None,
+    others: Sequence[ServedModel] = (),
+) -> FastAPI:
+    """The application that serves one model and perhaps others, and may embed with another. Clients must be
+    attached to the loop that runs it.
+    """
+    client.observe(metrics)
+    log = surroundings.log
+    if log is not None:
+        client.observe(log)
+    app = _new_app(limits, life, metrics, surroundings)
+    embedder = None if embeddings is None else embeddings.model
+    service = _Service((model, *others), client, app.state.bodies, Preparation(), life, log, embedder)
+    _add_completions(app, service)
+    _add_chat(app, service)
+    _add_responses(app, service)
+    _add_receipts(app, service)
+    _add_tokens(app, service)
+    cards: list[NamedCard] = [(one.names, partial(_card, one)) for one in (model, *others)]
+    if embeddings is not None:
+        names = frozenset(name for one in (model, *others) for name in one.names)
+        cards.append(_add_embeddings(app, embeddings, limits, life, metrics, names))
+    _add_models(app, cards)
+    if surroundings.page is not None:
+        add_page(app, client, life, surroundings.page)
+    openapi.describe(app, embeds=embeddings is not None)
+    return app
+
+
+def create_embedding_app(
+    embeddings: ServedEmbeddings,
+    limits: HttpLimits,
+    life: Lifecycle,
+    metrics: Metrics,
+    surroundings: Surroundings = Surroundings(),
+) -> FastAPI:
+    """The application that embeds, and does nothing else."""
+    app = _new_app(limits, life, metrics, surroundings)
+    _add_models(app, [_add_embeddings(app, embeddings, limits, life, metrics)])
+    openapi.describe(app, generates=False, embeds=True)
+    return app
+
+
+def _new_app(limits: HttpLimits, life: Lifecycle, metrics: Metrics, surroundings: Surroundings) -> FastAPI:
+    """With what every application has; `app.state.bodies` reads bodies, `app.state.keys` are its API keys."""
+    keys = ApiKeys(limits.api_keys)
+    app = FastAPI(
+        title="phasewise",
+        middleware=_layers(limits, metrics, surroundings, keys),
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    errors.install(app, metrics.refused)
+    _add_health(app, life, metrics)
+    app.state.keys = keys
+    app.state.bodies = BodyReader(limits.max_body_bytes, limits.max_unfinished_bytes)
+    return app
+
+
+def _add_embeddings(
+    app: FastAPI,
+    embeddings: ServedEmbeddings,
+    limits: HttpLimits,
+    life: Lifecycle,
+    metrics: Metrics,
+    generating: frozenset[str] = frozenset(),
+) -> NamedCard:
+    """The model's names and card. generating: names of models that generate text beside it."""
+    metrics.registry.register(EmbeddingMetrics(embeddings.client.lanes))
+    routes = EmbeddingRoutes(
+        embeddings.model, embeddings.client, app.state.bodies, life, limits.max_response_bytes, generating
+    )
+    add_embedding_routes(app, routes)
+    return embeddings.model.names, embeddings.model.card
+
+
+def _layers(
+    limits: HttpLimits, metrics: Metrics, surroundings: Surroundings, keys: ApiKeys
+) -> list[Middleware]:
+    """The layers that every request passes, the outermost first."""
+    layers = [
+        Middleware(NameRequests, log=surroundings.log, name_of=_name_of),
+        Middleware(CountAnswers, metrics=metrics, name_of=_name_of),
+    ]
+    if limits.allowed_hosts:
+        layers.append(Middleware(CheckHost, hosts=limits.allowed_hosts, metrics=metrics))
+    if surroundings.cors_origins:  # before keys: a browser asks without one whether it may ask
+        layers.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=surroundings.cors_origins,
+                allow_methods=("GET", "POST", "HEAD", "DELETE"),
+                allow_headers=("*",),
+                expose_headers=_EXPOSED,
+            )
+        )
+    if limits.api_keys:
+        pages = OPEN_PATHS if surroundings.page is not None else frozenset()
+        layers.append(Middleware(RequireKey, keys=keys, metrics=metrics, also_open=pages))
+    return layers
+
+
+def _name_of(path: str) -> str:
+    """The name of a path in counts and in the log: a stranger's is not repeated."""
+    for place in ("/v1/responses/", "/v1/receipts/"):
+        if path.startswith(place):
+            return f"{place}ID"
+    return path if path in _PATHS else "other"
+
+
+def _add_health(app: FastAPI, life: Lifecycle, metrics: Metrics) -> None:
+    @app.api_route("/health", methods=["GET", "HEAD"])
+    async def health() -> JSONResponse:
+        """200 while the engine can answer, now or once its ranks are there again; else restart the server."""
+        alive = life.is_healthy
+        return JSONResponse({"status": "ok" if alive else "engine stopped"}, 200 if alive else 503)
+
+    @app.api_route("/ready", methods=["GET", "HEAD"])
+    async def ready() -> JSONResponse:
+        """200 while requests should be sent here; 503 while starting, stopping, or replacing ranks."""
+        return JSONResponse({"status": life.state}, 200 if life.is_ready else 503)
+
+    one_at_a_time = asyncio.Lock()
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        """Metrics in Prometheus's text format."""
+        async with one_at_a_time:
+            await asyncio.sleep(0)  # it takes milliseconds: what others ask is answered between two of them
+            return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _card(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.model_id,
+        "object": "model",
+        "created": model.created_s,
+        "owned_by": "phasewise",
+        "max_model_len": model.context_length,
+        "default_sampling": model.sampling.to_json(),
+        "system_fingerprint": model.system_fingerprint,
+    }
+
+
+def _add_models(app: FastAPI, cards: Sequence[NamedCard]) -> None:
+    """cards: of each model the names that requests may use, and what /v1/models says of it."""
+
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        """The models that are served."""
+        return {"object": "list", "data": [card() for _, card in cards]}
+
+    @app.get("/v1/models/{name:path}")
+    async def show_model(name: str) -> dict[str, Any]:
+        """The model, by its id or by the name it was started with."""
+        for names, card in cards:
+            if name in names:
+                return card()
+        raise unknown_model(name, " and ".join(names[0] for names, _ in cards))
+
+
+@dataclass(frozen=True, slots=True)
+class _Service:
+    """The services that the two generating routes need."""
+
+    models: tuple[ServedModel, ...]
+    client: EngineClient
+    bodies: BodyReader
+    preparation: Preparation
+    life: Lifecycle
+    log: AccessLog | None
+    embedder: EmbeddingModel | None = None
+    """Served beside."""
+    receipts: ReceiptStore = field(default_factory=ReceiptStore)
+
+    async def read(self, request: Request, kind: type[Body]) -> Body:
+        self.refuse_unless_open()
+        return await self.bodies.read(request, kind)
+
+    def with_receipts(self, reply: Reply, model: ServedModel, request: Request) -> Reply:
+        """The same reply, with receipts where its requests ask for them. ApiError: not yet."""
+        if not reply.requests[0].receipt:
+            return reply
+        fingerprint, client = model.fingerprint(), client_of(request.scope).name
+        if fingerprint is None:
+            raise ApiError(503, "receipt: no instance has told its fingerprint yet", param="receipt")
+
+        def make(asked: Submit, evidence: Evidence, reason: FinishReason) -> dict[str, Any]:
+            receipt = receipt_of(asked, evidence, reason, fingerprint, model.model_id).to_json()
+            self.receipts.put(client, _response_id([asked]), encode(receipt))
+            return receipt
+
+        return replace(reply, receipt=make)
+
+    async def answer(self, reply: Reply, request: Request, ignored: tuple[str, ...] = ()) -> Response:
+        """`ignored`: fields of the body that say nothing to this server; the answer's header names them."""
+        self.refuse_unless_open()
+        record = record_of(request.scope)
+        if record is not None and self.log is not None:
+            record.ignored = ignored
+            self.log.expects(record, reply.requests, reply.usage([])["prompt_tokens"])
+        try:
+            response = await respond(self.client, reply, request)
+        except ServingError as error:
+            raise from_engine(error) from error
+        if ignored:
+            response.headers["X-Ignored-Fields"] = ",".join(ignored)
+        connection = connection_of(request.scope)
+        if connection is not None:
+            connection.vouch()
+        return response
+
+    def model_of(self, name: str | None) -> ServedModel:
+        """The one that a request names; without a name the first. ApiError where there is none."""
+        found = (one for one in self.models if name is None or name in one.names)
+        model = next(found, None)
+        if model is None and self.embedder is not None and name in self.embedder.names:
+            path = "/v1/rerank" if self.embedder.scores else "/v1/embeddings"
+            raise other_purpose(str(name), "makes vectors and no text", path)
+        if model is None:
+            raise unknown_model(str(name), ", ".join(one.model_id for one in self.models))
+        return model
+
+    def refuse_unless_open(self) -> None:
+        refusal = self.life.refusal()
+        if refusal is not None:
+            raise refusal
+
+
+def _add_completions(app: FastAPI, service: _Service) -> None:
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        """Continue a text, or several."""
+        body = await service.read(request, CompletionRequest)
+        model = service.model_of(body.model)
+        requests, facts = await service.preparation.prepare(request, body, completion_requests, model)
+        rendering = CompletionRendering(_response_id(requests), model)
+        reply = service.with_receipts(_reply(body, requests, facts, rendering), model, request)
+        return await service.answer(reply, request, body.ignored())
+
+
+def _add_chat(app: FastAPI, service: _Service) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        """Answer a conversation."""
+        body = await service.read(request, ChatRequest)
+        model = service.model_of(body.model)
+        with naming(_IN_CHAT):
+            requests, facts = await service.preparation.prepare(request, body, chat_requests, model)
+            reading = reading_of(body, model, requests[0])
+            rendering = ChatRendering(_response_id(requests), model, reading)
+            reply = service.with_receipts(_reply(body, requests, facts, rendering), model, request)
+            return await service.answer(reply, request, body.ignored())
+
+
+def _add_responses(app: FastAPI, service: _Service) -> None:
+    store = ResponseStore()
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        """Answer a conversation, perhaps one that was stored here."""
+        body = await service.read(request, ResponsesRequest)
+        client = client_of(request.scope).name
+        previous = body.previous_response_id
+        before = [] if previous is None else store.conversation(client, previous)
+        model = service.model_of(body.model)
+        with naming(_IN_RESPONSES):
+            chat = await service.bodies.convert(request, lambda: chat_of(body, before))
+            requests, facts = await service.preparation.prepare(request, chat, chat_requests, model)
+        (one,) = requests
+        response_id = f"resp_{one.request_id.split('-')[1]}"
+
+        def keep(answer: dict[str, Any], written: str) -> None:
+            if body.store is not False:
+                store.put(client, response_id, [*before, *messages_of(body.input), answer], written)
+
+        responding = Responding(
+            response_id,
+            body,
+            model.model_id,
+            {"temperature": one.sampling.temperature, "top_p": one.sampling.top_p},
+            len(one.prompt_token_ids),
+            reading_of(chat, model, one),
+            model.system_fingerprint,
+            lambda text: len(model.encode(text, False)),
+            keep,
+        )
+        form = Form(partial(whole, responding), partial(ResponseEvents, responding))
+        reply = replace(_reply(chat, requests, facts, ChatRendering("", model)), form=form)
+        with naming(_IN_RESPONSES):
+            return await service.answer(reply, request, body.ignored())
+
+    @app.get("/v1/responses/{response_id}")
+    async def show_response(request: Request, response_id: str) -> Response:
+        """A response that is stored here."""
+        written = store.response(client_of(request.scope).name, response_id)
+        return Response(written, media_type="application/json")
+
+    @app.delete("/v1/responses/{response_id}")
+    async def forget_response(request: Request, response_id: str) -> dict[str, Any]:
+        """Store it no longer."""
+        store.delete(client_of(request.scope).name, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+
+def _add_receipts(app: FastAPI, service: _Service) -> None:
+    @app.get("/v1/receipts/{answer_id}")
+    async def show_receipts(request: Request, answer_id: str) -> Response:
+        """The receipts of an answer, one for each of its choices."""
+        written = service.receipts.receipts(client_of(request.scope).name, answer_id)
+        return Response(written, media_type="application/json")
+
+
+def _add_tokens(app: FastAPI, service: _Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        """The tokens of a text, or of a conversation as the model's template writes it out."""
+        body = await service.read(request, TokenizeRequest)
+        model = service.model_of(body.model)
+        tokens = await service.preparation.tokenized(request, body, model)
+        return Response(tokens, media_type="application/json")
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> dict[str, str]:
+        """The text that tokens spell, control tokens included."""
+        body = await service.read(request, DetokenizeRequest)
+        model = service.model_of(body.model)
+        check_token_ids(body.tokens, model)
+        return {"prompt": b"".join(map(model.piece, body.tokens)).decode("utf-8", "replace")}
+
+
+def _reply(
+    body: GenerationRequest, requests: list[Submit], facts: list[RequestFacts], rendering: Rendering
+) -> Reply:
+    return Reply(
+        requests=requests,
+        facts=facts,
+        n_choices_per_prompt=body.n or 1,
+        rendering=rendering,
+        streamed=bool(body.stream),
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        continuous_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
+    )
+
+
+def _response_id(requests: list[Submit]) -> str:
+    """`cmpl-HEX` of the engine's `cmpl-HEX-0-0`."""
+    return "-".join(requests[0].request_id.split("-")[:2])

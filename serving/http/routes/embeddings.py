@@ -1,0 +1,368 @@
+"""`/v1/embeddings`, `/v1/rerank` and TEI's `/rerank`: bodies in, tokens to the queues of all devices,
+vectors out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import Discriminator, Field, Tag
+from pydantic_core import to_json
+
+from phasewise.serving.embedding.client import EmbeddingClient
+from phasewise.serving.embedding.encoder.input_tokens import EncoderText, Text, Tokens, too_long
+from phasewise.serving.embedding.encoder.pooling import truncated
+from phasewise.serving.errors import QueueFull, ServingError
+from phasewise.serving.http.errors import bad_request, from_engine, other_purpose, unknown_model
+from phasewise.serving.http.lifecycle import Lifecycle
+from phasewise.serving.http.monitoring.access_log import record_of
+from phasewise.serving.http.requests.body import BodyReader
+from phasewise.serving.http.requests.fair_lane import FairLane
+from phasewise.serving.http.requests.request_threads import while_there
+from phasewise.serving.http.requests.schemas import MOST_INT, Strict, kind_of
+from phasewise.serving.http.routes.middleware import client_of
+from phasewise.serving.http.transport.connection import connection_of
+
+Floats = npt.NDArray[np.float32]
+
+PATHS = frozenset({"/v1/embeddings", "/v1/rerank", "/rerank"})
+MOST_INPUTS = 2048  # OpenAI's
+_LONG_CHARACTERS = 256 * 1024
+_N_ORDINARY = 2
+_MOST_ORDINARY = 256
+_MOST_LONG = 16
+_NUMBER_BYTES = 24
+"""The most that a float32 takes in JSON."""
+_BASE64_BYTES = 6
+
+Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_INPUTS)]
+TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
+Input = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[TokenIds, Tag("list of int")]
+    | Annotated[Texts, Tag("list of str")]
+    | Annotated[
+        list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_INPUTS), Tag("list of list")
+    ],
+    Discriminator(kind_of),
+]
+
+
+class EmbeddingRequest(Strict):
+    """OpenAI's; `truncate` is an extension."""
+
+    model: str
+    input: Input
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1, le=MOST_INT)] | None = None
+    truncate: bool = Field(False, description="cut inputs that are too long; else they are refused")
+
+
+class Document(Strict):
+    text: str
+
+
+class RerankRequest(Strict):
+    """Cohere's and Jina's."""
+
+    model: str
+    query: str
+    documents: Annotated[
+        Annotated[Texts, Tag("list of str")]
+        | Annotated[
+            list[Document], Field(fail_fast=True, min_length=1, max_length=MOST_INPUTS), Tag("list of dict")
+        ],
+        Discriminator(kind_of),
+    ]
+    top_n: Annotated[int, Field(ge=1, le=MOST_INT)] | None = None
+    return_documents: bool = False
+    truncate: bool = Field(True, description="cut documents that are too long; else they are refused")
+
+
+class TeiRerankRequest(Strict):
+    """text-embeddings-inference's."""
+
+    query: str
+    texts: Texts
+    raw_scores: bool = False
+    return_text: bool = False
+    truncate: bool = False
+
+
+@dataclass(frozen=True)
+class EmbeddingModel:
+    """`names`: what requests may call it, its id first. `width`: numbers of a vector; `scores`: a
+    cross-encoder.
+    """
+
+    names: tuple[str, ...]
+    created_s: int
+    text: EncoderText
+    width: int
+    scores: bool
+
+    @property
+    def model_id(self) -> str:
+        return self.names[0]
+
+    def card(self) -> dict[str, Any]:
+        return {
+            "id": self.model_id,
+            "object": "model",
+            "created": self.created_s,
+            "owned_by": "phasewise",
+            "max_model_len": self.text.max_tokens,
+        }
+
+
+class EmbeddingRoutes:
+    """The parts that the routes need; on one event loop."""
+
+    def __init__(
+        self,
+        model: EmbeddingModel,
+        client: EmbeddingClient,
+        bodies: BodyReader,
+        life: Lifecycle,
+        max_response_bytes: int,
+        generating: frozenset[str] = frozenset(),
+    ) -> None:
+        """generating: names of models that are served beside, for text."""
+        self.model = model
+        self._generating = generating
+        self._max_response_bytes = max_response_bytes
+        self._client = client
+        self._bodies = bodies
+        self._life = life
+        self._texts = FairLane("input", _N_ORDINARY, _MOST_ORDINARY)
+        self._long = FairLane("long input", 1, _MOST_LONG)
+
+    async def embeddings(self, request: Request) -> Response:
+        """Vectors of texts or of token ids."""
+        arrived_s = time.monotonic()
+        body = await self._read(request, EmbeddingRequest)
+        self._check_model(body.model)
+        if self.model.scores:
+            raise bad_request(f"{self.model.model_id} is a reranker: use /v1/rerank", "model")
+        if body.dimensions is not None and body.dimensions > self.model.width:
+            raise bad_request(
+                f"dimensions is {body.dimensions}; this model's vectors have {self.model.width}", "dimensions"
+            )
+        given = body.input
+        self._refuse_too_large(body)
+
+        def cut() -> list[Tokens]:
+            if isinstance(given, str):
+                return self.model.text.tokens([given], truncate=body.truncate)
+            if isinstance(given[0], str):
+                return self.model.text.tokens(given, truncate=body.truncate)
+            ids = [given] if isinstance(given[0], int) else given
+            return [self._token_ids(at, one, truncate=body.truncate) for at, one in enumerate(ids)]
+
+        inputs = await self._prepared(request, _characters(given), cut)
+        vectors = await self._vectors(request, inputs, arrived_s)
+        if body.dimensions is not None:
+            vectors = [truncated(vector, body.dimensions) for vector in vectors]
+        n_tokens = sum(len(one.ids) for one in inputs)
+        write = _base64 if body.encoding_format == "base64" else _numbers
+        model_id = self.model.model_id
+        written = await asyncio.to_thread(_written, vectors, write, model_id, n_tokens)
+        return Response(written, media_type="application/json")
+
+    async def rerank(self, request: Request) -> Response:
+        """Scores from 0 to 1 of documents for a query, the best first."""
+        body = await self._read(request, RerankRequest)
+        self._check_model(body.model)
+        texts = [one if isinstance(one, str) else one.text for one in body.documents]
+        scores, n_tokens = await self._scores(request, body.query, texts, truncate=body.truncate)
+        ranked = sorted(enumerate(map(_logistic, scores)), key=lambda one: -one[1])
+        results: list[dict[str, Any]] = [{"index": at, "relevance_score": one} for at, one in ranked]
+        if body.return_documents:
+            for result in results:
+                result["document"] = {"text": texts[result["index"]]}
+        return _json(
+            {
+                "model": self.model.model_id,
+                "results": results[: body.top_n],
+                "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
+            }
+        )
+
+    async def tei_rerank(self, request: Request) -> Response:
+        """The same in TEI's form."""
+        body = await self._read(request, TeiRerankRequest)
+        scores, _ = await self._scores(request, body.query, body.texts, truncate=body.truncate)
+        shown = scores if body.raw_scores else list(map(_logistic, scores))
+        ranked = sorted(enumerate(shown), key=lambda one: -one[1])
+        return _json(
+            [
+                {"index": at, "score": one, **({"text": body.texts[at]} if body.return_text else {})}
+                for at, one in ranked
+            ]
+        )
+
+    def _refuse_too_large(self, body: EmbeddingRequest) -> None:
+        """Before anything of it is computed: the answer is made as a whole."""
+        per_number = _BASE64_BYTES if body.encoding_format == "base64" else _NUMBER_BYTES
+        n_bytes = _n_inputs(body.input) * (body.dimensions or self.model.width) * per_number
+        if n_bytes > self._max_response_bytes:
+            raise bad_request(
+                f"the answer takes more than {self._max_response_bytes} bytes; send fewer inputs, "
+                "or ask for fewer dimensions or base64",
+                "input",
+            )
+
+    # ---- steps -------------------------------------------------------------------------------------------
+
+    async def _read(self, request: Request, kind: Any) -> Any:
+        self._refuse_unless_open()
+        return await self._bodies.read(request, kind)
+
+    def _check_model(self, name: str) -> None:
+        if name in self._generating:
+            raise other_purpose(name, "generates text and makes no vectors", "/v1/chat/completions")
+        if name not in self.model.names:
+            raise unknown_model(name, self.model.model_id)
+
+    def _refuse_unless_open(self) -> None:
+        refusal = self._life.refusal()
+        if refusal is not None:
+            raise refusal
+
+    def _token_ids(self, at: int, ids: Sequence[int], *, truncate: bool) -> Tokens:
+        """Taken as they are: a client that sends tokens has put the model's own around them."""
+        most = self.model.text.max_tokens
+        if min(ids) < 0 or max(ids) >= self.model.text.vocab_size:
+            raise bad_request(f"token ids must be 0 to {self.model.text.vocab_size - 1}", "input")
+        if len(ids) > most and not truncate:
+            raise too_long(at, len(ids), most)
+        return Tokens(list(ids[:most]))
+
+    async def _prepared(
+        self, request: Request, n_characters: int, cut: Callable[[], list[Tokens]]
+    ) -> list[Tokens]:
+        lane = self._long if n_characters > _LONG_CHARACTERS else self._texts
+        try:
+            client = client_of(request.scope).name
+            self._client.refuse_if_full(client)
+            return await while_there(request, lane.run(client, cut))
+        except ServingError as error:
+            _vouch_if_busy(request, error)
+            raise from_engine(error) from error
+
+    async def _vectors(
+        self, request: Request, inputs: Sequence[Tokens], arrived_s: float | None = None
+    ) -> list[Floats]:
+        self._refuse_unless_open()
+        record = record_of(request.scope)
+        if record is not None:
+            record.n_prompt = sum(len(one.ids) for one in inputs)
+        try:
+            computed = self._client.embed(inputs, client_of(request.scope).name, arrived_s)
+            vectors = await while_there(request, computed)
+        except ServingError as error:
+            _vouch_if_busy(request, error)
+            raise from_engine(error) from error
+        _vouch(request)
+        return vectors
+
+    async def _scores(
+        self, request: Request, query: str, texts: Sequence[str], *, truncate: bool
+    ) -> tuple[list[float], int]:
+        if not self.model.scores:
+            raise bad_request(
+                f"{self.model.model_id} makes vectors and scores no pairs: serve a cross-encoder", "model"
+            )
+        pairs: list[Text] = [(query, text) for text in texts]
+        n_characters = sum(map(len, texts)) + len(query) * len(texts)
+        inputs = await self._prepared(
+            request, n_characters, lambda: self.model.text.tokens(pairs, truncate=truncate)
+        )
+        vectors = await self._vectors(request, inputs)
+        return [float(vector[0]) for vector in vectors], sum(len(one.ids) for one in inputs)
+
+
+def add_routes(app: FastAPI, routes: EmbeddingRoutes) -> None:
+    """Put them at their paths."""
+
+    @app.post("/v1/embeddings")
+    async def embeddings(request: Request) -> Response:
+        """Vectors of texts or of token ids."""
+        return await routes.embeddings(request)
+
+    @app.post("/v1/rerank")
+    async def rerank(request: Request) -> Response:
+        """Documents by how well they fit a query."""
+        return await routes.rerank(request)
+
+    @app.post("/rerank")
+    async def tei_rerank(request: Request) -> Response:
+        """The same in the form of text-embeddings-inference."""
+        return await routes.tei_rerank(request)
+
+
+def _vouch(request: Request) -> None:
+    connection = connection_of(request.scope)
+    if connection is not None:
+        connection.vouch()
+
+
+def _vouch_if_busy(request: Request, error: ServingError) -> None:
+    """A request that would be answered at another time is worth as much of the loop as one that is: else
+    connections of clients that came while the server was full would hardly be read, and answered late.
+    """
+    if isinstance(error, QueueFull):
+        _vouch(request)
+
+
+def _n_inputs(given: str | Sequence[Any]) -> int:
+    return 1 if isinstance(given, str) or isinstance(given[0], int) else len(given)
+
+
+def _characters(given: str | Sequence[Any]) -> int:
+    """The length of an input, more or less: a token counts as one character."""
+    if isinstance(given, str):
+        return len(given)
+    return len(given) if isinstance(given[0], int) else sum(map(len, given))
+
+
+def _written(
+    vectors: Sequence[Floats], write: Callable[[Floats], Any], model_id: str, n_tokens: int
+) -> bytes:
+    """The answer with these vectors. One is written at a time: while it is, Python's other threads wait."""
+    parts = (
+        to_json({"object": "embedding", "index": at, "embedding": write(vector)})
+        for at, vector in enumerate(vectors)
+    )
+    rest = to_json({"model": model_id, "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens}})
+    return b'{"object":"list","data":[' + b",".join(parts) + b"]," + rest[1:]
+
+
+def _base64(vector: Floats) -> str:
+    """float32, little-endian, as OpenAI's clients read it."""
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+def _numbers(vector: Floats) -> list[float]:
+    return list(vector.tolist())
+
+
+def _logistic(score: float) -> float:
+    if score >= 0:
+        return 1 / (1 + math.exp(-score))
+    small = math.exp(score)
+    return small / (1 + small)
+
+
+def _json(content: Any) -> Response:
+    return Response(to_json(content), media_type="application/json")

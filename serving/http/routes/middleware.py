@@ -1,0 +1,178 @@
+"""Middleware before every route: the host, the key, and the count of answers. Plain ASGI callables."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from phasewise.serving.http.errors import ApiError
+from phasewise.serving.http.monitoring.metrics import Metrics
+from phasewise.serving.http.transport.connection import refused_status
+
+_CLIENT = "phasewise.client"
+"""The place in an ASGI scope that names the client."""
+
+_OPEN_PATHS = frozenset({"/health", "/ready"})
+
+
+@dataclass(frozen=True, slots=True)
+class ClientIdentity:
+    """The client of a request, as far as shares and queues go: an API key, else an address.
+
+    `cache_space`: the same for all requests that may take over each other's keys and values: those with one
+    API key, or all where no key is asked for.
+    """
+
+    name: str
+    cache_space: str
+
+
+def client_of(scope: Scope) -> ClientIdentity:
+    """The sender of this request."""
+    known: str | None = scope.get(_CLIENT)
+    if known is not None:
+        return ClientIdentity(f"key {known}", known)
+    address = scope.get("client")
+    return ClientIdentity(f"address {address[0]}" if address else "local", "")
+
+
+class ApiKeys:
+    """The keys of one server, as digests. They may be replaced while it runs, from any thread."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = _digests_of(keys)
+
+    def replace(self, keys: Sequence[str]) -> None:
+        """Only these are right from now on; requests in progress go on."""
+        self._digests = _digests_of(keys)
+
+    def digest_of(self, token: str) -> str | None:
+        """The digest of a key; None where it is none of ours.
+
+        Compares digests, all of them, so that time tells nothing of a key, nor its length.
+        """
+        given = _digest(token.encode("latin-1", "replace"))
+        matches = [secrets.compare_digest(given, key) for key in self._digests]
+        return given.hex() if any(matches) else None
+
+
+class RequireKey:
+    """401 unless the request carries one of `keys` as a bearer token. Health, readiness and `also_open` stay
+    open."""
+
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, metrics: Metrics, also_open: frozenset[str] = frozenset()
+    ) -> None:
+        self._app = app
+        self._open_paths = _OPEN_PATHS | also_open
+        self._keys = keys
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
+            await self._app(scope, receive, send)
+            return
+        key = self._key_of(Headers(scope=scope))
+        if key is not None:
+            await self._app({**scope, _CLIENT: key}, receive, send)
+            return
+        given = Headers(scope=scope).get("authorization", "")
+        message = (
+            "the API key is wrong: this server does not know it"
+            if given.lower().startswith("bearer ")
+            else "an API key is needed: send the header Authorization: Bearer KEY"
+        )
+        error = ApiError(401, message, code="invalid_api_key", closes=True)
+        self._metrics.refused(error)
+        await error.response()(scope, receive, send)
+
+    def _key_of(self, headers: Headers) -> str | None:
+        """The digest of the request's key; None where it is none of ours."""
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        found = self._keys.digest_of(token.strip())
+        return found if scheme.lower() == "bearer" else None
+
+
+class CheckHost:
+    """421 unless the request's Host is one of `hosts`, names or addresses without a port.
+
+    A page in a browser may send requests to any address that the name of its own origin resolves to, so also
+    to a server that listens on this machine alone (DNS rebinding). Such requests name the page's host.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str], metrics: Metrics) -> None:
+        self._app = app
+        self._hosts = frozenset(host.strip("[]").rstrip(".").lower() for host in hosts)
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _host_in(Headers(scope=scope).get("host", "")) in self._hosts:
+            await self._app(scope, receive, send)
+            return
+        message = "this server does not answer for the host that the request names; see --allowed-host"
+        error = ApiError(421, message, code="host_not_allowed", closes=True)
+        self._metrics.refused(error)
+        await error.response()(scope, receive, send)
+
+
+class CountAnswers:
+    """Counts answers by path, as `name_of` calls it, and status.
+
+    The framework answers an exception that no handler knows with 500, outside of this: it is counted here.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, name_of: Callable[[str], str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._name_of = name_of
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = self._name_of(scope["path"])
+        has_started = False
+
+        def count(status: int) -> None:
+            self._metrics.http.labels(path, status).inc()
+
+        async def counted(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                count(refused_status(scope) or message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counted)
+        except ClientDisconnect:  # it has left without an answer, or has one from its connection
+            status = refused_status(scope)
+            if status is not None and not has_started:
+                count(status)
+            raise
+        except Exception:
+            if not has_started:
+                count(500)
+            raise
+
+
+def _digests_of(keys: Sequence[str]) -> tuple[bytes, ...]:
+    return tuple(_digest(key.encode()) for key in keys)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _host_in(header: str) -> str:
+    """`localhost` of `LocalHost:8000`, `::1` of `[::1]:8000`."""
+    host = header.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].rstrip(".")

@@ -1,0 +1,319 @@
+"""The OpenAPI document: what every route takes and gives, refusals included.
+
+Bodies are read by hand, for the limits and for our errors, so the framework knows neither them nor the
+answers; this says it. Its schemas of what is taken are those that check it.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from phasewise.serving.engine.receipts import SCHEMA_VERSION
+from phasewise.serving.http.requests.response_schemas import ResponsesRequest
+from phasewise.serving.http.requests.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from phasewise.serving.http.routes.embedding_openapi import embedding_answers, embedding_paths
+from phasewise.serving.http.routes.embeddings import EmbeddingRequest, RerankRequest, TeiRerankRequest
+
+Json = dict[str, Any]
+
+_GENERATION: tuple[type[BaseModel], ...] = (
+    CompletionRequest,
+    ChatRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
+_EMBEDDING: tuple[type[BaseModel], ...] = (EmbeddingRequest, RerankRequest, TeiRerankRequest)
+_POST_REFUSALS = (400, 401, 404, 408, 413, 415, 429, 431, 500, 503)
+
+REFUSALS = {
+    400: "the request is not one that can be answered",
+    401: "the key that this server asks for is missing or wrong",
+    404: "there is no such path, model or response here",
+    405: "the path does not take this method",
+    408: "the request did not come in time",
+    413: "the body is larger than this server takes",
+    415: "the body's Content-Type is not JSON",
+    421: "the request names a host that this server does not answer for",
+    429: "too much is waiting already; Retry-After says when to come again",
+    431: "the head of the request is too large",
+    500: "the computation failed",
+    503: "the server is starting, stopping or full, or has lost its engine; Retry-After says when",
+}
+
+
+def describe(app: FastAPI, *, generates: bool = True, embeds: bool = False) -> None:
+    """Make `app` answer /openapi.json with the document."""
+    found = document(generates=generates, embeds=embeds)
+    app.openapi = lambda: found  # type: ignore[method-assign]
+
+
+def document(*, generates: bool, embeds: bool) -> Json:
+    """The document of a server that answers, embeds, or both."""
+    kinds = [*(_GENERATION if generates else ()), *(_EMBEDDING if embeds else ())]
+    _, bodies = models_json_schema(
+        [(kind, "validation") for kind in kinds],
+        ref_template="#/components/schemas/{model}",
+    )
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "phasewise", "version": version("phasewise")},
+        "paths": {
+            "/health": _get("health", "Whether the engine can still answer", _answer(_ref("Status")), 503),
+            "/ready": _get("ready", "Whether requests should be sent here", _answer(_ref("Status")), 503),
+            "/metrics": _get("metrics", "Metrics in Prometheus's text format", _text("text/plain")),
+            "/v1/models": _get("list_models", "The one model that is served", _answer(_ref("ModelList"))),
+            "/v1/models/{name}": {
+                **_get("show_model", "The model, by its id or name", _answer(_ref("Model")), 404),
+                "parameters": [_NAME],
+            },
+            **(_generation_paths() if generates else {}),
+            **(embedding_paths(_refusals(*_POST_REFUSALS)) if embeds else {}),
+        },
+        "components": {
+            "schemas": {**bodies["$defs"], **_answers(), **(embedding_answers() if embeds else {})},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _generation_paths() -> Json:
+    return {
+        "/v1/responses": _post(
+            "responses", "Answer a conversation, perhaps a stored one", "Response", "Responses"
+        ),
+        "/v1/responses/{response_id}": {
+            **_get("show_response", "A response that is stored here", _answer(_ref("Response")), 404),
+            **_delete("forget_response", "Store a response no longer", _answer(_ref("Forgotten"))),
+            "parameters": [{**_NAME, "name": "response_id"}],
+        },
+        "/v1/receipts/{answer_id}": {
+            **_get(
+                "show_receipts",
+                "The receipts of an answer that asked for them",
+                _answer(_ref("Receipts")),
+                404,
+            ),
+            "parameters": [{**_NAME, "name": "answer_id"}],
+        },
+        "/tokenize": _post("tokenize", "The tokens of a text or a conversation", "Tokenize"),
+        "/detokenize": _post("detokenize", "The text that tokens spell", "Detokenize"),
+        "/v1/completions": _post("completions", "Continue a text, or several", "Completion"),
+        "/v1/chat/completions": _post("chat", "Answer a conversation", "ChatCompletion", "Chat"),
+    }
+
+
+_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+
+
+def _get(name: str, summary: str, answer: Json, *refusals: int) -> Json:
+    responses = {"200": answer, **_refusals(401, *refusals)}
+    if 503 in refusals:
+        responses["503"] = {**answer, "description": REFUSALS[503]}
+    return {"get": {"operationId": name, "summary": summary, "responses": responses}}
+
+
+def _delete(name: str, summary: str, answer: Json) -> Json:
+    return {
+        "delete": {
+            "operationId": name,
+            "summary": summary,
+            "responses": {"200": answer, **_refusals(401, 404)},
+        }
+    }
+
+
+def _post(name: str, summary: str, answer: str, body: str | None = None) -> Json:
+    content = {"application/json": {"schema": _ref(f"{body or answer}Request")}}
+    whole = {
+        "description": "the answer; as server-sent events where `stream` is true",
+        "content": {
+            "application/json": {"schema": _ref(answer)},
+            "text/event-stream": {},  # events, for which this version of OpenAPI has no schema
+        },
+    }
+    refusals = _refusals(*_POST_REFUSALS)
+    return {
+        "post": {
+            "operationId": name,
+            "summary": summary,
+            "requestBody": {"required": True, "content": content},
+            "responses": {"200": whole, **refusals},
+        }
+    }
+
+
+def _refusals(*statuses: int) -> Json:
+    return {
+        str(status): {"description": REFUSALS[status], **_content("application/json", _ref("Refusal"))}
+        for status in (*statuses, 405, 421)
+    }
+
+
+def _answer(schema: Json) -> Json:
+    return {"description": "the answer", **_content("application/json", schema)}
+
+
+def _text(media_type: str) -> Json:
+    return {"description": "the answer", **_content(media_type, {"type": "string"})}
+
+
+def _content(media_type: str, schema: Json) -> Json:
+    return {"content": {media_type: {"schema": schema}}}
+
+
+def _ref(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _object(**properties: Json) -> Json:
+    """All of these are there."""
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _list(items: Json) -> Json:
+    return {"type": "array", "items": items}
+
+
+def _or_null(schema: Json) -> Json:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+_TEXT, _COUNT, _NUMBER = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "number"}
+_REASON = {"enum": ["stop", "length", None]}
+_CHAT_REASON = {"enum": ["stop", "length", "tool_calls", None]}
+
+
+def _answers() -> Json:
+    """Schemas of what is given."""
+    refusal = _object(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_or_null(_TEXT))
+    sampling = _object(
+        temperature=_NUMBER,
+        top_k=_or_null(_COUNT),
+        top_p=_NUMBER,
+        min_p=_NUMBER,
+        repetition_penalty=_NUMBER,
+        source={"enum": ["default", "model"]},
+    )
+    card = _object(
+        id=_TEXT,
+        object={"const": "model"},
+        created=_COUNT,
+        owned_by=_TEXT,
+        max_model_len=_COUNT,
+    )
+    card["properties"] |= {  # of models that generate text
+        "default_sampling": sampling,
+        "system_fingerprint": _or_null(_TEXT),
+    }
+    usage = _object(
+        prompt_tokens=_COUNT,
+        completion_tokens=_COUNT,
+        total_tokens=_COUNT,
+        prompt_tokens_details=_object(cached_tokens=_COUNT),
+    )
+    usage["properties"]["completion_tokens_details"] = _object(
+        accepted_prediction_tokens=_COUNT, rejected_prediction_tokens=_COUNT
+    )  # there where drafts are on
+    return {
+        "Refusal": _object(error=refusal),
+        "Status": _object(status=_TEXT),
+        "Model": card,
+        "ModelList": _object(object={"const": "list"}, data=_list(_ref("Model"))),
+        "Usage": usage,
+        "Tokenize": _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT)),
+        "Detokenize": _object(prompt=_TEXT),
+        "Response": _response(),
+        "Receipts": _object(object={"const": "list"}, data=_list(_receipt())),
+        "Forgotten": _object(id=_TEXT, object={"const": "response"}, deleted={"const": True}),
+        "Completion": _whole("text_completion", _completion_choice()),
+        "ChatCompletion": _whole("chat.completion", _chat_choice()),
+    }
+
+
+def _response() -> Json:
+    details = {"type": "object", "additionalProperties": _COUNT}
+    usage = _object(
+        input_tokens=_COUNT,
+        input_tokens_details=details,
+        output_tokens=_COUNT,
+        output_tokens_details=details,
+        total_tokens=_COUNT,
+    )
+    item = {"type": "object", "properties": {"type": {"enum": ["message", "reasoning", "function_call"]}}}
+    return _object(
+        id=_TEXT,
+        object={"const": "response"},
+        created_at=_COUNT,
+        model=_TEXT,
+        system_fingerprint=_or_null(_TEXT),
+        status={"enum": ["completed", "incomplete"]},
+        output=_list(item),
+        usage=usage,
+    )
+
+
+def _whole(kind: str, choice: Json) -> Json:
+    return _object(
+        id=_TEXT,
+        object={"const": kind},
+        created=_COUNT,
+        model=_TEXT,
+        system_fingerprint=_or_null(_TEXT),
+        choices=_list(choice),
+        usage=_ref("Usage"),
+    )
+
+
+def _completion_choice() -> Json:
+    top = {"type": "object", "additionalProperties": _NUMBER}
+    logprobs = _object(
+        tokens=_list(_TEXT), token_logprobs=_list(_NUMBER), top_logprobs=_list(top), text_offset=_list(_COUNT)
+    )
+    return _choice(_REASON, text=_TEXT, logprobs=_or_null(logprobs))
+
+
+def _chat_choice() -> Json:
+    token = {"token": _TEXT, "logprob": _NUMBER, "bytes": _list(_COUNT)}
+    scored = _object(**token, top_logprobs=_list(_object(**token)))
+    logprobs = _object(content=_list(scored), refusal={"type": "null"})
+    message = _object(role={"const": "assistant"}, content=_or_null(_TEXT), refusal={"type": "null"})
+    called = _object(name=_TEXT, arguments=_TEXT)
+    call = _object(id=_TEXT, type={"const": "function"}, function=called)
+    message["properties"] |= {"reasoning_content": _TEXT, "tool_calls": _list(call)}
+    return _choice(_CHAT_REASON, message=message, logprobs=_or_null(logprobs))
+
+
+def _choice(reason: Json, **said: Json) -> Json:
+    """With a receipt where its request asked for one."""
+    choice = _object(index=_COUNT, **said, finish_reason=reason)
+    choice["properties"]["receipt"] = _receipt()
+    return choice
+
+
+def _receipt() -> Json:
+    """The fields that a reader may want; `phasewise replay` reads them all."""
+    return _object(
+        schema_version={"const": SCHEMA_VERSION},
+        request_id=_TEXT,
+        model=_TEXT,
+        system_fingerprint=_TEXT,
+        fingerprint={"type": "object"},
+        prompt_token_ids=_list(_COUNT),
+        settings={"type": "object"},
+        token_ids=_list(_COUNT),
+        finish_reason=_REASON,
+        logit_digests=_list(_TEXT),
+        digest=_TEXT,
+    )

@@ -1,0 +1,184 @@
+"""Running the application: the socket, the signals, and an end that is told to those who wait."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from signal import SIGHUP, SIGINT, SIGTERM
+from typing import Protocol
+
+from fastapi import FastAPI
+
+from phasewise._words import number
+from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.http.lifecycle import Lifecycle
+from phasewise.serving.http.transport.connection import Connection
+from phasewise.serving.http.transport.connections import Connections
+from phasewise.serving.http.transport.listening import BACKLOG, Address
+
+_LAST_WORDS_S = 0.5
+_LOOK_EVERY_S = 0.02
+_CANCEL_AFTER_S = 0.1
+"""The time that what answers a request has to see that its connection has ended."""
+_ACCEPTED_AT_ONCE = 32
+"""Connections, before the loop does anything else: each takes some 0.1 ms."""
+
+
+class Clients(Protocol):
+    """Requests in progress, as the server's start and end see them."""
+
+    @property
+    def n_live(self) -> int: ...
+    @property
+    def n_answers(self) -> int: ...
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None: ...
+    def end_everything(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Service:
+    """The parts of one server, and its listeners. `on_hangup`: what SIGHUP does; None: it ends the server,
+    unless it is ignored.
+    """
+
+    app: FastAPI
+    client: Clients
+    life: Lifecycle
+    connections: Connections
+    report: Callable[[str], None]
+    on_hangup: Callable[[], None] | None = None
+
+    @property
+    def limits(self) -> HttpLimits:
+        return self.connections.limits
+
+
+class HttpServer:
+    """Serves until SIGINT, SIGTERM or `end`. Then readiness is false at once and new requests get 503, while
+    answers in progress have `drain_s`, or until a second signal. `report` gets a line at both ends.
+    """
+
+    def __init__(self, service: Service, address: Address, tls: ssl.SSLContext | None = None) -> None:
+        logging.getLogger("asyncio").setLevel(logging.ERROR)  # warns of every client that left in mid-stream
+        self.started = False
+        """True once clients may connect."""
+        self.has_ended = False
+        """True once all connections are closed."""
+        self._service = service
+        self._address = address
+        self._tls = tls
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = asyncio.Event()
+        self._ends_at_start = False
+        self._until_s = 0.0
+        """When waiting ends, on `time.monotonic`."""
+
+    def end(self, *, at_once: bool = False) -> None:
+        """As a signal does; from any thread. at_once: as two of them."""
+        if self._loop is None:
+            self._ends_at_start = True
+            return
+        with suppress(RuntimeError):  # the loop has closed: it has ended
+            self._loop.call_soon_threadsafe(self._end, at_once)
+
+    def run(self) -> None:
+        """Serve until the end."""
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        with self._answering_signals(self._loop):
+            self._service.client.attach(self._loop)
+            listening = await self._listen(self._loop)
+            self.started = True
+            self._service.report(f"listening on {self._address.url}")
+            if self._ends_at_start:
+                self._end(at_once=True)
+            await self._stopping.wait()
+            await self._end_in_peace(listening)
+
+    async def _listen(self, loop: asyncio.AbstractEventLoop) -> asyncio.Server:
+        service, listener = self._service, self._address.listen()
+        listening = await loop.create_server(
+            lambda: Connection(service.app, service.connections),
+            sock=listener,
+            ssl=self._tls,
+            backlog=_ACCEPTED_AT_ONCE,
+            ssl_handshake_timeout=service.limits.header_s if self._tls else None,
+        )
+        listener.listen(BACKLOG)  # asyncio has made it as short as what it accepts at once
+        return listening
+
+    @contextmanager
+    def _answering_signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        handlers: dict[signal.Signals, Callable[[], None]] = {SIGINT: self._end, SIGTERM: self._end}
+        if self._service.on_hangup is not None:
+            handlers[SIGHUP] = self._service.on_hangup
+        elif signal.getsignal(SIGHUP) is not signal.SIG_IGN:  # under nohup it is, and stays so
+            handlers[SIGHUP] = self._hang_up
+        for signal_number, handler in handlers.items():
+            loop.add_signal_handler(signal_number, handler)
+        try:
+            yield
+        finally:
+            for signal_number in handlers:
+                loop.remove_signal_handler(signal_number)
+                signal.signal(
+                    signal_number, signal.SIG_IGN
+                )  # one more must not break what is being cleaned up
+
+    def _hang_up(self) -> None:
+        """The terminal has gone. Both the shell and the kernel may say so: twice is no more than once."""
+        if not self._stopping.is_set():
+            self._end()
+
+    def _end(self, at_once: bool = False) -> None:
+        client, limit_s = self._service.client, self._service.limits.drain_s
+        if at_once or self._stopping.is_set():
+            client.end_everything()
+            self._until_s = time.monotonic() + _LAST_WORDS_S
+        else:
+            self._until_s = time.monotonic() + limit_s
+        if self._stopping.is_set():
+            return
+        self._service.life.drain(limit_s)
+        n_live = client.n_live
+        waiting = (
+            f": {n_live} in progress have {number(limit_s)} s; signal again to end them now" if n_live else ""
+        )
+        self._stopping.set()
+        self._service.report(f"stopping{waiting}")  # last: stderr may be gone, and the end goes on
+
+    async def _end_in_peace(self, listening: asyncio.Server) -> None:
+        """Answers in progress end by themselves, or are told; what they say is sent to those who read."""
+        client, connections = self._service.client, self._service.connections
+        await self._wait_while(lambda: client.n_answers > 0)
+        client.end_everything()
+        listening.close()
+        for connection in list(connections.open):
+            connection.end_after_answer()
+        self._until_s = max(self._until_s, time.monotonic() + _LAST_WORDS_S)
+        await self._wait_while(self._has_something_to_send)
+        for connection in list(connections.open):
+            connection.abort()
+        if connections.tasks:
+            await asyncio.wait(connections.tasks, timeout=_CANCEL_AFTER_S)
+        self.has_ended = True
+
+    async def _wait_while(self, unfinished: Callable[[], bool]) -> None:
+        while unfinished() and time.monotonic() < self._until_s:
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _has_something_to_send(self) -> bool:
+        answering = (connection.is_answering for connection in self._service.connections.open)
+        return self._service.client.n_answers > 0 or any(answering)

@@ -1,0 +1,87 @@
+"""The embedding settings of a Hugging Face directory: the files of sentence-transformers.
+
+`modules.json` lists what follows what, `1_Pooling/config.json` says how rows become one,
+`sentence_bert_config.json` how long an input may be. A directory of an encoder without them gives means of
+length 1.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.formats.hf_config import field
+from phasewise.serving.loaders.formats.model_directory import ModelDirectory
+from phasewise.serving.models.packed_model import Embedding
+
+MODULES = "modules.json"
+POOLING_FILE = "1_Pooling/config.json"
+_MOST_MODULES = 16
+_POOLINGS = {
+    "pooling_mode_cls_token": "first",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+}
+_NAMES = {"cls": "first", "mean": "mean", "lasttoken": "last"}  # of newer files
+_OTHER_POOLINGS = (
+    "pooling_mode_max_tokens",
+    "pooling_mode_mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens",
+)
+
+
+def embedding_of(directory: ModelDirectory, context_length: int, *, encoder: bool) -> Embedding | None:
+    """The embedding that the directory describes; None for a decoder that it does not call an embedding
+    model.
+    """
+    modules = _modules(directory)
+    if modules is None and not encoder:
+        return None
+    own = directory.json("sentence_bert_config.json") or {}
+    tokenizer = directory.json("tokenizer_config.json") or {}
+    stated = field(own, "max_seq_length", int)
+    if stated is None:
+        stated = tokenizer.get("model_max_length")
+    most = min(stated, context_length) if type(stated) is int and stated > 0 else context_length
+    lower = field(own, "do_lower_case", bool, False)
+    if modules is None:
+        return Embedding("mean", True, most, lower)
+    pooling_at = next((path for kind, path in modules if kind == "Pooling"), "")
+    pooling = _pooling(directory, f"{PurePosixPath(pooling_at) / 'config.json'}", encoder=encoder)
+    return Embedding(pooling, any(kind == "Normalize" for kind, _ in modules), most, lower)
+
+
+def _modules(directory: ModelDirectory) -> list[tuple[str, str]] | None:
+    """(kind, folder) of each, None without a list; ModelError for a kind that cannot run."""
+    listed = directory.json_list(MODULES, _MOST_MODULES)
+    if listed is None:
+        return None
+    found, where = [], directory.path / MODULES
+    for entry in listed:
+        kind = str(entry.get("type", "")).rpartition(".")[2] if isinstance(entry, dict) else ""
+        path = entry.get("path", "") if isinstance(entry, dict) else ""
+        if kind not in ("Transformer", "Pooling", "Normalize"):
+            raise ModelError(f"{where} asks for {kind!r:.60}; Transformer, Pooling and Normalize can run")
+        if not isinstance(path, str) or path.startswith("/") or ".." in path:
+            raise ModelError(f"{where} names the folder {path!r:.60}")
+        found.append((kind, path))
+    return found
+
+
+def _pooling(directory: ModelDirectory, name: str, *, encoder: bool) -> str:
+    fields, path = directory.json(name), directory.path / name
+    if fields is None:
+        return "mean" if encoder else "last"
+    named = fields.get("pooling_mode")
+    if isinstance(named, str):
+        if named not in _NAMES:
+            raise ModelError(f"{path} asks for pooling {named!r:.60}; {', '.join(_NAMES)} can run")
+        return _NAMES[named]
+    wanted = [ours for theirs, ours in _POOLINGS.items() if fields.get(theirs)]
+    others = [theirs for theirs in _OTHER_POOLINGS if fields.get(theirs)]
+    if others or len(wanted) != 1:
+        raise ModelError(
+            f"{path} asks for {', '.join([*others, *wanted]) or 'no'} pooling:"
+            f" one of {', '.join(_POOLINGS)} can run"
+        )
+    return wanted[0]

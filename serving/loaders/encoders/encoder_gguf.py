@@ -1,0 +1,103 @@
+"""A GGUF file of an encoder: metadata to config, llama.cpp's tensor names to ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cutting import our_tensors
+from phasewise.serving.loaders.encoders.encoder_tensors import adapted
+from phasewise.serving.loaders.families.bert import (
+    GGUF_GLOBAL_NAMES,
+    GGUF_NAMES,
+    EncoderFamily,
+    encoder_config,
+)
+from phasewise.serving.loaders.formats.gguf_file import TensorInfo
+from phasewise.serving.loaders.layout import weight_shapes
+from phasewise.serving.loaders.source import SourceTensor
+from phasewise.serving.models.packed_model import Embedding, ModelConfig
+
+ReadField = Callable[[str, Any, Any], Any]
+"""(key, type, default): a value of the metadata, checked."""
+
+POOLINGS = {1: "mean", 2: "first", 3: "last", 4: "first"}  # the last one is "rank", a cross-encoder's
+RANK = 4
+_KEYS = {  # of config.json, which `encoder_config` asks for
+    "hidden_size": "embedding_length",
+    "num_attention_heads": "attention.head_count",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+}
+
+
+def config_of(
+    family: EncoderFamily, read: ReadField, infos: Mapping[str, TensorInfo], what: str
+) -> ModelConfig:
+    """From the metadata; the vocabulary and the position embeddings tell their own sizes."""
+    if "token_embd.weight" not in infos:
+        raise ModelError(f"{what} lacks the tensor token_embd.weight")
+    if read(f"{family.gguf}.attention.causal", bool, False):
+        raise ModelError(f"{what} holds a decoder of this family; encoders can run")
+
+    def get(key: str, kind: Any, default: Any = None) -> Any:
+        if key == "vocab_size":
+            return infos["token_embd.weight"].shape[0]
+        if key == "type_vocab_size":
+            return 2 if "token_types.weight" in infos else 0
+        return read(f"{family.gguf}.{_KEYS[key]}", kind, default)
+
+    return encoder_config(
+        family,
+        get,
+        context_length=read(f"{family.gguf}.context_length", int, None),
+        activation="silu" if family.gated else "gelu",
+        theta=read(f"{family.gguf}.rope.freq_base", float, 1000.0),
+        scores=pooling_type(family.gguf, read) == RANK,
+    )
+
+
+def pooling_type(architecture: str, read: ReadField) -> int | None:
+    """The number that the metadata give; None where they give none, or no pooling."""
+    found: int | None = read(f"{architecture}.pooling_type", int, None)
+    return found or None
+
+
+def embedding_of(
+    architecture: str, read: ReadField, context_length: int, *, encoder: bool
+) -> Embedding | None:
+    """The pooling of rows to a vector of length 1; None for a decoder whose file says nothing of it."""
+    found = pooling_type(architecture, read)
+    if found is None:
+        return Embedding("mean", True, context_length) if encoder else None
+    if found not in POOLINGS:
+        raise ModelError(
+            f"the GGUF metadata ask for pooling type {found}; {', '.join(map(str, POOLINGS))} can run"
+        )
+    return Embedding(POOLINGS[found], found != RANK, context_length)
+
+
+def encoder_tensors(
+    tensors: Iterator[tuple[str, SourceTensor]], config: ModelConfig, what: str
+) -> dict[str, SourceTensor]:
+    """Every tensor by our name, as views."""
+    shapes: dict[str, tuple[int, ...]] = dict(weight_shapes(config))
+    for i in range(config.n_layers):
+        shapes |= {f"layers.{i}.{name}_bias": (config.q_rows,) for name in ("q", "k", "v")}
+
+    def ours() -> Iterator[tuple[str, SourceTensor]]:
+        for theirs, tensor in tensors:
+            match = re.fullmatch(r"blk\.(0|[1-9]\d{0,3})\.(.+)", theirs, re.ASCII)
+            stem, key = (f"layers.{match[1]}.", match[2]) if match else ("", theirs)
+            where = f"{what} has a tensor {theirs!r:.80} that"
+            try:
+                yield from our_tensors(
+                    stem, key, GGUF_NAMES if match else GGUF_GLOBAL_NAMES, tensor, shapes, where
+                )
+            except KeyError:
+                raise ModelError(f"{where} {config.architecture} models do not use") from None
+
+    return adapted(ours(), config, 0, what)

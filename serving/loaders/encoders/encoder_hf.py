@@ -1,0 +1,147 @@
+"""A Hugging Face directory of an encoder as a `ModelSource`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cutting import our_tensors
+from phasewise.serving.loaders.encoders.embedding_spec import embedding_of
+from phasewise.serving.loaders.encoders.encoder_tensors import adapted
+from phasewise.serving.loaders.families.bert import (
+    HF_ACTIVATIONS,
+    IGNORED,
+    PREFIXES,
+    EncoderFamily,
+    encoder_config,
+)
+from phasewise.serving.loaders.formats.hf_config import field
+from phasewise.serving.loaders.formats.model_directory import ModelDirectory
+from phasewise.serving.loaders.formats.safetensors_file import TensorEntry, tensor_of
+from phasewise.serving.loaders.layout import weight_shapes
+from phasewise.serving.loaders.source import SourceFile, SourceTensor
+from phasewise.serving.models.packed_model import Embedding, ModelConfig
+
+Opened = list[tuple[SourceFile, dict[str, TensorEntry]]]
+
+CLASSIFIER = "ForSequenceClassification"
+_NOMIC_FIELDS = {  # as its authors wrote them, before transformers had the family
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "layer_norm_eps": "layer_norm_epsilon",
+    "hidden_act": "activation_function",
+}
+_MUST_BE_OFF = (
+    "use_rms_norm",
+    "prenorm",
+    "qkv_proj_bias",
+    "mlp_fc1_bias",
+    "mlp_fc2_bias",
+    "rotary_emb_interleaved",
+)
+
+
+def config_of(family: EncoderFamily, given: Mapping[str, Any]) -> ModelConfig:
+    """From config.json."""
+    fields: dict[str, Any] = {**family.defaults, **given}
+    if family.gated:
+        fields |= {ours: given[theirs] for ours, theirs in _NOMIC_FIELDS.items() if theirs in given}
+        for key in _MUST_BE_OFF:
+            if given.get(key):
+                raise ModelError(f"config.json has {key} = {given[key]!r:.60}, which cannot run")
+
+    def get(key: str, kind: Any, default: Any = None) -> Any:
+        return field(fields, key, kind, default)
+
+    kind = get("position_embedding_type", str, "absolute")
+    if kind != "absolute":
+        raise ModelError(f"config.json asks for {kind!r:.60} positions; absolute ones can run")
+    if get("is_decoder", bool, False) or get("is_causal", bool, False):
+        raise ModelError("config.json describes a decoder of this family; encoders can run")
+    name = get("hidden_act", str, "gelu")
+    if name not in HF_ACTIVATIONS or (family.gated and HF_ACTIVATIONS[name] != "silu"):
+        raise ModelError(
+            f"config.json asks for the activation {name!r:.60}; {', '.join(HF_ACTIVATIONS)} can run"
+        )
+    positions = get("max_position_embeddings", int, 512) - family.first_position
+    return encoder_config(
+        family,
+        get,
+        context_length=positions,
+        activation=HF_ACTIVATIONS[name],
+        theta=_theta(get),
+        scores=_scores(get),
+    )
+
+
+def _theta(get: Callable[..., Any]) -> float:
+    share = get("rotary_emb_fraction", float, 1.0)
+    if share != 1.0:
+        raise ModelError(f"config.json rotates {share!r:.80} of each head: all of it can run")
+    rope = get("rope_parameters", dict) or {}
+    if rope.get("rope_type", "default") != "default":
+        raise ModelError(f"config.json asks for RoPE scaling {rope.get('rope_type')!r:.60}, which cannot run")
+    own = field(rope, "rope_theta", float)
+    return float(own if own is not None else get("rotary_emb_base", float, 1000.0))
+
+
+def _scores(get: Callable[..., Any]) -> bool:
+    """True if the model gives a pair of texts one score."""
+    named = get("architectures", list) or []
+    if not any(isinstance(name, str) and name.endswith(CLASSIFIER) for name in named):
+        return False
+    labels = get("id2label", dict)
+    count = get("num_labels", int, 2) if labels is None else len(labels)
+    if count != 1:
+        raise ModelError(f"config.json describes a classifier of {count} classes: one output can run")
+    return True
+
+
+def encoder_tensors(
+    opened: Opened, family: EncoderFamily, config: ModelConfig, directory: Path
+) -> dict[str, SourceTensor]:
+    """Every tensor by our name, as views."""
+    scores = config.encoder is not None and config.encoder.scores
+    shapes: dict[str, tuple[int, ...]] = dict(weight_shapes(config))
+    for i in range(config.n_layers):
+        shapes |= {f"layers.{i}.{name}_bias": (config.q_rows,) for name in ("q", "k", "v")}
+
+    def ours() -> Iterator[tuple[str, SourceTensor]]:
+        for file, entries in opened:
+            for theirs, entry in entries.items():
+                yield from _named(file, theirs, entry)
+
+    def _named(file: SourceFile, theirs: str, entry: TensorEntry) -> Iterator[tuple[str, SourceTensor]]:
+        name = theirs
+        for prefix in PREFIXES:
+            name = name.removeprefix(prefix)
+        what = f"{directory} has a tensor {theirs!r:.80} that"
+        match = re.fullmatch(family.hf_layer, name, re.ASCII)
+        found = family.hf_names.get(match[2]) if match else family.hf_global_names.get(name)
+        unused = name.startswith(("pooler.", "classifier.")) and not scores
+        if found is None or unused:
+            if unused or IGNORED.fullmatch(name):
+                return
+            raise ModelError(f"{what} {family.name} models do not use")
+        tensor = tensor_of(file, theirs, entry)
+        stem, key = (f"layers.{match[1]}.", match[2]) if match else ("", name)
+        names = family.hf_names if match else family.hf_global_names
+        yield from our_tensors(stem, key, names, tensor, shapes, what)
+
+    return adapted(ours(), config, family.first_position, str(directory))
+
+
+def encoder_embedding(directory: ModelDirectory, config: ModelConfig) -> Embedding:
+    """The pooling of the directory's model; a cross-encoder scores by the row of the first token."""
+    found = embedding_of(directory, config.context_length, encoder=True)
+    assert found is not None
+    assert config.encoder is not None
+    if config.encoder.scores:
+        return Embedding("first", False, found.max_tokens, found.lower_case)
+    return found

@@ -1,0 +1,76 @@
+"""Tensors of an encoder's file by our names: what both file formats do alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from phasewise._words import counted
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.encoders.encoder_layout import SEGMENTS
+from phasewise.serving.loaders.forms import Rows
+from phasewise.serving.loaders.source import SourceTensor
+from phasewise.serving.models.packed_model import ModelConfig
+
+
+def flattened(tensor: SourceTensor, first_row: int, n_rows: int, what: str) -> SourceTensor:
+    """`n_rows` rows of a matrix as one vector, row by row. what: the tensor, in errors."""
+    if len(tensor.shape) == 1 and first_row == 0 and n_rows == 1:
+        return tensor  # GGUF files leave out dimensions of one
+    if len(tensor.shape) != 2 or tensor.shape[0] < first_row + n_rows or tensor.form.is_quantised:
+        raise ModelError(
+            f"{what} is {tensor.type_name} {tensor.shape}: {counted(n_rows, 'row')} of plain numbers from"
+            f" row {first_row} on expected"
+        )
+    read, width = tensor.rows, tensor.shape[1]
+
+    def rows(_start: int, _stop: int) -> Rows:
+        whole = read(first_row, first_row + n_rows)
+        assert isinstance(whole, np.ndarray)
+        return whole.reshape(1, -1)
+
+    n_bytes = tensor.n_bytes * n_rows // max(tensor.shape[0], 1)
+    return replace(tensor, shape=(n_rows * width,), n_bytes=n_bytes, rows=rows)
+
+
+def padded(tensor: SourceTensor, n_rows: int) -> SourceTensor:
+    """A vector of rows, repeated `n_rows` times: one embedding for the two segments of a pair."""
+    read, length = tensor.rows, tensor.shape[0]
+
+    def rows(_start: int, _stop: int) -> Rows:
+        whole = read(0, 1)
+        assert isinstance(whole, np.ndarray)
+        return np.tile(whole.reshape(1, -1), n_rows)
+
+    return replace(tensor, shape=(length * n_rows,), rows=rows)
+
+
+def adapted(
+    tensors: Iterable[tuple[str, SourceTensor]], config: ModelConfig, first_position: int, what: str
+) -> dict[str, SourceTensor]:
+    """Matrices that are vectors to us are flattened; positions begin at the first that a text has.
+
+    ModelError where a tensor is there twice or has no use.
+    """
+    found: dict[str, SourceTensor] = {}
+    for name, tensor in tensors:
+        if name in found:
+            raise ModelError(f"{what} has the tensor for {name} twice")
+        where = f"{what}: the tensor for {name}"
+        if name == "positions":
+            tensor = flattened(tensor, first_position, config.context_length, where)
+        elif name == "segments":
+            tensor = _two_segments(tensor, where)
+        elif name in ("score_dense", "score_out"):
+            tensor = flattened(tensor, 0, config.hidden if name == "score_dense" else 1, where)
+        found[name] = tensor
+    return found
+
+
+def _two_segments(tensor: SourceTensor, where: str) -> SourceTensor:
+    """Texts of a pair get the first two embeddings, or both the only one."""
+    if len(tensor.shape) == 1 or tensor.shape[0] == 1:
+        return padded(flattened(tensor, 0, 1, where), SEGMENTS)
+    return flattened(tensor, 0, SEGMENTS, where)

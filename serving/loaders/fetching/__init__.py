@@ -1,0 +1,1 @@
+"""Names of models, fetching them from a hub, and the cache directory."""

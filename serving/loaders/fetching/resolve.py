@@ -1,0 +1,127 @@
+"""Names of models that a user may give, and the path on disk of each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from phasewise._places import user_folder
+from phasewise._words import meant
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.fetching.registry import KNOWN, KNOWN_ON_HUB, is_here, known_path, pull
+from phasewise.serving.loaders.formats.model_directory import ModelDirectory
+
+Report = Callable[[str], None]
+DownloadProgress = Callable[[int, int], None]
+"""Told bytes here and bytes in all, of all files that are fetched."""
+
+
+@dataclass(frozen=True)
+class Located:
+    """A model on disk: a GGUF file or a Hugging Face directory, and what to call it."""
+
+    name: str
+    path: Path
+
+    def files(self) -> list[Path]:
+        """Every file that the model is read from, sorted. ModelError for a link out of a directory."""
+        return ModelDirectory(self.path).source_files() if self.path.is_dir() else [self.path]
+
+
+def cache_root(override: Path | None = None) -> Path:
+    """`override`, or `$PHASEWISE_CACHE`, or phasewise's place in the XDG cache directory."""
+    if override is not None:
+        return override
+    if named := os.environ.get("PHASEWISE_CACHE"):
+        return Path(named)
+    return user_folder("cache")
+
+
+def locate(ref: str, root: Path, report: Report) -> Located:
+    """Find `ref`, fetching it where it is a known or a hub name that is not here yet."""
+    if ref in KNOWN:
+        here = is_here(KNOWN[ref], root)
+        return Located(ref, known_path(KNOWN[ref], root) if here else pull(KNOWN[ref], root, report))
+    path = _existing(ref)
+    if path is not None:
+        return Located(path.resolve().name.removesuffix(".gguf"), path)
+    if (hub_name := _hub_name(ref)) is not None:
+        from phasewise.serving.loaders.fetching import hub
+
+        path = hub.here(hub_name, root) or hub.pull(hub_name, root, report, _in_tenths(ref, report))
+        return Located(ref, path)
+    raise _unknown(ref, root)
+
+
+def fetch(ref: str, root: Path, report: Report, progress: DownloadProgress | None = None) -> Located:
+    """Bring a known or a hub name into the cache, or check and update what is there.
+
+    progress: told how far it is; None: lines of `report` tell it.
+    """
+    if ref in KNOWN:
+        return Located(ref, pull(KNOWN[ref], root, report))
+    if (hub_name := _hub_name(ref)) is not None:
+        from phasewise.serving.loaders.fetching import hub
+
+        return Located(ref, hub.pull(hub_name, root, report, progress or _in_tenths(ref, report)))
+    raise _unknown(ref, root)
+
+
+def known_names(root: Path) -> set[str]:
+    """The names that need no path: those that phasewise knows, and those of models in the cache."""
+    from phasewise.serving.loaders.fetching.cache import stored_models
+
+    return {*KNOWN, *KNOWN_ON_HUB, *(one.name for one in stored_models(root))}
+
+
+def _hub_name(ref: str) -> str | None:
+    """The name on the hub of a known model, or `ref` itself if it is written like one."""
+    from phasewise.serving.loaders.fetching import hub
+
+    if ref in KNOWN_ON_HUB:
+        return KNOWN_ON_HUB[ref].ref
+    return ref if hub.is_hub_name(ref) else None
+
+
+def _in_tenths(ref: str, report: Report) -> DownloadProgress:
+    """A line for every tenth that has come."""
+    told = 0
+
+    def progress(n_bytes: int, total: int) -> None:
+        nonlocal told
+        if (tenth := 10 * n_bytes // max(total, 1)) > told:
+            told = tenth
+            report(f"{ref}: {n_bytes / 1e6:.0f} of {total / 1e6:.0f} MB")
+
+    return progress
+
+
+def _unknown(ref: str, root: Path) -> ModelError:
+    is_path = ref.endswith(".gguf") or ref.startswith(("/", "./", "../", "~"))
+    missing = "there is no file or folder" if is_path else "no model"
+    return ModelError(
+        f"{missing} {ref!r:.200}: give a known name ({', '.join([*KNOWN, *KNOWN_ON_HUB])}), a .gguf file,"
+        " a Hugging Face directory or a hub name such as org/name or org/name-GGUF:Q4_K_M"
+        f"{meant(ref, _like(ref, is_path, root))}"
+    )
+
+
+def _like(ref: str, is_path: bool, root: Path) -> set[str]:
+    """Names that could have been meant: models by name, or what lies in the folder that a path names."""
+    if not is_path:
+        return known_names(root)
+    head, slash, _ = ref.rpartition("/")
+    try:
+        return {f"{head}{slash}{path.name}" for path in Path(head or slash or ".").expanduser().iterdir()}
+    except (OSError, RuntimeError, ValueError):
+        return set()
+
+
+def _existing(ref: str) -> Path | None:
+    try:
+        path = Path(ref).expanduser()
+        return path if ref and path.exists() else None
+    except (OSError, RuntimeError, ValueError):  # a name too long, an unknown user's home, a NUL byte
+        return None

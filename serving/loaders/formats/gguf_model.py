@@ -1,0 +1,333 @@
+"""A GGUF file as a `ModelSource`: metadata to config, llama.cpp's tensor names to ours."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from phasewise._words import counted
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cutting import our_tensors
+from phasewise.serving.loaders.encoders import encoder_gguf
+from phasewise.serving.loaders.families import Family, family_of_gguf
+from phasewise.serving.loaders.families.bert import ENCODERS_BY_GGUF, EncoderFamily
+from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_rows
+from phasewise.serving.loaders.formats.gguf_file import GgufHeader, TensorInfo, open_gguf
+from phasewise.serving.loaders.formats.hf_config import yarn_magnitude
+from phasewise.serving.loaders.forms import Rows
+from phasewise.serving.loaders.layout import shapes_of_all
+from phasewise.serving.loaders.source import ModelSource, SourceFile, SourceTensor, take_rows
+from phasewise.serving.models.packed_model import (
+    FrequencyFactors,
+    LinearScaling,
+    LongScaling,
+    ModelConfig,
+    RopeSpec,
+    Scaling,
+    YarnScaling,
+)
+from phasewise.serving.sampling.sampling_defaults import stated_by_gguf
+
+T = TypeVar("T")
+
+GLOBAL_NAMES = {"token_embd.weight": "embed", "output.weight": "lm_head", "output_norm.weight": "final_norm"}
+LAYER_NAMES = {
+    "attn_q.weight": "q", "attn_k.weight": "k", "attn_v.weight": "v", "attn_output.weight": "o",
+    "ffn_gate.weight": "gate", "ffn_up.weight": "up", "ffn_down.weight": "down",
+    "attn_norm.weight": "attn_norm", "ffn_norm.weight": "ffn_norm",
+    "attn_q.bias": "q_bias", "attn_k.bias": "k_bias", "attn_v.bias": "v_bias",
+    "attn_q_norm.weight": "q_norm", "attn_k_norm.weight": "k_norm",
+}  # fmt: skip
+ROPE_FACTORS = "rope_freqs.weight"
+LONG_FACTORS = {"rope_factors_short.weight": "short_factors", "rope_factors_long.weight": "long_factors"}
+PERMUTED = re.compile(r"layers\.\d+\.([qk])(_bias)?")
+
+# Tokens that end a turn whatever the metadata says: many files name only one of theirs.
+END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|eom_id|>", "<|endoftext|>")
+
+
+def open_gguf_model(path: Path, name: str) -> ModelSource:
+    """Read the header of the file at `path`. The result holds it open: close it."""
+    file, header = open_gguf(path)
+    try:
+        return _source(file, header, name)
+    except BaseException:
+        file.close()
+        raise
+
+
+def _source(file: SourceFile, header: GgufHeader, name: str) -> ModelSource:
+    metadata = header.metadata
+    if field(metadata, "split.count", int, 1) > 1:
+        raise ModelError(
+            f"{file.path} is one part of a split GGUF: merge the parts with llama-gguf-split --merge"
+        )
+    architecture = field(metadata, "general.architecture", str, "nothing")
+    encoder = ENCODERS_BY_GGUF.get(architecture)
+    if encoder is not None:
+        return _encoder_source(file, header, name, encoder)
+    family = family_of_gguf(architecture, str(file.path))
+    factors = {
+        name: _factors(file, header.tensors[theirs])
+        for theirs, name in {ROPE_FACTORS: "factors", **LONG_FACTORS}.items()
+        if theirs in header.tensors
+    }
+    config = _config(metadata, family, architecture, header.tensors, factors, file.path)
+    return ModelSource(
+        name=name,
+        path=file.path,
+        config=config,
+        tensors=_tensors(file, header, family, config),
+        tokenizer_json=lambda: _tokenizer_json(metadata, file.path),
+        tokenizer_kind=str(metadata.get("tokenizer.ggml.model", "none")),
+        chat_template=field(metadata, "tokenizer.chat_template", str, None),
+        close=file.close,
+        embedding=encoder_gguf.embedding_of(
+            architecture,
+            lambda key, kind, default: field(metadata, key, kind, default),
+            config.context_length,
+            encoder=False,
+        ),
+        sampling=stated_by_gguf(metadata),
+    )
+
+
+def _encoder_source(file: SourceFile, header: GgufHeader, name: str, family: EncoderFamily) -> ModelSource:
+    metadata = header.metadata
+
+    def read(key: str, kind: Any, default: Any) -> Any:
+        return field(metadata, key, kind, default)
+
+    config = encoder_gguf.config_of(family, read, header.tensors, str(file.path))
+    pairs = ((theirs, _tensor(file, info)) for theirs, info in header.tensors.items())
+    return ModelSource(
+        name=name,
+        path=file.path,
+        config=config,
+        tensors=encoder_gguf.encoder_tensors(pairs, config, str(file.path)),
+        tokenizer_json=lambda: _tokenizer_json(metadata, file.path),
+        tokenizer_kind=str(metadata.get("tokenizer.ggml.model", "none")),
+        chat_template=None,
+        close=file.close,
+        embedding=encoder_gguf.embedding_of(family.gguf, read, config.context_length, encoder=True),
+    )
+
+
+def field(metadata: Mapping[str, Any], key: str, kind: type[T], default: T | None) -> Any:
+    """metadata[key] if it has the type that such a key must have, `default` if it is absent."""
+    value = metadata.get(key)
+    if value is None:
+        return default
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ModelError(f"the GGUF metadata {key!r:.80} is {value!r:.60}: {kind.__name__} expected")
+    return value
+
+
+def _tensors(
+    file: SourceFile, header: GgufHeader, family: Family, config: ModelConfig
+) -> dict[str, SourceTensor]:
+    """Every tensor by our name, as views."""
+    names = {**LAYER_NAMES, **family.gguf_names}
+    shapes = shapes_of_all(config, any(theirs.endswith("attn_q.bias") for theirs in header.tensors))
+    tensors: dict[str, SourceTensor] = {}
+    for theirs, info in header.tensors.items():
+        if theirs == ROPE_FACTORS or theirs in LONG_FACTORS:
+            continue
+        match = re.fullmatch(r"blk\.(0|[1-9]\d{0,3})\.(.+)", theirs, re.ASCII)
+        stem, name = (f"layers.{match[1]}.", match[2]) if match else ("", theirs)
+        what = f"{file.path} has a tensor {theirs!r:.80} that"
+        try:
+            found = list(
+                our_tensors(stem, name, names if stem else GLOBAL_NAMES, _tensor(file, info), shapes, what)
+            )
+        except KeyError:
+            raise ModelError(f"{what} {family.name} models do not use") from None
+        for ours, tensor in found:
+            if ours in tensors:
+                raise ModelError(f"{file.path} has the tensor for {ours} twice")
+            heads = _heads(ours, family, config)
+            tensors[ours] = _half_split(tensor, heads) if heads else tensor
+    return tensors
+
+
+def _config(
+    metadata: Mapping[str, Any],
+    family: Family,
+    architecture: str,
+    infos: Mapping[str, TensorInfo],
+    factors: Mapping[str, tuple[float, ...]],
+    path: Path,
+) -> ModelConfig:
+    if "token_embd.weight" not in infos:
+        raise ModelError(f"{path} lacks the tensor token_embd.weight")
+
+    def get(key: str, kind: Any = None, default: Any = None) -> Any:
+        full = f"{architecture}.{key}"
+        return metadata.get(full, default) if kind is None else field(metadata, full, kind, default)
+
+    heads, hidden = get("attention.head_count", int), get("embedding_length", int)
+    head_dim = get("attention.key_length", int) or _even_share(hidden, heads)
+    if get("attention.value_length", int, head_dim) != head_dim:
+        raise ModelError(f"{path} has keys and values of different length, which cannot run")
+    plain = ModelConfig(
+        architecture=family.name,
+        n_layers=get("block_count", int),
+        hidden=hidden,
+        ffn=get("feed_forward_length", int),
+        n_heads=heads,
+        n_kv_heads=get("attention.head_count_kv", int, heads),
+        head_dim=head_dim,
+        vocab_size=infos["token_embd.weight"].shape[0],
+        context_length=get("context_length", int),
+        norm_eps=get("attention.layer_norm_rms_epsilon", float, 1e-5),
+        rope=RopeSpec(
+            theta=get("rope.freq_base", float, 10000.0),
+            dim=get("rope.dimension_count", int, head_dim),
+            scaling=_scaling(get, factors),
+        ),
+        tied_embeddings="output.weight" not in infos,
+        qk_norm=False,
+        sliding_window=None,
+        bos_token_id=field(metadata, "tokenizer.ggml.bos_token_id", int, None),
+        eos_token_ids=_eos_tokens(metadata),
+        add_bos=_adds_bos(metadata),
+        activation=family.activation,
+        out_bias="blk.0.attn_output.bias" in infos,
+    )
+    return family.from_gguf(get, plain)
+
+
+def _scaling(get: Callable[..., Any], factors: Mapping[str, tuple[float, ...]]) -> Scaling | None:
+    kind = get("rope.scaling.type", str)
+    if kind not in (None, "none", "linear", "yarn", "longrope"):
+        raise ModelError(
+            f"RoPE scaling {kind!r:.80} is not supported; linear, Llama 3's, yarn and longrope are"
+        )
+    if "short_factors" in factors and "long_factors" in factors:
+        return _long_scaling(get, factors)
+    older = get("rope.scale_linear", float)  # what files of 2023 say
+    factor = get("rope.scaling.factor", float, older)
+    if kind == "yarn":
+        return _yarn_scaling(get, 1.0 if factor is None else factor)
+    if kind in (None, "none"):
+        factor = older
+    if factor not in (None, 1.0):
+        return LinearScaling(factor)
+    return FrequencyFactors(factors["factors"]) if "factors" in factors else None
+
+
+def _even_share(hidden: Any, heads: Any) -> Any:
+    """Elements of one head where they are not stated; None, which ModelConfig refuses, without both sizes."""
+    return hidden // heads if hidden and heads else None
+
+
+def _original_context(get: Callable[..., Any]) -> int:
+    context: int = get("rope.scaling.original_context_length", int, get("context_length", int, 0))
+    if not 2 <= context <= 1 << 26:
+        raise ModelError(
+            f"the GGUF metadata gives an original context of {context} tokens: 2 to 2^26 expected"
+        )
+    return context
+
+
+def _yarn_scaling(get: Callable[..., Any], factor: float) -> YarnScaling:
+    return YarnScaling(
+        factor,
+        _original_context(get),
+        get("rope.scaling.attn_factor", float, 1.0) * yarn_magnitude(factor),
+        get("rope.scaling.yarn_beta_fast", float, 32.0),
+        get("rope.scaling.yarn_beta_slow", float, 1.0),
+    )
+
+
+def _long_scaling(get: Callable[..., Any], factors: Mapping[str, tuple[float, ...]]) -> LongScaling:
+    magnitude = get("rope.scaling.attn_factor", float, 1.0)
+    return LongScaling(factors["short_factors"], factors["long_factors"], _original_context(get), magnitude)
+
+
+def _factors(file: SourceFile, info: TensorInfo) -> tuple[float, ...]:
+    if len(info.shape) != 1 or info.type_name != "F32" or info.shape[0] > 1 << 10:
+        raise ModelError(f"{file.path} has {info.name} as {info.type_name} {info.shape}: unusable")
+    return tuple(np.frombuffer(file.read(info.offset, info.n_bytes), "<f4").tolist())
+
+
+def _eos_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    named = [field(metadata, f"tokenizer.ggml.{key}", int, None) for key in keys]
+    tokens = field(metadata, "tokenizer.ggml.tokens", list, [])
+    by_text = [tokens.index(text) for text in END_OF_TURN if text in tokens]
+    return tuple(dict.fromkeys(token for token in (*named, *by_text) if token is not None))
+
+
+def _adds_bos(metadata: Mapping[str, Any]) -> bool:
+    """llama.cpp's defaults: SentencePiece vocabularies and Llama 3's begin with BOS unless told otherwise."""
+    by_kind = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in (
+        "llama3",
+        "llama-v3",
+        "llama-bpe",
+    )
+    return bool(field(metadata, "tokenizer.ggml.add_bos_token", bool, by_kind))
+
+
+def _heads(name: str, family: Family, config: ModelConfig) -> int:
+    """The number of heads whose rows llama.cpp's converter interleaved; 0 where it left the order alone."""
+    match = PERMUTED.fullmatch(name)
+    if not family.gguf_interleaved_heads or match is None:
+        return 0
+    return config.n_heads if match[1] == "q" else config.n_kv_heads
+
+
+def _tensor(file: SourceFile, info: TensorInfo) -> SourceTensor:
+    kind = BLOCK_TYPES.get(info.type_name)
+    if kind is None:
+        raise ModelError(
+            f"{file.path} has {info.name} in {info.type_name}; readable are {', '.join(BLOCK_TYPES)}"
+        )
+    n_rows = math.prod(info.shape[:-1])
+    row_bytes = info.n_bytes // n_rows
+
+    if len(info.shape) == 1 and kind.form.is_quantised:
+        raise ModelError(f"{file.path} has the vector {info.name} in {info.type_name}, which no writer does")
+    if len(info.shape) > 3:
+        raise ModelError(
+            f"{file.path} has {info.name} in {counted(len(info.shape), 'dimension')}: 1 to 3 expected"
+        )
+
+    def rows(start: int, stop: int) -> Rows:
+        raw = file.read(info.offset + start * row_bytes, (stop - start) * row_bytes)
+        return decode_rows(info.type_name, raw, stop - start)
+
+    return SourceTensor(info.type_name, info.shape, info.n_bytes, kind.form, rows)
+
+
+def _half_split(tensor: SourceTensor, n_heads: int) -> SourceTensor:
+    """Undo the converter's interleaving: our row (head, half, i) is the file's row (head, i, half)."""
+    head_dim, rows = max(tensor.shape[0] // n_heads, 1), tensor.rows
+
+    def matrix_rows(start: int, stop: int) -> Rows:
+        first = start // head_dim * head_dim
+        heads = rows(first, -(-stop // head_dim) * head_dim)
+        wanted = np.arange(start, stop)
+        half, i = divmod(wanted % head_dim, head_dim // 2)
+        return take_rows(heads, wanted // head_dim * head_dim + 2 * i + half - first)
+
+    def vector_row(start: int, stop: int) -> Rows:
+        bias = rows(start, stop)
+        assert isinstance(bias, np.ndarray)
+        return bias.reshape(n_heads, head_dim // 2, 2).swapaxes(1, 2).reshape(1, -1)
+
+    return replace(tensor, rows=matrix_rows if len(tensor.shape) > 1 else vector_row)
+
+
+def _tokenizer_json(metadata: Mapping[str, Any], path: Path) -> str:
+    from phasewise.serving.text.tokenizer import tokenizer_from_gguf
+
+    return tokenizer_from_gguf(metadata)

@@ -1,0 +1,240 @@
+"""config.json as a `ModelConfig`. Whatever asks for arithmetic that we do not do is refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.families import ACTIVATION_NAMES, Family, family_of_hf
+from phasewise.serving.loaders.formats.bitmask_tensors import check_compression
+from phasewise.serving.models.packed_model import (
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    ModelConfig,
+    RopeSpec,
+    Scaling,
+    YarnScaling,
+)
+
+T = TypeVar("T")
+
+Fields = Mapping[str, Any]
+
+DEFAULT_CONTEXT = 2048
+DEFAULT_THETA = 10000.0
+
+# Absent means off; any other value asks for arithmetic that we do not do.
+MUST_BE_OFF = ("mlp_bias",)
+QUANTISATIONS = ("mxfp4",)  # of safetensors, that can be read
+LONG_TYPES = ("longrope", "su")  # two names of one scaling
+
+
+def field(fields: Fields, key: str, kind: type[T], default: T | None = None) -> Any:
+    """fields[key] if it has the type that such a key must have, `default` if it is absent or null."""
+    value = fields.get(key)
+    if value is None:
+        return default
+    if kind is float and type(value) is int and abs(value) < 1 << 53:
+        return float(value)
+    if type(value) is not kind:
+        raise ModelError(f"config.json has {key} = {value!r:.60}: {kind.__name__} expected")
+    return value
+
+
+def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
+    """From config.json and generation_config.json."""
+    family = family_of_hf(field(fields, "model_type", str, "nothing"))
+    fields = text_fields(fields, family)
+
+    def get(key: str, kind: Any = None, default: Any = None) -> Any:
+        return fields.get(key, default) if kind is None else field(fields, key, kind, default)
+
+    _refuse_what_cannot_run(get, family.activation)
+    heads, hidden = get("num_attention_heads", int), get("hidden_size", int)
+    head_dim = get("head_dim", int, hidden // heads if heads and hidden else None)
+    rope_fields = _rope_fields(fields)
+    share = field(rope_fields, "partial_rotary_factor", float, get("partial_rotary_factor", float, 1.0))
+    if not 0 < share <= 1:
+        raise ModelError(f"config.json rotates {share!r:.80} of each head: a number from 0 to 1 expected")
+    rope_dim = head_dim and int(head_dim * share)
+    rope = RopeSpec(_theta(get, rope_fields), rope_dim, _scaling(get, rope_fields))
+    plain = ModelConfig(
+        architecture=family.name,
+        n_layers=get("num_hidden_layers", int),
+        hidden=hidden,
+        ffn=get("intermediate_size", int),
+        n_heads=heads,
+        n_kv_heads=get("num_key_value_heads", int, heads),
+        head_dim=head_dim,
+        vocab_size=get("vocab_size", int),
+        context_length=_context_length(get, rope.scaling),
+        norm_eps=get("rms_norm_eps", float, 1e-6),
+        rope=rope,
+        tied_embeddings=get("tie_word_embeddings", bool, False),
+        qk_norm=False,
+        sliding_window=None,
+        bos_token_id=_first(_token_ids(fields, "bos_token_id")),
+        eos_token_ids=tuple(
+            dict.fromkeys(_token_ids(fields, "eos_token_id") + _token_ids(generation, "eos_token_id"))
+        ),
+        add_bos=add_bos,
+        activation=family.activation,
+        out_bias=get("attention_bias", bool, False),
+    )
+    return family.from_hf(get, plain)
+
+
+def text_fields(fields: Fields, family: Family) -> Fields:
+    """The family's defaults, under the fields of the language model where it is part of a larger one."""
+    inner = field(fields, "text_config", dict) if family.hf_text_prefixes else None
+    return {**family.hf_defaults, **fields, **(inner or {})}
+
+
+def _refuse_what_cannot_run(get: Callable[..., Any], activation: str) -> None:
+    for key in MUST_BE_OFF:
+        if value := get(key):
+            raise ModelError(f"config.json has {key} = {value!r:.60}, which cannot run")
+    if quantisation := get("quantization_config"):
+        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
+        if method == "compressed-tensors":
+            check_compression(quantisation, "config.json")
+        elif method not in QUANTISATIONS:
+            raise ModelError(f"config.json has quantization_config = {method!r:.60}, which cannot run")
+    for key in ("sparsity_config", "compression_config"):
+        if isinstance(get(key), dict):
+            inner = get(key) if key == "compression_config" else {"sparsity_config": get(key)}
+            check_compression(inner, "config.json")
+    name = get("hidden_activation", str) or get("hidden_act", str, ACTIVATION_NAMES[activation][0])
+    if name not in ACTIVATION_NAMES[activation]:
+        raise ModelError(
+            f"config.json asks for the activation {name!r:.80}; "
+            f"{ACTIVATION_NAMES[activation][0]} can run here"
+        )
+
+
+def _context_length(get: Callable[..., Any], scaling: Scaling | None) -> Any:
+    """Positions: those that the file states, or more where its scaling makes more of them."""
+    stated = get("max_position_embeddings", int, DEFAULT_CONTEXT)
+    if not isinstance(scaling, YarnScaling) or not 1 <= scaling.factor <= 1 << 20:
+        return stated
+    return max(stated, int(scaling.original_context * scaling.factor))
+
+
+def _rope_fields(fields: Fields) -> Fields:
+    """`rope_parameters` of newer files, `rope_scaling` of older ones; empty where there is neither.
+
+    Where they are given by kinds of layers, those of layers that see all.
+    """
+    found = field(fields, "rope_parameters", dict) or field(fields, "rope_scaling", dict) or {}
+    return field(found, "full_attention", dict) or found
+
+
+def _theta(get: Callable[..., Any], rope_fields: Fields) -> float:
+    own = field(rope_fields, "rope_theta", float)
+    return float(own if own is not None else get("rope_theta", float, DEFAULT_THETA))
+
+
+def _scaling(get: Callable[..., Any], rope_fields: Fields) -> Scaling | None:
+    kind = field(rope_fields, "rope_type", str) or field(rope_fields, "type", str, "default")
+
+    def need(key: str, number: type[T]) -> Any:
+        value = field(rope_fields, key, number)
+        if value is None:
+            raise ModelError(f"config.json has RoPE scaling {kind!r:.80} without {key}")
+        return value
+
+    if kind == "default":
+        return None
+    if kind in LONG_TYPES or "long_factor" in rope_fields:
+        return _long_scaling(get, rope_fields, need)
+    if kind == "linear":
+        return LinearScaling(need("factor", float))
+    if kind == "yarn":
+        return _yarn_scaling(get, rope_fields, need)
+    if kind == "llama3":
+        low, high = need("low_freq_factor", float), need("high_freq_factor", float)
+        if not low < high:
+            raise ModelError(
+                f"config.json has RoPE scaling from {low!r:.80} to {high!r:.80}: low < high expected"
+            )
+        context = need("original_max_position_embeddings", int)
+        return Llama3Scaling(need("factor", float), low, high, context)
+    raise ModelError(
+        f"config.json asks for RoPE scaling {kind!r:.80}; linear, llama3, yarn and longrope can run"
+    )
+
+
+def _original_context(get: Callable[..., Any], rope_fields: Fields) -> int:
+    own = field(rope_fields, "original_max_position_embeddings", int)
+    stated = get(
+        "original_max_position_embeddings", int, get("max_position_embeddings", int, DEFAULT_CONTEXT)
+    )
+    context: int = stated if own is None else own
+    if not 2 <= context <= 1 << 26:
+        raise ModelError(f"config.json has an original context of {context} tokens: 2 to 2^26 expected")
+    return context
+
+
+def _yarn_scaling(get: Callable[..., Any], rope_fields: Fields, need: Callable[..., Any]) -> YarnScaling:
+    factor = need("factor", float)
+    magnitude = field(rope_fields, "attention_factor", float)
+    if magnitude is None:
+        numerator = field(rope_fields, "mscale", float) or 1.0
+        denominator = field(rope_fields, "mscale_all_dim", float) or 0.0
+        both = "mscale" in rope_fields and bool(denominator)
+        magnitude = yarn_magnitude(factor, numerator if both else 1.0)
+        if both:
+            magnitude /= yarn_magnitude(factor, denominator)
+    return YarnScaling(
+        factor,
+        _original_context(get, rope_fields),
+        magnitude,
+        field(rope_fields, "beta_fast", float, 32.0),
+        field(rope_fields, "beta_slow", float, 1.0),
+        field(rope_fields, "truncate", bool, True),
+    )
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """1 + weight log(factor) / 10 (YaRN, equation 22)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _long_scaling(get: Callable[..., Any], rope_fields: Fields, need: Callable[..., Any]) -> LongScaling:
+    original = _original_context(get, rope_fields)
+    factor = field(rope_fields, "factor", float)
+    if factor is None:
+        factor = get("max_position_embeddings", int, DEFAULT_CONTEXT) / original
+    magnitude = field(rope_fields, "attention_factor", float)
+    if magnitude is None:
+        magnitude = long_magnitude(factor, original)
+    lists = [_numbers(need(key, list), key) for key in ("short_factor", "long_factor")]
+    return LongScaling(lists[0], lists[1], original, magnitude)
+
+
+def long_magnitude(factor: float, original_context: int) -> float:
+    """The factor that LongRoPE multiplies cosines and sines by where the file does not say."""
+    return math.sqrt(1 + math.log(factor) / math.log(original_context)) if factor > 1 else 1.0
+
+
+def _numbers(values: list[Any], key: str) -> tuple[float, ...]:
+    if len(values) > 1 << 10 or not all(type(value) in (int, float) for value in values):
+        raise ModelError(
+            f"config.json has {key} = {values!r:.60}: a list of numbers, one per frequency, expected"
+        )
+    return tuple(float(value) for value in values)
+
+
+def _token_ids(fields: Fields, key: str) -> tuple[int, ...]:
+    value = fields.get(key)
+    ids = value if isinstance(value, list) else [value]
+    if not all(token is None or type(token) is int for token in ids):
+        raise ModelError(f"{key} is {value!r:.60}: a token number or a list of them expected")
+    return tuple(token for token in ids if token is not None)
+
+
+def _first(ids: tuple[int, ...]) -> int | None:
+    return ids[0] if ids else None

@@ -1,0 +1,232 @@
+"""A Hugging Face directory as a `ModelSource`: config.json, safetensors (maybe sharded), tokenizer.json."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from phasewise._words import counted
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cutting import one_more, our_tensors
+from phasewise.serving.loaders.encoders.embedding_spec import embedding_of
+from phasewise.serving.loaders.encoders.encoder_hf import config_of as encoder_config_of
+from phasewise.serving.loaders.encoders.encoder_hf import encoder_embedding, encoder_tensors
+from phasewise.serving.loaders.families import Family, family_of_hf
+from phasewise.serving.loaders.families.bert import ENCODERS_BY_HF
+from phasewise.serving.loaders.formats.bitmask_tensors import Found, bitmask_tensor, part_of
+from phasewise.serving.loaders.formats.hf_config import config_of, field
+from phasewise.serving.loaders.formats.model_directory import ModelDirectory
+from phasewise.serving.loaders.formats.safetensors_file import TensorEntry, mxfp4_tensor, open_all, tensor_of
+from phasewise.serving.loaders.layout import shapes_of_all
+from phasewise.serving.loaders.source import (
+    MAX_TOKENIZER_BYTES,
+    ModelSource,
+    SourceFile,
+    SourceTensor,
+)
+from phasewise.serving.models.packed_model import Embedding, ModelConfig
+from phasewise.serving.sampling.sampling_defaults import stated_by_hf
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+GLOBAL_NAMES = {
+    "model.embed_tokens.weight": "embed",
+    "lm_head.weight": "lm_head",
+    "model.norm.weight": "final_norm",
+}
+LAYER_NAMES = {
+    "self_attn.q_proj.weight": "q", "self_attn.k_proj.weight": "k", "self_attn.v_proj.weight": "v",
+    "self_attn.o_proj.weight": "o", "mlp.gate_proj.weight": "gate", "mlp.up_proj.weight": "up",
+    "mlp.down_proj.weight": "down", "input_layernorm.weight": "attn_norm",
+    "post_attention_layernorm.weight": "ffn_norm", "self_attn.q_proj.bias": "q_bias",
+    "self_attn.k_proj.bias": "k_bias", "self_attn.v_proj.bias": "v_bias",
+    "self_attn.q_norm.weight": "q_norm", "self_attn.k_norm.weight": "k_norm",
+}  # fmt: skip
+MAX_SHARDS = 512
+BLOCKS, SCALES = "_blocks", "_scales"  # of one tensor in MXFP4
+BARE = ("layers.", "embed_tokens.", "norm.")
+DERIVED = "self_attn.rotary_emb.inv_freq"  # old checkpoints store what the config implies
+
+
+def open_hf_model(path: Path, name: str) -> ModelSource:
+    """Read the headers of every shard. The result holds the shards open: close it."""
+    directory = ModelDirectory(path)
+    directory.source_files()  # one that leads out is refused now, whoever would open it later
+    fields = directory.json("config.json")
+    if fields is None:
+        raise ModelError(f"{path} has no config.json: not a Hugging Face model directory")
+    if not directory.has("tokenizer.json"):
+        raise ModelError(f"{path} has no tokenizer.json: save one with transformers' AutoTokenizer")
+    tokenizer_config = directory.json("tokenizer_config.json") or {}
+    generation = directory.json("generation_config.json") or {}
+    encoder = ENCODERS_BY_HF.get(field(fields, "model_type", str, "nothing"))
+    if encoder is not None:
+        config = encoder_config_of(encoder, fields)
+    else:
+        config = config_of(fields, generation, bool(tokenizer_config.get("add_bos_token")))
+    opened = open_all(directory, _shards(directory))
+
+    def close() -> None:
+        for file, _ in opened:
+            file.close()
+
+    try:
+        if encoder is not None:
+            tensors = encoder_tensors(opened, encoder, config, path)
+            embedding: Embedding | None = encoder_embedding(directory, config)
+        else:
+            embedding = embedding_of(directory, config.context_length, encoder=False)
+            if embedding is not None and not any("lm_head.weight" in entries for _, entries in opened):
+                config = replace(config, tied_embeddings=True)
+            tensors = _our_tensors(opened, family_of_hf(fields["model_type"]), config, path)
+        return ModelSource(
+            name=name,
+            path=path,
+            config=config,
+            tensors=tensors,
+            tokenizer_json=lambda: directory.text("tokenizer.json", MAX_TOKENIZER_BYTES),
+            tokenizer_kind="tokenizer.json",
+            chat_template=_chat_template(directory, tokenizer_config),
+            close=close,
+            sampling=stated_by_hf(generation),
+            embedding=embedding,
+        )
+    except BaseException:
+        close()
+        raise
+
+
+def _shards(directory: ModelDirectory) -> list[str]:
+    """The weight files: the single one, those of the index, or the only one there is."""
+    if directory.has(SINGLE):
+        return [SINGLE]
+    if (index := directory.json(INDEX)) is not None:
+        return _indexed(directory.path, index)
+    names = directory.names(".safetensors")
+    if len(names) == 1:
+        return names
+    raise ModelError(
+        f"{directory.path} has {counted(len(names), 'safetensors file')} and no {INDEX}:"
+        " one file, or an index, expected"
+    )
+
+
+def _indexed(directory: Path, index: Mapping[str, Any]) -> list[str]:
+    """The index's files. Each must be a plain name inside the directory."""
+    names = field(index, "weight_map", dict) or {}
+    for name in names.values():
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name, re.ASCII):
+            raise ModelError(
+                f"{directory / INDEX} names the file {name!r:.80}: a plain .safetensors name expected"
+            )
+    files = sorted(set(names.values()))
+    if not 1 <= len(files) <= MAX_SHARDS:
+        raise ModelError(
+            f"{directory / INDEX} names {counted(len(files), 'file')}: from 1 to {MAX_SHARDS} expected"
+        )
+    return files
+
+
+def _our_tensors(
+    opened: list[tuple[SourceFile, dict[str, TensorEntry]]],
+    family: Family,
+    config: ModelConfig,
+    directory: Path,
+) -> dict[str, SourceTensor]:
+    """Every tensor of the language model by our name, as views."""
+    names = {**LAYER_NAMES, **family.hf_names}
+    biased = any(theirs.endswith("q_proj.bias") for _, entries in opened for theirs in entries)
+    shapes = shapes_of_all(config, biased)
+    tensors: dict[str, SourceTensor] = {}
+    for theirs, tensor in _file_tensors(opened, family):
+        stem, name, expert = _place(theirs)
+        if name == DERIVED or (theirs == "lm_head.weight" and config.tied_embeddings):
+            continue
+        what = f"{directory} has a tensor {theirs!r:.80} that"
+        try:
+            found = list(our_tensors(stem, name, names if stem else GLOBAL_NAMES, tensor, shapes, what))
+        except KeyError:
+            raise ModelError(f"{what} {family.name} models do not use") from None
+        for ours, one in found:
+            ours = ours.replace("{e}", expert)
+            if ours in tensors:
+                raise ModelError(f"{directory} has the tensor {theirs!r:.80} twice")
+            unit = family.hf_unit_norms and ours.endswith("norm")
+            tensors[ours] = one_more(one) if unit else one
+    return tensors
+
+
+def _file_tensors(
+    opened: list[tuple[SourceFile, dict[str, TensorEntry]]], family: Family
+) -> Iterator[tuple[str, SourceTensor]]:
+    """Names without what precedes those of the language model; scales with the blocks that they belong to."""
+    scales = {
+        theirs.removesuffix(SCALES): (file, entry)
+        for file, entries in opened
+        for theirs, entry in entries.items()
+        if theirs.endswith(SCALES)
+    }
+    for theirs, parts in _sparse_parts(opened).items():
+        yield _without_prefix(theirs, family), bitmask_tensor(theirs, parts)
+    for file, entries in opened:
+        for theirs, entry in entries.items():
+            if theirs.startswith(family.hf_ignored) or theirs.endswith(SCALES) or part_of(theirs):
+                continue
+            stem = theirs.removesuffix(BLOCKS)
+            if stem != theirs and stem in scales:
+                tensor = mxfp4_tensor(file, theirs, entry, *scales[stem])
+                theirs = f"{stem}.mxfp4"
+            else:
+                tensor = tensor_of(file, theirs, entry)
+            yield _without_prefix(theirs, family), tensor
+
+
+def _sparse_parts(
+    opened: list[tuple[SourceFile, dict[str, TensorEntry]]],
+) -> dict[str, dict[str, Found]]:
+    """Tensors that are parts of sparse matrices, by the name of the matrix and that of the part."""
+    found: dict[str, dict[str, Found]] = {}
+    for file, entries in opened:
+        for theirs, entry in entries.items():
+            if (place := part_of(theirs)) is not None:
+                found.setdefault(place[0], {})[place[1]] = file, entry
+    return found
+
+
+def _without_prefix(theirs: str, family: Family) -> str:
+    if theirs.startswith(BARE):  # of a model that was saved without its head, as embedding models are
+        return f"model.{theirs}"
+    for prefix in family.hf_text_prefixes:
+        if theirs.startswith(prefix):
+            rest = theirs.removeprefix(prefix)
+            return rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
+    return theirs
+
+
+def _place(theirs: str) -> tuple[str, str, str]:
+    """ "layers.3." (empty outside layers), the name within the layer, and the expert's number that "{e}"
+    replaces.
+    """
+    match = re.fullmatch(r"model\.layers\.(0|[1-9]\d{0,3})\.(.+)", theirs, re.ASCII)
+    if match is None:
+        return "", theirs, ""
+    name = match[2]
+    expert = re.search(r"\.experts\.(0|[1-9]\d{0,3})\.", name, re.ASCII)
+    if expert is None:
+        return f"layers.{match[1]}.", name, ""
+    return f"layers.{match[1]}.", name.replace(expert[0], ".experts.{e}."), expert[1]
+
+
+def _chat_template(directory: ModelDirectory, tokenizer_config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja, or the entry of tokenizer_config.json (of several named ones, "default")."""
+    if directory.has("chat_template.jinja"):
+        return directory.text("chat_template.jinja")
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ModelError(f"{directory.path / 'tokenizer_config.json'} has a chat template that is not text")
+    return template

@@ -1,0 +1,522 @@
+"""From a model to a program: which ops a forward step is made of, and where in the arena their rows lie.
+
+The program itself, and why its results do not depend on the batch, is in cython_kernels/program/program.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.cython_kernels._native import Program
+from phasewise.cython_kernels.division import Division
+from phasewise.cython_kernels.errors import KernelError
+from phasewise.cython_kernels.kv_formats import fastest_of_16_bits, kv_slot_bytes
+from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.serving.errors import ModelError
+from phasewise.serving.models.packed_model import STACKS, Experts, LayerKind, ModelConfig, PackedModel, Vector
+from phasewise.serving.models.schedules import ScheduleLookup
+
+Parts = list[tuple[PackedWeight, int]]
+Place = tuple[int, int]  # offset and row stride in the arena
+Rows = Literal["every", "gathered", "logits"]
+Gives = Literal["logits", "rows"]
+
+AUTO = "auto"
+
+PATIENCE_S = 60.0
+"""Ranks meet after every op, which takes milliseconds, or seconds while weights come from a slow disk. One
+that is so late hangs, and is as good as dead."""
+
+_ROUND_FLOATS = 16  # one cache line: rows of the arena begin on their own
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The room of one program."""
+
+    kv_slots: int
+    step_tokens: int
+    sequences: int
+    logit_rows: int
+    threads: int
+    """Threads of the largest team of this process."""
+    kv_format: str = AUTO
+    """The format of keys and values: `resolve_kv_format`."""
+    ring_slots: int = 0
+    """Slots of layers with windows, which keep a ring of each sequence; 0: all layers have `kv_slots`."""
+    touched: bool = False
+    """True if all memory is to be there before the first step: `rank_teams.touch_memory`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationArena:
+    """Offsets and row strides, in floats. Attention and feed-forward take turns in one place."""
+
+    hidden: int
+    hidden_stride: int
+    qkv: int
+    qkv_stride: int
+    mixed: int
+    mixed_stride: int
+    gate_up: int
+    gate_up_stride: int
+    given: int
+    given_stride: int
+    """The output of experts: of each row, a row for each of its experts."""
+    router: int
+    router_stride: int
+    branch: int
+    branch_stride: int
+    """The output of a half of a layer, where it is normalised before it is added."""
+    tail: int
+    """Hidden rows of the last layer that want logits, and its feed-forward rows (in place of `gate_up`)."""
+    logits: int
+
+
+def rounded(floats: int) -> int:
+    return -(-floats // _ROUND_FLOATS) * _ROUND_FLOATS
+
+
+def _lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationArena:
+    experts = config.experts
+    rows, pairs = max(tokens, logit_rows), experts.chosen if experts else 1
+    hidden_stride = rounded(config.hidden)
+    qkv_stride = rounded(config.q_rows + 2 * config.kv_rows)
+    mixed_stride = rounded(config.q_rows)
+    gate_up_stride = rounded(2 * config.ffn)
+    router_stride = rounded(experts.count if experts else 0)
+    shared = tokens * hidden_stride
+    mixed = shared + tokens * qkv_stride
+    shared_ffn = experts.shared_ffn if experts else 0
+    given = shared + rows * max(pairs * gate_up_stride, rounded(2 * shared_ffn))
+    router = given + (rows * pairs * hidden_stride if experts else 0)
+    branch = max(mixed + tokens * mixed_stride, router + rows * router_stride)
+    tail = branch + (rows * hidden_stride if config.post_norms or config.out_bias else 0)
+    return ActivationArena(
+        hidden=0,
+        hidden_stride=hidden_stride,
+        qkv=shared,
+        qkv_stride=qkv_stride,
+        mixed=mixed,
+        mixed_stride=mixed_stride,
+        gate_up=shared,
+        gate_up_stride=gate_up_stride,
+        given=given,
+        given_stride=hidden_stride,
+        router=router,
+        router_stride=router_stride,
+        branch=branch,
+        branch_stride=hidden_stride,
+        tail=tail,
+        logits=tail + logit_rows * hidden_stride,
+    )
+
+
+def resolve_kv_format(model: PackedModel, kv_format: str = AUTO) -> str:
+    """`auto` is f32 where every weight of the layers is: nothing is rounded; else the fastest of 16 bits."""
+    if kv_format != AUTO:
+        return kv_format
+    layers = (weight for name, weight in model.weights.items() if name.startswith("layers."))
+    return "f32" if all(weight.kind == "f32" for weight in layers) else fastest_of_16_bits()
+
+
+def kv_bytes_per_slot(model: PackedModel, kv_format: str = AUTO) -> int:
+    """Bytes of the keys and values of one position, all layers. ModelError for a format that there is not."""
+    return sum(kv_bytes_by_reach(model, kv_format))
+
+
+def kv_bytes_by_reach(model: PackedModel, kv_format: str = AUTO) -> tuple[int, int]:
+    """The same of the layers that see every position, and of those with a window."""
+    config = model.config
+    try:
+        per_head = kv_slot_bytes(resolve_kv_format(model, kv_format), config.head_dim)
+    except KernelError as error:
+        raise ModelError(f"{model.name}: {error}") from error
+    n_windowed = sum(config.kind_of(layer).window is not None for layer in range(config.n_layers))
+    per_layer = config.n_kv_heads * per_head
+    return (config.n_layers - n_windowed) * per_layer, n_windowed * per_layer
+
+
+def build_program(
+    model: PackedModel,
+    capacity: Capacity,
+    check_memory: Callable[[str, int, int], None] | None = None,
+    schedules: Sequence[ScheduleLookup] = (),
+    division: Division | None = None,
+    memory: Callable[[int], memoryview] | None = None,
+    kv_memory: Callable[[int], memoryview] | None = None,
+    patience_s: float = PATIENCE_S,
+    gives: Gives = "logits",
+) -> Program:
+    """A sealed program. ModelError if the model does not fit the kernels or the memory.
+
+    gives: the logits of rows that want them, or what the last norm makes of these "rows". Then every slice
+    is a whole sequence, and all layers keep keys and values in the same place.
+
+    check_memory(model name, bytes, KV slots) may refuse before anything large is allocated. schedules: one
+    lookup for each table that a run may name, at most two; the first one says how every weight is computed.
+    division: over ranks, None for one. memory(bytes) gives what several ranks share (Program.seal_shared),
+    kv_memory(bytes) the keys and values of a single rank; None: they are allocated as its other memory is.
+    patience_s: how long a rank waits for another within a step.
+    """
+    try:
+        config = model.config
+        if config.encoder is not None:
+            raise ModelError(
+                f"{model.name} is an encoder and generates no text: `phasewise embed` makes vectors of it"
+            )
+        program = open_program(model, capacity, division, patience_s, gives)
+        linears = Linears(program, schedules, max(capacity.step_tokens, capacity.logit_rows), division)
+        arena = _lay_out(model.config, capacity.step_tokens, capacity.logit_rows)
+        embed_scale = config.embed_scale / config.residual_scale
+        program.embed(weight_of(model, "embed"), arena.hidden, arena.hidden_stride, embed_scale)
+        for layer in range(config.n_layers):
+            _Layer(linears, model, layer, arena, layer if gives == "logits" else 0).add()
+        if gives == "logits":
+            _add_logits(linears, model, arena)
+        else:
+            _add_rows(program, model, arena)
+        schedule_attention(program, model, capacity, schedules, division)
+        if check_memory is not None:
+            check_memory(model.name, program.bytes(), capacity.kv_slots)
+        if memory is None:
+            kv = None if kv_memory is None else kv_memory(program.whole_kv_bytes())
+            program.seal(arena.logits, kv)
+        else:
+            program.seal_shared(arena.logits, memory(program.shared_bytes()))
+    except KernelError as error:
+        raise ModelError(f"{model.name}: {error}") from error
+    return program
+
+
+def open_program(
+    model: PackedModel, capacity: Capacity, division: Division | None, patience_s: float, gives: Gives
+) -> Program:
+    """Without ops; attention's kinds are those of the config, in their order."""
+    config = model.config
+    first, *others = [(kind.window or 0, *_rotation(kind, config)) for kind in config.kinds]
+    shape = {**_shape(config), "window": first[0]}
+    if gives == "rows":
+        shape |= {"n_layers": 1, "outputs": config.hidden, "bidirectional": config.encoder is not None}
+    program = Program(shape, room_of(model, capacity), first[1], division, patience_s, first[2])
+    for window, inv_freq, magnitude in others:
+        program.kind(inv_freq, window, magnitude)
+    return program
+
+
+def _rotation(kind: LayerKind, config: ModelConfig) -> tuple[npt.NDArray[np.float64], float]:
+    """Radians per position, and what cosines and sines are multiplied by."""
+    if kind.rope is None:
+        return np.empty(0), 1.0
+    return kind.rope.inv_freq(config.context_length), kind.rope.magnitude
+
+
+def _shape(config: ModelConfig) -> dict[str, int | float]:
+    return {
+        "n_layers": config.n_layers,
+        "n_heads": config.n_heads,
+        "n_kv_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden": config.hidden,
+        "ffn": config.ffn,
+        "vocab": config.vocab_size,
+        "norm_eps": config.norm_eps,
+    }
+
+
+def room_of(model: PackedModel, capacity: Capacity) -> dict[str, int | str]:
+    return {
+        "kv_slots": capacity.kv_slots,
+        "ring_slots": capacity.ring_slots,
+        "max_tokens": capacity.step_tokens,
+        "max_slices": capacity.sequences,
+        "max_logit_rows": capacity.logit_rows,
+        "max_threads": capacity.threads,
+        "kv_format": resolve_kv_format(model, capacity.kv_format),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """Adds linear ops to a program, every weight with its arithmetic and its schedules.
+
+    The arithmetic is the whole weight's on every rank; schedules are for this rank's part of it.
+    """
+
+    program: Program
+    lookups: Sequence[ScheduleLookup]
+    most_rows: int
+    division: Division | None
+
+    def add(self, parts: Parts, reads: dict[str, Any], source: Place, target: Place, **options: Any) -> None:
+        """Program.linear, and what the lookups say about its weights."""
+        options |= reads
+        options["arithmetics"] = [self._arithmetic(weight) for weight, _ in parts]
+        kind = options.pop("source")
+        op = self.program.linear(parts, kind, *source, *target, **options)
+        for table, lookup in enumerate(self.lookups):
+            for part, (whole, _) in enumerate(parts):
+                weight = whole if self.division is None else self.division.weight(whole, table)
+                if options.get("rows", "every") != "every" or not self._own_path(
+                    op, part, table, lookup, whole
+                ):
+                    self._schedule(op, part, table, lookup, weight)
+
+    def add_experts(
+        self,
+        experts: Experts,
+        stack: PackedWeight,
+        one: PackedWeight,
+        reads: dict[str, Any],
+        source: Place,
+        target: Place,
+        rows: Rows,
+    ) -> None:
+        """Program.experts; the schedules are those of one expert's weight on one thread."""
+        options = {**reads, "arithmetic": self._arithmetic(one), "rows": rows}
+        kind = options.pop("source")
+        op = self.program.experts(experts, stack, kind, *source, *target, **options)
+        for table, lookup in enumerate(self.lookups):
+            if rows != "every" or not self._own_path(op, 0, table, lookup, one):
+                self._schedule(op, 0, table, lookup, one)
+
+    def _own_path(self, op: int, part: int, table: int, lookup: ScheduleLookup, weight: PackedWeight) -> bool:
+        """True if a phase computes the weight by a path of its own, for which no schedule was tuned."""
+        path = lookup.own_path(weight)
+        if path is not None:
+            self.program.set_path(op, part, path, table)
+        return path is not None
+
+    def _schedule(
+        self, op: int, part: int, table: int, lookup: ScheduleLookup, weight: PackedWeight | None
+    ) -> None:
+        ranges = [] if weight is None else lookup.products(weight, self.most_rows)
+        schedules = [(rows.last_m, rows.schedule) for rows in ranges]
+        self.program.set_schedules(op, part, schedules, table)
+
+    def _arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
+        return self.lookups[0].arithmetic(weight) if self.lookups else (None, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Adds the ops of one layer. After the last one's keys and values, only rows that want logits matter.
+
+    With a residual scale r the stream is kept divided by r: halves of a layer are then added as they are, and
+    a norm of the stream is that of what is kept with its epsilon divided by r^2.
+    """
+
+    linears: Linears
+    model: PackedModel
+    layer: int
+    arena: ActivationArena
+    kept_as: int
+    """The layer whose place keys and values have."""
+
+    def add(self) -> None:
+        self._add_attention()
+        if self.config.experts is None:
+            self._add_feed_forward(self.config.ffn)
+        else:
+            self._add_experts(self.config.experts)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def name(self) -> str:
+        return f"layers.{self.layer}"
+
+    @property
+    def last(self) -> bool:
+        return self.layer == self.config.n_layers - 1
+
+    @property
+    def stream(self) -> Place:
+        return self.arena.hidden, self.arena.hidden_stride
+
+    @property
+    def after(self) -> Place:
+        """The stream beyond attention."""
+        return (self.arena.tail, self.arena.hidden_stride) if self.last else self.stream
+
+    def _vector(self, name: str) -> Vector | None:
+        return self.model.vectors.get(f"{self.name}.{name}")
+
+    def _reads(self, norm: str) -> dict[str, Any]:
+        """The input of a product: the stream, normalised where the model does so before its halves."""
+        if not self.config.pre_norms:
+            return {"source": "rows"}
+        return {"source": "norm", "norm": self._vector(norm), "eps": stream_eps(self.config)}
+
+    def _add_attention(self) -> None:
+        config, arena, program = self.config, self.arena, self.linears.program
+        qkv, mixed = (arena.qkv, arena.qkv_stride), (arena.mixed, arena.mixed_stride)
+        self.linears.add(qkv_parts(self.model, self.name), self._reads("attn_norm"), self.stream, qkv)
+        if config.whole_qk_norm:
+            keys = arena.qkv + config.q_rows, arena.qkv_stride
+            program.adjust(config.q_rows, *qkv, *qkv, norm=self._vector("q_norm"))
+            program.adjust(config.kv_rows, *keys, *keys, norm=self._vector("k_norm"))
+        q_norm, k_norm = (None if config.whole_qk_norm else self._vector(f"{part}_norm") for part in "qk")
+        program.attend(
+            self.kept_as,
+            *qkv,
+            *mixed,
+            bias=self._vector("qkv_bias"),
+            rows="gathered" if self.last else "every",
+            kind=config.kinds.index(config.kind_of(self.layer)),
+            scale=config.attention_scale,
+            cap=config.attention_cap or 0.0,
+            sinks=self._vector("sinks"),
+            q_norm=q_norm,
+            k_norm=k_norm,
+        )
+        out = [(weight_of(self.model, f"{self.name}.o"), 0)]
+        self._add_back(
+            out, {"source": "rows"}, mixed, "attn_post_norm", "o_bias", "gathered" if self.last else "every"
+        )
+
+    def _add_feed_forward(self, width: int) -> None:
+        rows, gate_up = self._rows(), (self.arena.gate_up, rounded(2 * width))
+        parts = gate_up_parts(self.model, self.name, width)
+        self.linears.add(parts, self._reads("ffn_norm"), self.after, gate_up, rows=rows)
+        down = [(weight_of(self.model, f"{self.name}.down"), 0)]
+        reads = {"source": "gate", "gate": self.config.activation}
+        self._add_back(down, reads, gate_up, "ffn_post_norm", None, rows)
+
+    def _rows(self) -> Rows:
+        return "logits" if self.last else "every"
+
+    def _add_back(
+        self, parts: Parts, reads: dict[str, Any], place: Place, norm: str, bias: str | None, rows: Rows
+    ) -> None:
+        """Add the output of a half of a layer to the stream, after its norm and bias where there are
+        such.
+        """
+        own_bias = None if bias is None else self._vector(bias)
+        residual = self.stream if rows == "gathered" else None
+        if not self.config.post_norms and own_bias is None:
+            self.linears.add(parts, reads, place, self.after, add=True, rows=rows, residual=residual)
+            return
+        branch = self.arena.branch, self.arena.branch_stride
+        self.linears.add(parts, reads, place, branch, rows=rows)
+        self.linears.program.adjust(
+            self.config.hidden,
+            *branch,
+            *self.after,
+            norm=self._vector(norm) if self.config.post_norms else None,
+            bias=own_bias,
+            add=True,
+            rows=rows,
+            residual=residual,
+        )
+
+    def _add_experts(self, experts: Experts) -> None:
+        config, arena, rows = self.config, self.arena, self._rows()
+        router, given = (arena.router, arena.router_stride), (arena.given, arena.given_stride)
+        program, gate_up = self.linears.program, (arena.gate_up, arena.gate_up_stride)
+        scores = [(weight_of(self.model, f"{self.name}.router"), 0)]
+        self.linears.add(scores, self._reads("ffn_norm"), self.after, router, rows=rows)
+        if experts.biases:
+            bias = self._vector("router_bias")
+            program.adjust(experts.count, *router, *router, bias=bias, rows=rows)
+        program.route(experts, *router, rows=rows)
+        up, down = (self._stack(f"{self.name}{part}") for part in STACKS)
+        self.linears.add_experts(experts, *up, self._reads("ffn_norm"), self.after, gate_up, rows=rows)
+        reads = {"source": "gate", "gate": config.activation, "bias": self._vector("gate_up_bias")}
+        self.linears.add_experts(experts, *down, reads, gate_up, given, rows=rows)
+        if experts.shared_ffn:  # before what experts give is added: both read the same stream
+            self._add_feed_forward(experts.shared_ffn)
+        program.combine(
+            experts, config.hidden, *given, *self.after, bias=self._vector("down_bias"), rows=rows
+        )
+
+    def _stack(self, name: str) -> tuple[PackedWeight, PackedWeight]:
+        """The weights of all experts, and of the first one."""
+        stack, one = weight_of(self.model, name), self.model.one_expert(name)
+        assert one is not None
+        return stack, one
+
+
+def stream_eps(config: ModelConfig) -> float:
+    """Epsilon for norms of the stream, which is kept divided by the residual scale."""
+    return config.norm_eps / config.residual_scale**2
+
+
+def _add_logits(linears: Linears, model: PackedModel, arena: ActivationArena) -> None:
+    config = model.config
+    head = weight_of(model, "embed" if config.tied_embeddings else "lm_head")
+    if head.n != config.vocab_size:
+        raise ModelError(f"{model.name} gives {head.n} logits for a vocabulary of {config.vocab_size}")
+    norm = model.vectors["final_norm"] * np.float32(config.logit_scale)
+    logits = arena.logits, config.vocab_size
+    reads = {"source": "norm", "norm": norm, "eps": stream_eps(config)}
+    linears.add([(head, 0)], reads, (arena.tail, arena.hidden_stride), logits, rows="logits")
+    if config.logit_cap is not None:
+        linears.program.adjust(config.vocab_size, *logits, *logits, cap=config.logit_cap, rows="logits")
+
+
+def _add_rows(program: Program, model: PackedModel, arena: ActivationArena) -> None:
+    """The stream after the last norm, of rows that are wanted."""
+    config = model.config
+    norm = model.vectors["final_norm"] * np.float32(1.0)
+    tail = arena.tail, arena.hidden_stride
+    program.adjust(
+        config.hidden, *tail, arena.logits, config.hidden, norm=norm, rows="logits", eps=stream_eps(config)
+    )
+
+
+def schedule_attention(
+    program: Program,
+    model: PackedModel,
+    capacity: Capacity,
+    lookups: Sequence[ScheduleLookup],
+    division: Division | None,
+) -> None:
+    kv_heads = model.config.n_kv_heads
+    for table, lookup in enumerate(lookups):
+        own = kv_heads if division is None else division.heads(kv_heads, table)
+        if own:
+            problem = attention_problem(model, own, capacity.kv_format)
+            ranges = lookup.attention(*problem, capacity.step_tokens)
+            program.set_attention_schedules([(rows.last_m, rows.schedule) for rows in ranges], table)
+
+
+def attention_problem(
+    model: PackedModel, kv_heads: int | None = None, kv_format: str = AUTO
+) -> tuple[str, int, int]:
+    """Under what attention's schedules are kept: KV format, dimensions of query and of KV heads.
+
+    Those of all heads, or of some KV heads and the query heads that use them.
+    """
+    config = model.config
+    own = config.n_kv_heads if kv_heads is None else kv_heads
+    stored = resolve_kv_format(model, kv_format)
+    return stored, config.q_rows // config.n_kv_heads * own, config.head_dim * own
+
+
+def weight_of(model: PackedModel, name: str) -> PackedWeight:
+    try:
+        return model.weights[name]
+    except KeyError:
+        raise ModelError(f"{model.name} has no weight {name!r}") from None
+
+
+def qkv_parts(model: PackedModel, name: str) -> Parts:
+    config = model.config
+    if f"{name}.qkv" in model.weights:
+        return [(model.weights[f"{name}.qkv"], 0)]
+    columns = {"q": 0, "k": config.q_rows, "v": config.q_rows + config.kv_rows}
+    return [(weight_of(model, f"{name}.{part}"), column) for part, column in columns.items()]
+
+
+def gate_up_parts(model: PackedModel, name: str, width: int) -> Parts:
+    if f"{name}.gate_up" in model.weights:
+        return [(model.weights[f"{name}.gate_up"], 0)]
+    return [(weight_of(model, f"{name}.gate"), 0), (weight_of(model, f"{name}.up"), width)]

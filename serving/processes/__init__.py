@@ -1,0 +1,1 @@
+"""Sockets, shared memory, secrets, restarts and logs of the processes of one server."""

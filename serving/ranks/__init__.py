@@ -1,0 +1,1 @@
+"""Ranks compute batches: threads of this process, or processes over shared memory."""

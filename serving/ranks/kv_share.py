@@ -1,0 +1,85 @@
+"""Keys and values of an instance in memory that other instances of the same user may map.
+
+An instance names its memory by a path under /proc, which only processes of the same user and the same PID
+namespace can open. So nothing is left behind by an instance that is killed.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from phasewise.cython_kernels._native import KvMemory
+from phasewise.serving.errors import RanksError
+from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.processes.segments import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """The shape that two instances must agree on before keys and values go from one to the other."""
+
+    n_layers: int
+    n_kv_heads: int
+    head_dim: int
+    kv_format: str
+
+    @classmethod
+    def of(cls, config: ModelConfig, kv_format: str) -> KvShape:
+        return cls(config.n_layers, config.n_kv_heads, config.head_dim, kv_format)
+
+    def memory(self, segment: Segment, offset: int, kv_slots: int) -> KvMemory:
+        """Keys and values from byte `offset` of a segment on. ValueError outside it."""
+        return KvMemory(
+            segment.memory, offset, self.n_layers, self.n_kv_heads, self.head_dim, kv_slots, self.kv_format
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlace:
+    """The place at which a process finds the keys and values of another one."""
+
+    path: str
+    n_bytes: int
+    offset: int
+    kv_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvShare:
+    """Keys and values of this process, and where others find them."""
+
+    segment: Segment
+    offset: int
+    kv_slots: int
+    shape: KvShape
+
+    @property
+    def memory(self) -> KvMemory:
+        return self.shape.memory(self.segment, self.offset, self.kv_slots)
+
+    @property
+    def place(self) -> KvPlace:
+        path = f"/proc/{os.getpid()}/fd/{self.segment.fd}"
+        return KvPlace(path, self.segment.n_bytes, self.offset, self.kv_slots)
+
+
+def map_place(place: KvPlace, shape: KvShape) -> KvMemory:
+    """The other process's keys and values. RanksError where this process cannot map them."""
+    try:
+        fd = os.open(place.path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise RanksError(f"{place.path} cannot be opened: {error.strerror}") from error
+    segment = None
+    try:
+        if os.fstat(fd).st_size != place.n_bytes:
+            raise RanksError(f"{place.path} has {os.fstat(fd).st_size} bytes, not {place.n_bytes}")
+        segment = Segment(fd, place.n_bytes)
+        return shape.memory(segment, place.offset, place.kv_slots)
+    except (OSError, ValueError) as error:
+        raise RanksError(f"{place.path} cannot be mapped: {error}") from error
+    finally:
+        if segment is None:
+            os.close(fd)
+        else:
+            segment.close()

@@ -1,0 +1,120 @@
+"""Ranks, which compute batches: one in this process, or several in processes of their own, over one set
+of weights and KV.
+
+Both phases run the same program over the same memory, so switching between them copies nothing, whatever
+ranks and cores each of them has. Teams that would use the same cores are one team.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from phasewise._words import counted
+from phasewise.serving.errors import RanksError
+from phasewise.serving.models.forward import build_program, kv_bytes_per_slot, resolve_kv_format
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.pools.arena import aligned
+from phasewise.serving.processes.memory import check_memory
+from phasewise.serving.processes.segments import Segment
+from phasewise.serving.ranks.first_rank import ALL_LOGITS_ROWS, STEP_TOKENS, FirstRank, room_for
+from phasewise.serving.ranks.kv_share import KvShape, KvShare
+from phasewise.serving.ranks.rank_teams import open_teams, touch_memory
+from phasewise.serving.ranks.ranks_contract import KvMemory, RankOptions, Ranks
+from phasewise.tuner.plans import PHASES, Phase, ServicePlan
+
+if TYPE_CHECKING:
+    from phasewise.serving.ranks.process_ranks import ProcessRanks
+
+__all__ = ["ALL_LOGITS_ROWS", "STEP_TOKENS", "KvMemory", "LocalRanks", "RankOptions", "Ranks", "open_ranks"]
+
+
+def open_ranks(
+    model: PackedModel, plans: Mapping[Phase, ServicePlan], options: RankOptions
+) -> LocalRanks | ProcessRanks:
+    """The ranks that `plans` ask for: in this process where every phase has one rank, else one process
+    per rank.
+
+    RanksError if a plan cannot be run here or the memory is not there; ModelError if no kernel computes
+    this model.
+    """
+    if all(len(plan.ranks) == 1 for plan in plans.values()):
+        return LocalRanks(model, plans, options)
+    from phasewise.serving.ranks.process_ranks import ProcessRanks
+
+    return ProcessRanks(model, plans, options)
+
+
+class LocalRanks(FirstRank):
+    """One rank, in this process. Arguments and errors: `open_ranks`."""
+
+    def __init__(self, model: PackedModel, plans: Mapping[Phase, ServicePlan], options: RankOptions) -> None:
+        cores: dict[Phase, tuple[int, ...]] = {phase: _only_rank(plan) for phase, plan in plans.items()}
+        self.kv_format = resolve_kv_format(model, options.kv.format)
+        self.kv_bytes_per_slot = kv_bytes_per_slot(model, self.kv_format)
+        self.kv_slots = options.kv.slots
+        threads = max(len(members) for members in cores.values())
+        capacity = room_for(options, threads, self.kv_format)
+        lookups = [options.schedules[phase] for phase in PHASES] if options.schedules else []
+        teams = open_teams(cores, options.pinned)
+        self._kv_share: KvShare | None = None
+
+        def share_kv(n_bytes: int) -> memoryview:
+            shape = KvShape.of(model.config, self.kv_format)
+            segment = Segment.create(n_bytes, "kv")
+            self._kv_share = KvShare(segment, 0, aligned(options.kv.slots), shape)
+            return memoryview(segment.memory)
+
+        try:
+            kv_memory = share_kv if options.kv.shared else None
+            program = build_program(model, capacity, check_memory, lookups, kv_memory=kv_memory)
+            if options.kv.touched:
+                touch_memory(program, teams)
+        except Exception:
+            for team in teams.values():
+                team.close()
+            self._close_kv()
+            raise
+        super().__init__(program, teams, capacity)
+
+    @property
+    def first_rank(self) -> FirstRank:
+        """The only rank."""
+        return self
+
+    @property
+    def kv_share(self) -> KvShare:
+        """The place of keys and values. RanksError unless `KvMemory.shared`."""
+        if self._kv_share is None:
+            raise RanksError("these ranks do not share their keys and values")
+        return self._kv_share
+
+    def close(self) -> None:
+        """End the threads and let go of the memory. Logits still held stay valid. Twice is harmless."""
+        super().close()
+        self._close_kv()
+
+    def _close_kv(self) -> None:
+        if self._kv_share is not None:
+            self._kv_share.segment.close()
+
+    @property
+    def lost(self) -> str | None:
+        """Never: this rank dies with its process."""
+        return None
+
+    def watch(self, on_loss: Callable[[], None]) -> None:
+        """Nothing to watch."""
+
+    def reopen(self) -> None:
+        """RanksError: there is nothing that could be started anew."""
+        raise RanksError("the only rank is this process; it cannot be started anew")
+
+
+def _only_rank(plan: ServicePlan) -> tuple[int, ...]:
+    if len(plan.ranks) != 1:
+        raise RanksError(
+            f"the {plan.phase} plan has {counted(len(plan.ranks), 'rank')};"
+            " those run in processes: `open_ranks`"
+        )
+    return plan.ranks[0].cores

@@ -1,0 +1,113 @@
+"""The instructions of a rank's process: JSON in memory that it inherits as its standard input.
+
+So nothing of a model or a plan stands in a command line, and nothing is left when the process has ended. Its
+standard output is the way back: one line when it is ready, or why it cannot be; its end when it dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from phasewise.cython_kernels.division import Division
+from phasewise.serving.models.forward import Capacity
+from phasewise.serving.models.packed_model import ModelConfig, config_from_json, config_to_json
+from phasewise.serving.ranks.shared_weights import Holding, Places
+from phasewise.serving.ranks.written_schedules import WrittenSchedules
+from phasewise.tuner.plans import Phase
+
+
+@dataclass(frozen=True)
+class Instructions:
+    """All that one rank needs to know. Descriptors have the same numbers on both sides."""
+
+    rank: int
+    parent_pid: int
+    model_name: str
+    config: ModelConfig
+    weight_format: str
+    isa: str
+    """In use by the parent; how a weight is computed by default depends on it."""
+    capacity: Capacity
+    teams: tuple[tuple[int, ...], ...]
+    """Threads of every rank, for each phase: `Division.teams`."""
+    cores: Mapping[Phase, tuple[int, ...]]
+    """The CPUs of this rank's threads, in the phases that it takes part in."""
+    pinned: bool
+    numa_node: int | None
+    """The NUMA node of its memory; None: wherever it is touched."""
+    step_fd: int
+    step_bytes: int
+    """The memory that all ranks share: steps, rows, logits, keys and values."""
+    weights: Holding
+    weights_source: Holding | None
+    """From where this rank copies its panels of the weights to `weights`; None: they are there."""
+    schedules: tuple[WrittenSchedules, ...]
+
+    @property
+    def division(self) -> Division:
+        return Division(self.teams, self.rank)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The descriptors that the process inherits."""
+        holdings = [self.weights] + ([self.weights_source] if self.weights_source else [])
+        return self.step_fd, *(holding.fd for holding in holdings)
+
+    def write(self) -> int:
+        """A descriptor of memory that holds them, to be read from its start."""
+        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        known |= {
+            "config": config_to_json(self.config),
+            "capacity": asdict(self.capacity),
+            "weights": _holding_to_json(self.weights),
+            "weights_source": self.weights_source and _holding_to_json(self.weights_source),
+            "schedules": [written.to_json() for written in self.schedules],
+        }
+        fd = os.memfd_create(f"phasewise-rank-{self.rank}")
+        with os.fdopen(os.dup(fd), "wb") as file:
+            file.write(json.dumps(known).encode())
+        os.lseek(fd, 0, os.SEEK_SET)
+        return fd
+
+    @classmethod
+    def read(cls, text: bytes) -> Instructions:
+        """The instructions that `write` of the same program version wrote."""
+        known = json.loads(text)
+        known |= {
+            "config": config_from_json(known["config"]),
+            "capacity": Capacity(**known["capacity"]),
+            "teams": tuple(tuple(sizes) for sizes in known["teams"]),
+            "cores": {phase: tuple(cores) for phase, cores in known["cores"].items()},
+            "weights": _holding_from_json(known["weights"]),
+            "weights_source": known["weights_source"] and _holding_from_json(known["weights_source"]),
+            "schedules": tuple(WrittenSchedules.from_json(written) for written in known["schedules"]),
+        }
+        return cls(**known)
+
+
+def _holding_to_json(holding: Holding) -> dict[str, Any]:
+    return {"fd": holding.fd, "places": holding.places.to_json()}
+
+
+def _holding_from_json(known: Mapping[str, Any]) -> Holding:
+    return Holding(known["fd"], Places.from_json(known["places"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The line that a rank's process writes. error: why it cannot run; None: it is ready."""
+
+    error: str | None = None
+    policy_errno: int = 0
+    """The kernel's answer to its memory policy; 0: granted, or none was asked for."""
+
+    def to_line(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Report:
+        return cls(**json.loads(line))

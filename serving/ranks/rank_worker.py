@@ -1,0 +1,126 @@
+"""The process of one rank: `python -m phasewise.serving.ranks.rank_worker`, started by `worker_processes`.
+
+It maps what its parent has prepared, builds the same program, and then computes its part of every step in C
+until it is told to stop. It opens no file: all it reads is behind descriptors that it inherits. It ends with
+its parent. Little is imported here, so that it starts fast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from phasewise.cython_kernels._native import Program, Team, isa_select, watch_mapping
+from phasewise.cython_kernels.errors import GroupFailed, KernelError
+from phasewise.serving.errors import ServingError
+from phasewise.serving.models.forward import build_program
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.processes.segments import Segment
+from phasewise.serving.ranks.rank_instructions import Instructions, Report
+from phasewise.serving.ranks.rank_memory import preferring
+from phasewise.serving.ranks.rank_teams import TABLES, open_teams, touch_memory
+from phasewise.serving.ranks.shared_weights import Holding, copy_panels
+from phasewise.tuner.plans import Phase
+
+PR_SET_PDEATHSIG = 1
+
+FOR_THE_ENGINE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Terminals and supervisors send them to all of a service; the engine ends its ranks when it is done."""
+
+
+@dataclass(frozen=True)
+class WorkerRank:
+    """Ready to serve."""
+
+    program: Program
+    teams: Mapping[Phase, Team]
+    policy_errno: int
+
+    def serve(self) -> None:
+        """Take part in every step that asks for this rank. GroupFailed if another rank died."""
+        self.program.serve([self.teams.get(phase) for phase in TABLES])
+
+
+def main() -> int:
+    for number in FOR_THE_ENGINE:
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
+    with os.fdopen(os.dup(sys.stdin.fileno()), "rb") as told:
+        instructions = Instructions.read(told.read())
+    if os.getppid() != instructions.parent_pid:
+        return 0  # it had ended before it could take us along
+    report_fd = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever is printed is no report
+    try:
+        rank = open_rank(instructions)
+    except (ServingError, KernelError, OSError, MemoryError) as error:
+        os.write(report_fd, Report(error=str(error) or type(error).__name__).to_line())
+        return 1
+    os.write(report_fd, Report(policy_errno=rank.policy_errno).to_line())
+    with contextlib.suppress(GroupFailed):  # the parent knows why
+        rank.serve()
+    return 0
+
+
+def end_with_parent() -> None:
+    """The kernel kills this process when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def open_rank(told: Instructions) -> WorkerRank:
+    """Map, copy what is this rank's to copy, and build."""
+    isa_select(told.isa)
+    with preferring(told.numa_node) as policy_errno:
+        step = Segment(told.step_fd, told.step_bytes)
+        program = build_program(
+            _model(told),
+            told.capacity,
+            schedules=told.schedules,
+            division=told.division,
+            memory=lambda _n_bytes: memoryview(step.memory),
+        )
+        teams = open_teams(told.cores, told.pinned)
+        if told.capacity.touched:
+            touch_memory(program, teams)
+    return WorkerRank(program, teams, policy_errno)
+
+
+def _model(told: Instructions) -> PackedModel:
+    """Over the arrays that all ranks share; what only the engine needs of a model is left out."""
+    copies = told.weights_source is not None
+    weights, vectors = told.weights.places.views(_mapped(told.weights, writable=copies))
+    if told.weights_source is not None:
+        source, _ = told.weights_source.places.views(_mapped(told.weights_source))
+        copy_panels(source, weights, told.division)
+    return PackedModel(
+        config=told.config,
+        format=told.weight_format,
+        name=told.model_name,
+        source="",
+        content_hash="",
+        weights=weights,
+        vectors=vectors,
+        tokenizer_json="",
+        chat_template=None,
+        weight_bytes=sum(weight.nbytes for weight in weights.values()),
+    )
+
+
+def _mapped(holding: Holding, writable: bool = False) -> Segment:
+    segment = Segment(holding.fd, holding.places.n_bytes, writable)
+    if not writable:
+        file = os.readlink(f"/proc/self/fd/{holding.fd}")
+        address = np.frombuffer(segment.memory, np.uint8).ctypes.data
+        watch_mapping(address, segment.n_bytes, f"phasewise: {file} was cut short while a rank uses it")
+    return segment
+
+
+if __name__ == "__main__":
+    sys.exit(main())

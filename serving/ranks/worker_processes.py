@@ -1,0 +1,241 @@
+"""The processes of all ranks but the first, and the thread that starts them and notices when one dies.
+
+The kernel ends a worker when the thread that started it ends, so that no worker outlives the engine, however
+that ends. The thread must therefore live as long as they should, and is not the caller's. What a worker has
+to say comes through a pipe, whose end is how its death is noticed: the kernel closes it, whatever killed it.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from phasewise.serving.errors import RanksError
+from phasewise.serving.processes.secrets import environment_for_children
+from phasewise.serving.ranks.rank_instructions import Instructions, Report
+
+START_S = 300.0
+"""A worker that is not ready by then never will be. Copying the weights of a large model takes most of it."""
+END_S = 3.0
+"""A worker that was told to stop and has not ended by then is killed."""
+
+COMMAND = ("-P", "-m", "phasewise.serving.ranks.rank_worker")
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""numpy's libraries compute nothing in a worker."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    rank: int
+    process: subprocess.Popen[bytes]
+    said: bytes = b""
+    report: Report | None = None
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (pid {self.process.pid})"
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """The findings of the thread, for the callers."""
+
+    settled: threading.Event = field(default_factory=threading.Event)
+    """All are ready, or something is lost."""
+    lost: str | None = None
+    """In one line: why these ranks are of no more use."""
+    followed: bool = False
+    """`lost` is about a rank that ended because of another one, of which nothing is known yet."""
+
+
+class WorkerProcesses:
+    """A process for each of `instructions`. `on_death` is called, on another thread, when one is lost.
+
+    start_s: one that is not ready by then never will be.
+    """
+
+    def __init__(
+        self, instructions: Sequence[Instructions], on_death: Callable[[], None], start_s: float = START_S
+    ) -> None:
+        self._told = instructions
+        self._start_s = start_s
+        self._on_death = on_death
+        self._owner = os.getpid()
+        self._workers: list[_Worker] = []
+        self._outcome = _Outcome()
+        self._closing, self._close_now = os.pipe2(os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._live, name="phasewise-ranks", daemon=True)
+        self._thread.start()
+
+    @property
+    def lost(self) -> str | None:
+        """Why these ranks are of no more use; None while all is well."""
+        return self._outcome.lost
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """By rank."""
+        return {worker.rank: worker.process.pid for worker in self._workers}
+
+    def wait_until_ready(self) -> dict[int, int]:
+        """The kernel's answer to each rank's memory policy (errno or 0). RanksError if one cannot start."""
+        self._outcome.settled.wait()
+        if self._outcome.lost is not None:
+            raise RanksError(self._outcome.lost)
+        return {worker.rank: worker.report.policy_errno for worker in self._workers if worker.report}
+
+    def reason(self, wait_s: float) -> str | None:
+        """`lost`, once the thread has learnt of a death that others have felt already.
+
+        If no process dies within `wait_s`, those that remain hang: all others leave a failed group.
+        """
+        deadline = time.monotonic() + wait_s
+        while (self._outcome.lost is None or self._outcome.followed) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if self._outcome.lost is not None and not self._outcome.followed:
+            return self._outcome.lost
+        hanging = ", ".join(worker.name for worker in self._workers if worker.process.poll() is None)
+        return f"{hanging} did not come to meet the other ranks" if hanging else self._outcome.lost
+
+    def kill(self) -> None:
+        """End the processes at once, stopped ones too. `close` follows."""
+        for worker in self._workers:
+            worker.process.kill()
+
+    def close(self) -> None:
+        """Wait for workers that were told to stop, kill those that do not end. Twice is harmless."""
+        if os.getpid() != self._owner or self._close_now < 0:
+            return
+        os.close(self._close_now)
+        self._close_now = -1
+        self._thread.join()
+        os.close(self._closing)
+        self._on_death = _nothing_more
+
+    # ---- on the thread -----------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        try:
+            for told in self._told:
+                self._workers.append(_start(told))
+            self._watch()
+        except (OSError, RanksError) as error:
+            self._lose(f"the processes of the ranks cannot be started: {error}")
+        except BaseException as error:
+            self._lose(f"the ranks are not watched any more: {error!r}")
+            raise
+        finally:
+            _end(self._workers)
+
+    def _watch(self) -> None:
+        """Until `close`, whatever happens to the workers."""
+        deadline = time.monotonic() + self._start_s
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(self._closing, selectors.EVENT_READ)
+            for worker in self._workers:
+                assert worker.process.stdout is not None
+                waiting.register(worker.process.stdout, selectors.EVENT_READ, worker)
+            while True:
+                left_s = None if self._outcome.settled.is_set() else max(0.0, deadline - time.monotonic())
+                ready = waiting.select(left_s)
+                if any(key.data is None for key, _ in ready):
+                    return
+                if not ready:
+                    self._lose_the_late()
+                for key, _ in ready:
+                    if not self._hear(key.data):
+                        waiting.unregister(key.fileobj)
+                        self._bury(key.data)
+
+    def _hear(self, worker: _Worker) -> bool:
+        """Take what a worker has said. False: it has died, or said that it cannot start."""
+        assert worker.process.stdout is not None
+        said = os.read(worker.process.stdout.fileno(), 1 << 16)
+        worker.said += said
+        if said and worker.said.endswith(b"\n"):
+            worker.report = Report.from_line(worker.said)
+        if all(one.report and not one.report.error for one in self._workers):
+            self._outcome.settled.set()
+        return bool(said) and not (worker.report and worker.report.error)
+
+    def _lose_the_late(self) -> None:
+        late = ", ".join(worker.name for worker in self._workers if worker.report is None)
+        self._lose(f"{late} did not start within {self._start_s:.0f} s")
+
+    def _bury(self, worker: _Worker) -> None:
+        """A worker has ended, or is about to. One that ends in peace has felt that the group failed."""
+        words = _last_words(worker)
+        self._lose(words, followed=worker.process.poll() == 0)
+
+    def _lose(self, reason: str, followed: bool = False) -> None:
+        """The first reason is the one that counts: others follow from it."""
+        outcome = self._outcome
+        first = outcome.lost is None
+        if first or (outcome.followed and not followed):
+            outcome.lost, outcome.followed = reason, followed
+        if first:
+            self._on_death()
+        outcome.settled.set()
+
+
+def _nothing_more() -> None:
+    """In place of what would keep the closed ranks' memory alive."""
+
+
+def _start(told: Instructions) -> _Worker:
+    if not sys.executable:
+        raise RanksError("Python does not know its own path (sys.executable)")
+    written = told.write()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, *COMMAND],
+            stdin=written,
+            stdout=subprocess.PIPE,
+            pass_fds=told.descriptors,
+            env={**environment_for_children(), **ONE_THREAD},
+            bufsize=0,
+        )
+    finally:
+        os.close(written)
+    return _Worker(told.rank, process)
+
+
+def _last_words(worker: _Worker) -> str:
+    """One line about a worker that has ended, or is about to."""
+    if worker.report and worker.report.error:
+        return f"rank {worker.rank} cannot start: {worker.report.error}"
+    try:
+        code = worker.process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        return f"{worker.name} closed its pipe and hangs"
+    how = f"ended with exit code {code}" if code >= 0 else f"was killed by {_signal_name(-code)}"
+    if worker.report is None:
+        return f"{worker.name} {how} while it started"
+    return f"{worker.name} {how}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # the real-time ones have no names
+        return f"signal {number}"
+
+
+def _end(workers: Sequence[_Worker]) -> None:
+    """Leave no process behind."""
+    deadline = time.monotonic() + END_S
+    for worker in workers:
+        try:
+            worker.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            worker.process.kill()
+            worker.process.wait()
+        if worker.process.stdout is not None:
+            worker.process.stdout.close()

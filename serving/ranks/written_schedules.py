@@ -1,0 +1,88 @@
+"""Schedules on their way to another process: every answer of a lookup that a program may ask for, as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from phasewise.cython_kernels.division import Division
+from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.serving.models.forward import Capacity, attention_problem
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.models.schedules import RowRange, ScheduleLookup
+
+
+@dataclass(frozen=True)
+class WrittenSchedules:
+    """A lookup that knows the answers it was written with, and the default for anything else."""
+
+    arithmetics: Mapping[str, tuple[str | None, int]]
+    by_weight: Mapping[str, Sequence[RowRange]]
+    by_attention: Mapping[str, Sequence[RowRange]]
+    own_paths: Mapping[str, str]
+
+    @classmethod
+    def of(
+        cls, lookup: ScheduleLookup, division: Division, table: int, model: PackedModel, capacity: Capacity
+    ) -> WrittenSchedules:
+        """The schedules that `lookup`, that of a table, has for a whole model, and for a rank's part of
+        it.
+        """
+        parts = [division.weight(weight, table) for weight in model.weights.values()]
+        whole_and_parts = [*model.products().values(), *(part for part in parts if part is not None)]
+        weights = {_weight_key(weight): weight for weight in whole_and_parts}
+        max_m = max(capacity.step_tokens, capacity.logit_rows)
+        shapes = _attention_shapes(model, division.heads(model.config.n_kv_heads, table), capacity.kv_format)
+        return cls(
+            {key: lookup.arithmetic(weight) for key, weight in weights.items()},
+            {key: lookup.products(weight, max_m) for key, weight in weights.items()},
+            {_attention_key(*shape): lookup.attention(*shape, max_m) for shape in shapes},
+            {key: path for key, weight in weights.items() if (path := lookup.own_path(weight)) is not None},
+        )
+
+    def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
+        return self.arithmetics.get(_weight_key(weight), (None, 1))
+
+    def own_path(self, weight: PackedWeight) -> str | None:
+        return self.own_paths.get(_weight_key(weight))
+
+    def products(self, weight: PackedWeight, max_m: int) -> Sequence[RowRange]:
+        return self.by_weight.get(_weight_key(weight), ())
+
+    def attention(self, kv_format: str, n: int, k: int, max_m: int) -> Sequence[RowRange]:
+        return self.by_attention.get(_attention_key(kv_format, n, k), ())
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> WrittenSchedules:
+        """The schedules that `to_json` wrote."""
+        return cls(
+            {key: (path, k_parts) for key, (path, k_parts) in fields["arithmetics"].items()},
+            {key: _row_ranges(ranges) for key, ranges in fields["by_weight"].items()},
+            {key: _row_ranges(ranges) for key, ranges in fields["by_attention"].items()},
+            dict(fields["own_paths"]),
+        )
+
+
+def _attention_shapes(model: PackedModel, kv_heads: int, kv_format: str) -> set[tuple[str, int, int]]:
+    """KV format and dimensions of query and KV heads: of all, and of some."""
+    counts = [None, kv_heads] if kv_heads else [None]
+    return {attention_problem(model, count, kv_format) for count in counts}
+
+
+def _row_ranges(fields: Sequence[Mapping[str, Any]]) -> tuple[RowRange, ...]:
+    return tuple(RowRange(**row_range) for row_range in fields)
+
+
+def _weight_key(weight: PackedWeight) -> str:
+    """Its format and shape: lookups know no more of a weight."""
+    scales = "" if weight.scales is None else weight.scales.dtype.str
+    mins = weight.mins is not None
+    return f"{weight.kind} {weight.group} {weight.zero_point} {scales} {mins} {weight.n} {weight.k}"
+
+
+def _attention_key(kv_format: str, n: int, k: int) -> str:
+    return f"{kv_format} {n} {k}"

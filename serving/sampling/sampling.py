@@ -1,0 +1,459 @@
+"""From logits to the next token of each sequence.
+
+Order, as in transformers and vLLM: penalties and bias on the logits, temperature, then top-k, top-p and min-p
+on the probabilities, each on what the one before left. A request draws from its own generator, one number per
+token, so what it gets depends on its seed and its logits alone, never on who else is in the batch.
+Log-probabilities are those of the model itself: before penalties, bias and temperature.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+from collections import deque
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.cython_kernels._native import argmax
+from phasewise.serving.errors import RequestError, StepFailed
+from phasewise.serving.grammar.guides import Guide
+
+FloatVector = npt.NDArray[np.float32]
+TokenIds = npt.NDArray[np.int64]
+
+_BLOCK = 256  # weights summed at a time
+_LEAST_WEIGHTS = (1e-2, 1e-4, 1e-6)  # of the likeliest's: a nucleus seldom reaches below the first
+_FOLDED_TO = 64  # columns for each of the k largest that are looked for
+_GREEDY_BELOW = 1e-4  # temperatures under this are 0: logits divided by less overflow
+_MAX_SEED = 2**64
+
+
+class _Scratch(threading.local):
+    """Rows to work in, kept by each thread: fresh memory of this size costs more than what is done in it."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, FloatVector] = {}
+
+    def row(self, name: str, size: int) -> FloatVector:
+        row = self._rows.get(name)
+        if row is None or row.size < size:
+            row = self._rows[name] = np.empty(size, dtype=np.float32)
+        return row[:size]
+
+
+_scratch = _Scratch()
+
+
+def _require(holds: bool, name: str, wanted: str, got: object) -> None:
+    if not holds:
+        raise RequestError(f"{name} must be {wanted}, not {got}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The choice of one request's tokens. Temperature 0 is greedy, whatever the other filters say."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0  # on prompt and answer: divides positive logits, multiplies others
+    frequency_penalty: float = 0.0  # on the answer, times the number of occurrences
+    presence_penalty: float = 0.0  # on the answer, once
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    top_logprobs: int | None = None
+    """None: no log-probabilities. 0: that of the sampled token. n: those of the n likeliest too."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.temperature <= 100, "temperature", "between 0 and 100", self.temperature)
+        _require(self.top_k is None or self.top_k >= 1, "top_k", "at least 1", self.top_k)
+        _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
+        _require(0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p)
+        penalty = self.repetition_penalty
+        _require(0.01 <= penalty <= 100, "repetition_penalty", "between 0.01 and 100", penalty)
+        for name in ("frequency_penalty", "presence_penalty"):
+            _require(abs(getattr(self, name)) <= 2, name, "between -2 and 2", getattr(self, name))
+        for bias in self.logit_bias.values():
+            _require(abs(bias) <= 100, "logit_bias", "between -100 and 100", bias)
+
+    @property
+    def reshapes_logits(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+            or bool(self.logit_bias)
+        )
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < _GREEDY_BELOW
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Nothing but the largest logit is asked for."""
+        return self.is_greedy and not self.reshapes_logits and self.top_logprobs is None
+
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class SampledToken(NamedTuple):
+    """`logprob` is None unless asked for; `top` holds (token id, log-probability), likeliest first."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class RowWitness(Protocol):
+    """Sees the row of logits that each token is sampled from, before anything changes it."""
+
+    def add(self, logits: FloatVector) -> None: ...
+
+
+class Sampler:
+    """The state that one request's choice of tokens depends on: its generator, the tokens seen, its guide.
+
+    `witness`: sees every row, where somebody wants a receipt. `cut_short`
+    says that the guide could not go on, so the last token is an end token that was not sampled.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        vocab_size: int,
+        guide: Guide | None = None,
+        witness: RowWitness | None = None,
+    ) -> None:
+        self.params = params
+        self.guide = guide
+        self.witness = witness
+        self.cut_short = False
+        self._check_ids(vocab_size)
+        seed = secrets.randbits(64) if params.seed is None else params.seed % _MAX_SEED
+        self._rng = None if params.is_greedy else np.random.Generator(np.random.PCG64(seed))
+        self._uniforms: deque[float] = deque()  # drawn, but not used yet
+        self._answer = _Tally(())
+        self._seen = _Tally(prompt_token_ids if params.repetition_penalty != 1.0 else ())
+        self._biased = np.fromiter(params.logit_bias.keys(), dtype=np.int64, count=len(params.logit_bias))
+        self._biases = np.fromiter(params.logit_bias.values(), dtype=np.float32, count=self._biased.size)
+
+    @property
+    def needs_largest_alone(self) -> bool:
+        """True if nothing but the largest logit of a row matters."""
+        return self.guide is None and self.witness is None and self.params.is_plain_greedy
+
+    def sample(self, logits: FloatVector) -> SampledToken:
+        """Choose from `logits` (float32 [vocab], not changed). StepFailed if none of them is a number."""
+        return self._sample(logits, None)
+
+    def sample_against(self, logits: FloatVector, drafted: int, chances: FloatVector) -> SampledToken:
+        """As `sample`, where `drafted` was drawn from the probabilities `chances` (float32 [vocab]): it is
+        taken as often as the target's distribution allows, and else a token of what that has more of.
+
+        The result has the distribution of `sample` (Leviathan et al. 2023, section 2.3 and appendix A.1).
+        """
+        return self._sample(logits, (drafted, chances))
+
+    def propose(
+        self, logits: FloatVector, n_ahead: int, rng: np.random.Generator
+    ) -> tuple[int, FloatVector | None]:
+        """A draft of the token that will be sampled after `n_ahead` others, by a draft model's logits.
+
+        Greedy: its likeliest. With a seed: what the number drawn for that token chooses here. Else one drawn
+        by `rng`, and the probabilities that it was drawn from.
+        """
+        params = self.params
+        if params.is_greedy:
+            return int(logits.argmax()), None
+        if params.seed is not None:
+            return _draw(logits, params, self._uniform_ahead(n_ahead)), None
+        chances = _probabilities(logits, params)
+        return _place(chances, float(rng.random())), chances
+
+    def _sample(self, logits: FloatVector, against: tuple[int, FloatVector] | None) -> SampledToken:
+        params = self.params
+        if self.witness is not None:
+            self.witness.add(logits)
+        shaped = self._reshape(logits) if params.reshapes_logits else logits
+        if self.guide is None:
+            token_id = self._choose(shaped, against)
+        else:
+            token_id = self._choose_guided(shaped, self.guide, against)
+        if params.reshapes_logits:
+            self._answer.add(token_id)
+            self._seen.add(token_id)
+        if params.top_logprobs is None:
+            return SampledToken(token_id)
+        return _with_logprobs(logits, token_id, params.top_logprobs)
+
+    def _choose(self, shaped: FloatVector, against: tuple[int, FloatVector] | None) -> int:
+        token_id = int(shaped.argmax())
+        _require_finite(float(shaped[token_id]))
+        if self._rng is None:
+            return token_id
+        if against is None:
+            return _draw(shaped, self.params, self._uniform())
+        drafted, chances = against
+        wanted = _probabilities(shaped, self.params)
+        if self._uniform() * chances[drafted] < wanted[drafted]:
+            return drafted
+        left = np.maximum(wanted - chances, 0)
+        return _place(left if left.any() else wanted, self._uniform())
+
+    def _uniform(self) -> float:
+        """The next number of this request's generator."""
+        self._uniform_ahead(0)
+        return self._uniforms.popleft()
+
+    def _uniform_ahead(self, n_ahead: int) -> float:
+        """A number that will be drawn after `n_ahead` others."""
+        assert self._rng is not None
+        while len(self._uniforms) <= n_ahead:
+            self._uniforms.append(float(self._rng.random()))
+        return self._uniforms[n_ahead]
+
+    def _choose_guided(
+        self, shaped: FloatVector, guide: Guide, against: tuple[int, FloatVector] | None
+    ) -> int:
+        _require_finite(float(shaped.max()))
+        allowed = shaped if self.params.reshapes_logits else _copied(shaped)
+        if not guide.forbid(allowed):
+            self.cut_short = True
+            return guide.end_token_id
+        token_id = self._choose(allowed, against)
+        guide.advance(token_id)
+        return token_id
+
+    def _reshape(self, logits: FloatVector) -> FloatVector:
+        params, shaped = self.params, _copied(logits)
+        if params.repetition_penalty != 1.0:
+            seen = shaped[self._seen.ids]
+            penalty = np.float32(params.repetition_penalty)
+            shaped[self._seen.ids] = np.where(seen > 0, seen / penalty, seen * penalty)
+        if params.frequency_penalty or params.presence_penalty:
+            said = self._answer
+            shaped[said.ids] -= params.frequency_penalty * said.counts + params.presence_penalty
+        shaped[self._biased] += self._biases
+        return shaped
+
+    def _check_ids(self, vocab_size: int) -> None:
+        for token_id in self.params.logit_bias:
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    f"logit_bias names token {token_id}, but ids are 0 to {vocab_size - 1}", "logit_bias"
+                )
+
+
+class _Tally:
+    """The tokens so far, and their counts, as arrays that grow with them."""
+
+    def __init__(self, token_ids: Iterable[int]) -> None:
+        self._place: dict[int, int] = {}
+        self._ids = np.empty(64, dtype=np.int64)
+        self._counts = np.empty(64, dtype=np.float32)
+        for token_id in token_ids:
+            self.add(token_id)
+
+    @property
+    def ids(self) -> TokenIds:
+        return self._ids[: len(self._place)]
+
+    @property
+    def counts(self) -> FloatVector:
+        return self._counts[: len(self._place)]
+
+    def add(self, token_id: int) -> None:
+        place = self._place.get(token_id)
+        if place is None:
+            place = self._place[token_id] = len(self._place)
+            if place == self._ids.size:
+                self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
+                self._counts = np.concatenate([self._counts, np.empty_like(self._counts)])
+            self._ids[place], self._counts[place] = token_id, 0
+        self._counts[place] += 1
+
+
+def sample_rows(logits: npt.NDArray[np.float32], samplers: Sequence[Sampler]) -> list[SampledToken]:
+    """One token for each row of `logits` (float32 [n, vocab]) by the sampler of the same index."""
+    if all(sampler.needs_largest_alone for sampler in samplers):
+        return _greedy_rows(logits)
+    return [sampler.sample(row) for sampler, row in zip(samplers, logits, strict=True)]
+
+
+def sample_run(
+    logits: npt.NDArray[np.float32],
+    sampler: Sampler,
+    draft: Sequence[int],
+    chances: Sequence[FloatVector],
+    end_token_ids: Container[int],
+) -> list[SampledToken]:
+    """The tokens of one answer that one step gives: drafts that are right, then the token after them.
+
+    logits: float32 [1 + drafts, vocab], after the answer's last token and after each draft. Each token is
+    sampled as without drafts; the first that is not the draft ends the run, as does an end token. chances: of
+    each draft that was drawn by chance, for a request without a seed; else none.
+    """
+    run: list[SampledToken] = []
+    by_chance = bool(chances) and sampler.params.seed is None and not sampler.params.is_greedy
+    for n, row in enumerate(logits):
+        is_drafted = n < len(draft)
+        if is_drafted and by_chance:
+            token = sampler.sample_against(row, draft[n], chances[n])
+        else:
+            token = sampler.sample(row)
+        run.append(token)
+        if not is_drafted or token.token_id != draft[n] or token.token_id in end_token_ids:
+            break
+    return run
+
+
+def _greedy_rows(logits: npt.NDArray[np.float32]) -> list[SampledToken]:
+    token_ids = [int(argmax(row)) for row in logits]
+    for row, token_id in enumerate(token_ids):
+        _require_finite(float(logits[row, token_id]))
+    return [SampledToken(token_id) for token_id in token_ids]
+
+
+def _copied(logits: FloatVector) -> FloatVector:
+    """A copy that may be changed, until the next one."""
+    copy = _scratch.row("logits", logits.size)
+    np.copyto(copy, logits)
+    return copy
+
+
+def _draw(logits: FloatVector, params: SamplingParams, uniform: float) -> int:
+    """The token at `uniform` in [0, 1) of the filtered distribution, laid out by token id."""
+    ids, weights = _filtered(logits, params)
+    place = _place(weights, uniform)
+    return place if ids is None else int(ids[place])
+
+
+def _probabilities(logits: FloatVector, params: SamplingParams) -> FloatVector:
+    """The filtered distribution, float32 [vocab], in memory of its own."""
+    ids, weights = _filtered(logits, params)
+    scale = np.float32(1 / float(_block_sums(weights).sum()))
+    if ids is None:
+        return weights * scale
+    found = np.zeros(logits.size, dtype=np.float32)
+    found[ids] = weights * scale
+    return found
+
+
+def _filtered(logits: FloatVector, params: SamplingParams) -> tuple[TokenIds | None, FloatVector]:
+    """Tokens that the filters leave, ascending (None: all), and their weights, in a scratch row."""
+    ids: TokenIds | None = None
+    if params.top_k is not None and params.top_k < logits.size:
+        ids = _largest(logits, params.top_k)
+        logits = logits[ids]
+    weights = _weights(logits, params.temperature)
+    if params.top_p < 1.0 or params.min_p > 0.0:
+        kept = _nucleus(weights, params.top_p, params.min_p)
+        ids = kept if ids is None else ids[kept]
+        weights = weights[kept]
+    return ids, weights
+
+
+def _weights(logits: FloatVector, temperature: float) -> FloatVector:
+    """exp(logit / temperature), the largest of them 1. In a scratch row."""
+    weights = _scratch.row("weights", logits.size)
+    np.subtract(logits, logits.max(), out=weights)
+    if temperature != 1.0:
+        np.multiply(weights, np.float32(1 / temperature), out=weights)
+    return np.exp(weights, out=weights)
+
+
+def _nucleus(weights: FloatVector, top_p: float, min_p: float) -> TokenIds:
+    """The places that top-p and then min-p leave, ascending. The largest weight is 1."""
+    if top_p == 1.0:
+        return np.flatnonzero(weights >= np.float32(min_p))
+    share = top_p * float(_block_sums(weights).sum())
+    for least in (*_LEAST_WEIGHTS, 0.0):
+        places = np.flatnonzero(weights >= np.float32(least))
+        if float(weights[places].sum(dtype=np.float64)) >= share:
+            break
+    falling = np.sort(weights[places])[::-1]
+    sums = np.cumsum(falling, dtype=np.float64)
+    n_kept = min(int(np.searchsorted(sums, share, side="left")) + 1, falling.size)
+    if min_p > 0.0:
+        n_kept = min(n_kept, max(1, int(np.count_nonzero(falling >= np.float32(min_p)))))
+    return places[_at_least(weights[places], falling[n_kept - 1], n_kept)]
+
+
+def _largest(values: FloatVector, n: int) -> TokenIds:
+    """The places of the `n` largest values, ascending; among equals at the border the first stay."""
+    near = np.flatnonzero(values >= _below_largest(values, n))
+    values = values[near]
+    return near[_at_least(values, np.partition(values, values.size - n)[values.size - n], n)]
+
+
+def _below_largest(values: FloatVector, n: int) -> np.float32:
+    """A value that at least `n` others reach, and not many more.
+
+    The maxima of columns: `n` of them are `n` values of different places.
+    """
+    columns, size = values, values.size
+    folded = _scratch.row("columns", size)
+    while size >= 2 * n * _FOLDED_TO:
+        size //= 2
+        np.maximum(columns[:size], columns[size : 2 * size], out=folded[:size])
+        columns = folded
+    return np.float32(np.partition(columns[:size], size - n)[size - n])
+
+
+def _at_least(values: FloatVector, least: np.float32, n: int) -> TokenIds:
+    """The `n` places, ascending, of the values from `least` up; among equals at the border the first stay."""
+    places = np.flatnonzero(values >= least)
+    if places.size > n:
+        at_border = np.flatnonzero(values[places] == least)
+        places = np.delete(places, at_border[at_border.size - (places.size - n) :])
+    return places
+
+
+def _block_sums(weights: FloatVector) -> npt.NDArray[np.float64]:
+    """Sums of blocks of weights, the last one being what is left."""
+    n_whole = weights.size // _BLOCK
+    whole = np.einsum("ij->i", weights[: n_whole * _BLOCK].reshape(n_whole, _BLOCK))
+    rest = weights[n_whole * _BLOCK :].sum(keepdims=True)
+    return np.concatenate([whole, rest]).astype(np.float64)
+
+
+def _place(weights: FloatVector, share: float) -> int:
+    """The index at which the running sum of `weights` passes `share` of the whole; always at a weight that
+    is not 0.
+
+    In two steps, blocks and then one block: one running sum over a vocabulary takes as long as all the rest.
+    """
+    sums = np.cumsum(_block_sums(weights))
+    wanted = share * float(sums[-1])
+    block = _passing(sums, wanted)
+    inner = np.cumsum(weights[block * _BLOCK : (block + 1) * _BLOCK], dtype=np.float64)
+    return block * _BLOCK + _passing(inner, wanted - float(sums[block - 1]) if block else wanted)
+
+
+def _passing(sums: npt.NDArray[np.float64], wanted: float) -> int:
+    """The first place whose running sum is above `wanted`; where rounding leaves none, the last that adds."""
+    last = int(np.searchsorted(sums, sums[-1], side="left"))
+    return min(int(np.searchsorted(sums, wanted, side="right")), last)
+
+
+def _with_logprobs(logits: FloatVector, token_id: int, n_top: int) -> SampledToken:
+    peak = float(logits.max())
+    normaliser = peak + math.log(float(_block_sums(_weights(logits, 1.0)).sum()))
+    ids = _largest(logits, min(n_top, logits.size)) if n_top else np.empty(0, dtype=np.int64)
+    ids = ids[np.lexsort((ids, -logits[ids]))]
+    top = tuple((int(one), float(logits[one]) - normaliser) for one in ids)
+    return SampledToken(token_id, float(logits[token_id]) - normaliser, top)
+
+
+def _require_finite(largest_logit: float) -> None:
+    if not math.isfinite(largest_logit):
+        raise StepFailed("the model's logits are not numbers; its weights or its file may be damaged")

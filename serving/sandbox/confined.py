@@ -1,0 +1,237 @@
+"""Work on unchecked input, in a process of its own with bounds on memory and time.
+
+Some libraries cannot be interrupted, and some hold Python's lock while they work. What they are given by
+clients, or by the authors of model files, therefore runs elsewhere (`confined_process`): where the bounds are
+met, a process dies there, and nothing else notices. One job runs at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import IO, Literal
+
+from phasewise._words import number
+from phasewise.serving.errors import ServingError
+from phasewise.serving.processes.secrets import environment_for_children
+
+JobName = Literal["grammar", "template", "tokenizer"]
+
+ONE_THREAD = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "RAYON_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",  # further arenas take address space that the bound would count
+}
+_COMMAND = ("-P", "-m", "phasewise.serving.sandbox.confined_process")
+_HEADER_BYTES = 4
+_CANCEL = (0).to_bytes(_HEADER_BYTES, "little")
+_ANSWERED, _REFUSED, _OVERRUN = b"a", b"r", b"o"
+
+
+class ConfinedError(ServingError):
+    """A job gave no answer."""
+
+
+class JobRefused(ConfinedError):
+    """The job says itself, in one line, why its input cannot be used."""
+
+
+class Overrun(ConfinedError):
+    """The job met a bound: it took too long, or wanted too much memory."""
+
+
+class Abandoned(ConfinedError):
+    """The caller of the job has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Limits of one job. `memory_bytes`: address space beyond what the process has when the job begins."""
+
+    seconds: float
+    memory_bytes: int
+    start_s: float = 60.0
+    """Seconds that the process may take to start."""
+
+
+class Patience:
+    """A client's wait for a job. Any thread may end it, and the job with it."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._lock = threading.Lock()
+        self._descriptor: int | None = None
+
+    def end(self) -> None:
+        with self._lock:
+            self.ended = True
+            if self._descriptor is not None:
+                os.eventfd_write(self._descriptor, 1)
+
+    def fileno(self) -> int:
+        """Readable once the wait has ended."""
+        with self._lock:
+            if self._descriptor is None:
+                self._descriptor = os.eventfd(int(self.ended), os.EFD_CLOEXEC)
+                weakref.finalize(self, os.close, self._descriptor)
+            return self._descriptor
+
+
+class ConfinedProcess:
+    """Runs jobs of one kind. Any thread may ask; jobs take turns. It starts when it is first needed.
+
+    told: what every job needs, given to it once. Raises ConfinedError from `start` and `ask`.
+    """
+
+    def __init__(self, job: JobName, told: bytes, bounds: Bounds) -> None:
+        self._job = job
+        self._told = told
+        self._bounds = bounds
+        self._turn = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: Callable[[], object] = lambda: None
+
+    def start(self) -> None:
+        """Start the process now, so that the first job need not wait for it."""
+        with self._turn:
+            self._running()
+
+    def ask(self, request: bytes, patience: Patience | None = None, turn_s: float = -1) -> bytes:
+        """The job's answer. It is killed once `patience` ends.
+
+        turn_s: how long to wait for jobs that came before; -1: as long as it takes. Raises JobRefused,
+        Overrun, Abandoned, and TimeoutError where the turn does not come.
+        """
+        if not self._turn.acquire(timeout=turn_s):
+            raise TimeoutError(f"jobs of others take longer than {number(turn_s)} s")
+        try:
+            if patience is not None and patience.ended:
+                raise Abandoned("the caller has left")
+            return self._asked(request, patience)
+        finally:
+            self._turn.release()
+
+    def close(self) -> None:
+        """End the process. A job in progress is not waited for."""
+        self._process = None
+        self._end()
+
+    def _asked(self, request: bytes, patience: Patience | None) -> bytes:
+        for is_last in (False, True):
+            process = self._running()
+            try:
+                verdict = self._exchange(process, request, patience)
+            except (OSError, EOFError) as error:  # the process itself is gone, whatever ended it
+                self.close()
+                if is_last:
+                    raise Overrun("the process that works on such requests was killed; try again") from error
+                continue
+            break
+        kind, said = verdict[:1], verdict[1:]
+        if kind == _ANSWERED:
+            return said
+        if patience is not None and patience.ended:
+            raise Abandoned("the caller has left")
+        raise (JobRefused if kind == _REFUSED else Overrun)(said.decode("utf-8", "replace"))
+
+    def _exchange(self, process: subprocess.Popen[bytes], request: bytes, patience: Patience | None) -> bytes:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        write_frame(process.stdin.fileno(), request)
+        waiting = select.poll()
+        waiting.register(process.stdout, select.POLLIN)
+        if patience is not None:
+            waiting.register(patience, select.POLLIN)
+        answers = process.stdout.fileno()
+        ready = [descriptor for descriptor, _ in waiting.poll(self._longest_ms())]
+        if answers not in ready:  # abandoned, or the process that should have kept the time does not
+            if not ready:
+                raise EOFError("it does not keep its time")
+            os.write(process.stdin.fileno(), _CANCEL)
+        return read_frame(process.stdout)
+
+    def _longest_ms(self) -> float:
+        return 1000 * (self._bounds.seconds + 5.0)
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._process = self._started()
+            self._end = weakref.finalize(self, _finish, self._process)
+        return self._process
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, *_COMMAND],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**environment_for_children(), **ONE_THREAD},
+                bufsize=0,
+            )
+        except OSError as error:
+            raise ConfinedError(f"the process for {self._job}s cannot be started: {error}") from error
+        assert process.stdin is not None
+        assert process.stdout is not None
+        limit = threading.Timer(self._bounds.start_s, process.kill)
+        limit.daemon = True
+        limit.start()
+        try:
+            write_frame(
+                process.stdin.fileno(), json.dumps({"job": self._job, **asdict(self._bounds)}).encode()
+            )
+            write_frame(process.stdin.fileno(), self._told)
+            verdict = read_frame(process.stdout)
+        except (OSError, EOFError) as error:
+            _finish(process)
+            raise Overrun(f"it could not be prepared within {number(self._bounds.start_s)} s") from error
+        finally:
+            limit.cancel()
+        if verdict[:1] != _ANSWERED:
+            _finish(process)
+            raise JobRefused(verdict[1:].decode("utf-8", "replace"))
+        return process
+
+
+def _finish(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+    process.wait()
+
+
+# ---- frames: a length in four bytes, then that many bytes -------------------------------------------------
+
+
+def write_frame(descriptor: int, content: bytes) -> None:
+    """Write all of it; BrokenPipeError if the reader has closed its end."""
+    left = memoryview(len(content).to_bytes(_HEADER_BYTES, "little") + content)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def read_frame(pipe: IO[bytes] | int) -> bytes:
+    """EOFError where the other side has ended."""
+    descriptor = pipe if isinstance(pipe, int) else pipe.fileno()
+    return _read(descriptor, int.from_bytes(_read(descriptor, _HEADER_BYTES), "little"))
+
+
+def _read(descriptor: int, n_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    while n_bytes:
+        part = os.read(descriptor, min(n_bytes, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        n_bytes -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,230 @@
+"""The process behind `confined.ConfinedProcess`: `python -m phasewise.serving.sandbox.confined_process`.
+
+Three processes: the server; this one, which has everything loaded and keeps the time; and its child, a fork
+of it, which does the jobs under the kernel's limits. A fork takes milliseconds, so a child that died or grew
+is replaced at once. Both end with the process that started them. Little is imported here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import resource
+import select
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from typing import Protocol
+
+from phasewise._words import number
+from phasewise.serving.errors import shortage_of
+from phasewise.serving.sandbox.confined import JobRefused, read_frame, write_frame
+
+Job = Callable[[bytes], bytes]
+
+_JOBS = {
+    "grammar": "phasewise.serving.grammar.grammar_job",
+    "template": "phasewise.serving.text.template_job",
+    "tokenizer": "phasewise.serving.text.tokenizer_job",
+}
+_ANSWERED, _REFUSED, _OVERRUN = b"a", b"r", b"o"
+_HAS_GROWN, _GOES_ON = b"+", b"="
+_FOR_THE_SERVER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1
+_NICE = 5
+"""Answers in progress come before requests that may turn out to be bombs."""
+_STACK_BYTES = 64 << 20
+_MOST_GROWTH_BYTES = 16 << 20
+"""A child that has kept more than this of its jobs is replaced."""
+_PREPARING_BYTES = 2 << 30
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class JobModule(Protocol):
+    """The functions that a module of `_JOBS` has."""
+
+    def prepare(self, told: bytes) -> Job:
+        """Load all that jobs need. Raises JobRefused where it cannot be used."""
+        ...
+
+
+def main() -> int:
+    for signal_number in _FOR_THE_SERVER:  # sent to all of a service; this one ends when the server does
+        signal.signal(signal_number, signal.SIG_IGN)
+    commands, answers = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # whatever is printed is no answer
+    try:
+        settings = json.loads(read_frame(commands))
+        told = read_frame(commands)
+        _confine(_PREPARING_BYTES)
+        try:
+            job = import_module(_JOBS[settings["job"]]).prepare(told)
+        except JobRefused as error:
+            write_frame(answers, _REFUSED + str(error).encode())
+            return 1
+        except (MemoryError, RecursionError):
+            write_frame(answers, _REFUSED + b"it needs too much memory")
+            return 1
+        _release()
+        write_frame(answers, _ANSWERED)
+        _Keeper(job, settings["seconds"], settings["memory_bytes"], commands, answers).serve()
+    except (EOFError, BrokenPipeError):
+        pass  # the server has ended
+    except Exception as error:
+        if shortage_of(error) is None:
+            raise
+        return 1  # the server says what it has to do without
+    return 0
+
+
+class _Keeper:
+    """Hands jobs to a child, and ends a child that takes too long or whose answer is not waited for."""
+
+    def __init__(self, job: Job, seconds: float, memory_bytes: int, commands: int, answers: int) -> None:
+        self._job = job
+        self._seconds = seconds
+        self._memory_bytes = memory_bytes
+        self._commands = commands
+        self._answers = answers
+        self._child = self._forked()
+
+    def serve(self) -> None:
+        """Until the server ends (EOFError)."""
+        while True:
+            request = read_frame(self._commands)
+            if not request:  # the wait for a job that had just ended
+                continue
+            write_frame(self._answers, self._done(request))
+            if self._child.has_ended:
+                self._child = self._forked()
+
+    def _done(self, request: bytes) -> bytes:
+        try:
+            return self._child.do(request, self._seconds, self._commands)
+        except EOFError:
+            self._child.kill()
+            raise
+        except BrokenPipeError:  # it died while it waited, as of a machine without memory
+            self._child.kill()
+            self._child = self._forked()
+            return self._child.do(request, self._seconds, self._commands)
+
+    def _forked(self) -> _Child:
+        requests, for_child = os.pipe()
+        from_child, answers = os.pipe()
+        pid = os.fork()
+        if pid:
+            os.close(requests)
+            os.close(answers)
+            return _Child(pid, for_child, from_child)
+        try:
+            for descriptor in (for_child, from_child, self._commands, self._answers):
+                os.close(descriptor)
+            _work(self._job, self._seconds, self._memory_bytes, requests, answers)
+        except BaseException:
+            os._exit(70)
+        os._exit(0)
+
+
+class _Child:
+    """A fork that does jobs, seen from its parent."""
+
+    def __init__(self, pid: int, requests: int, answers: int) -> None:
+        self._pid = pid
+        self._requests = requests
+        self._answers = answers
+        self.has_ended = False
+
+    def do(self, request: bytes, seconds: float, commands: int) -> bytes:
+        """Its verdict on one job; where it does not come to one, it is killed. EOFError: the server ended."""
+        write_frame(self._requests, request)
+        waiting = select.poll()
+        for descriptor in (self._answers, commands):
+            waiting.register(descriptor, select.POLLIN)
+        ready = [descriptor for descriptor, _ in waiting.poll(1000 * seconds)]
+        if commands in ready:
+            read_frame(commands)  # that the caller has left; EOFError where the server has ended
+            self.kill()
+            return _OVERRUN + b"the caller has left"
+        if self._answers not in ready:
+            self.kill()
+            return _OVERRUN + f"it takes more than {number(seconds)} s".encode()
+        try:
+            answer = read_frame(self._answers)
+        except EOFError:
+            self.kill()
+            return _OVERRUN + b"it needs too much memory"
+        if answer[:1] == _HAS_GROWN:
+            self.kill()
+        return answer[1:]
+
+    def kill(self) -> None:
+        if not self.has_ended:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+            self.has_ended = True
+            os.close(self._requests)
+            os.close(self._answers)
+
+
+def _work(job: Job, seconds: float, memory_bytes: int, requests: int, answers: int) -> None:
+    """In the child: jobs until the parent ends it, or itself."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # last words of libraries are about input, not about us
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.nice(_NICE)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")
+    _limit(resource.RLIMIT_CORE, 0)
+    begun_bytes = _resident_bytes()
+    while True:
+        try:
+            request = read_frame(requests)
+        except EOFError:
+            return
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        cpu_s = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1
+        _limit(resource.RLIMIT_CPU, cpu_s)
+        _confine(memory_bytes)
+        try:
+            verdict = _ANSWERED + job(request)
+        except JobRefused as error:
+            verdict = _REFUSED + str(error).encode("utf-8", "replace")
+        except (MemoryError, RecursionError):
+            verdict = _OVERRUN + b"it needs too much memory"
+        _release()
+        has_grown = _resident_bytes() > begun_bytes + _MOST_GROWTH_BYTES
+        write_frame(answers, (_HAS_GROWN if has_grown else _GOES_ON) + verdict)
+
+
+def _confine(n_bytes: int) -> None:
+    """From now on this process may take this many bytes more of address space. Its stack grows within it."""
+    with open("/proc/self/statm") as sizes:
+        mapped_bytes = int(sizes.read().split()[0]) * _PAGE_BYTES
+    _limit(resource.RLIMIT_AS, mapped_bytes + n_bytes)
+    _limit(resource.RLIMIT_STACK, _STACK_BYTES)
+
+
+def _release() -> None:
+    _limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
+
+
+def _limit(kind: int, soft: int) -> None:
+    """As far as the limit that this process was started with allows."""
+    _, hard = resource.getrlimit(kind)
+    if hard != resource.RLIM_INFINITY:
+        soft = hard if soft == resource.RLIM_INFINITY else min(soft, hard)
+    resource.setrlimit(kind, (soft, hard))
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as sizes:
+        return int(sizes.read().split()[1]) * _PAGE_BYTES
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Continuous batching: admission, prefill chunks, turns of clients, prefix reuse, pacing."""

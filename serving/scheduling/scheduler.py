@@ -1,0 +1,555 @@
+"""Continuous batching. Pure: integers in, a batch out; no clock, no tensors.
+
+A step is of one phase, so that each phase keeps its own plan. While answers run and prompts wait the phases
+take turns: one chunk of prompts, one token for every running answer. How large a chunk may be is said by
+`pacing`, which knows the time. Clients take turns at being admitted (`waiting_line`, decision 0039) and
+in each chunk (`prefill_turns`), and a client's own requests are first come, first served. While a client that
+holds less than its share of places and slots waits, others that hold more give way (`client_shares`, decision
+0072). Whatever else must be chosen (`admission`), age chooses: the order of first admissions.
+
+A request is admitted when the pool has room for the tokens it has, not for all it may get; no request
+overtakes one that is next. An answer that outgrows its block gets a larger one. Where there is none the
+request that was admitted last gives its block back and waits again, with the answer it has; what it had
+computed is computed again later. So the oldest always goes on. A request that was preempted
+`MOST_PREEMPTIONS` times gets a block for its whole answer, and gives it back to the oldest alone; after that
+it runs as the oldest itself. Decision 0021.
+
+A request can be divided between two schedulers. One computes its prompt (`Request.prefill_only`) and holds
+the keys and values: `hand_over` pins them while they are sent, `acknowledge` frees them. The other one is
+told to `expect` it, places and pins a block for it, and runs it once everything has `arrived`. A pinned block
+is neither moved nor preempted; where pinned blocks alone could make room, a request waits for the next step.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence as Tokens
+
+from phasewise._words import counted, plural
+from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
+from phasewise.serving.errors import QueueFull, RequestError, check_context
+from phasewise.serving.pools.arena import aligned
+from phasewise.serving.pools.contract import Grant, KvPool, Placement
+from phasewise.serving.scheduling.admission import (
+    demand_of,
+    held_in_vain,
+    is_held,
+    last_to_come,
+    next_to_admit,
+)
+from phasewise.serving.scheduling.client_shares import ClientShares
+from phasewise.serving.scheduling.prefill_turns import PrefillTurns
+from phasewise.serving.scheduling.prefixes import PrefixIndex, chain, copies_between
+from phasewise.serving.scheduling.request import LiveSequence, Request, TokenOut
+from phasewise.serving.scheduling.scheduler_laws import check_laws
+from phasewise.serving.scheduling.scheduler_terms import (
+    DraftRoom,
+    Flight,
+    SchedulerCounts,
+    SchedulerError,
+    SchedulerLimits,
+)
+from phasewise.serving.scheduling.waiting_line import WaitingLine
+from phasewise.tuner.plans import Phase
+
+
+class Scheduler:
+    """Owns every request between `add` and its last token, and the KV pool they live in."""
+
+    def __init__(self, pool: KvPool, limits: SchedulerLimits) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.counts = SchedulerCounts()
+        self.n_pool_changes = 0
+        """Calls that changed the pool: a reader of its figures can skip equal counts."""
+        self._live: dict[str, LiveSequence] = {}
+        self._waiting = WaitingLine()
+        self._running: list[LiveSequence] = []  # by age
+        self._turns = PrefillTurns()
+        self._prefixes = PrefixIndex(pool.n_slots, pool.rings) if limits.prefix_reuse else None
+        self._copies: list[KvCopy] = []  # that the next batch brings, in their order
+        self._moved: set[str] = set()  # whom they move
+        self._n_admitted = 0
+        self._n_decoded = 0
+        self._last_phase: Phase | None = None
+        self._in_flight: Flight | None = None
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def n_clients_waiting(self) -> int:
+        """Clients that take turns: those with requests that were never admitted."""
+        return self._waiting.n_clients
+
+    @property
+    def n_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    @property
+    def n_answering(self) -> int:
+        """Answers that wait for their next token."""
+        return sum(not one.is_prefilling for one in self._running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request, or raise why it can never run (RequestError) or cannot wait (QueueFull)."""
+        n_waiting = len(self._waiting)
+        if self.limits.max_waiting is not None and n_waiting >= self.limits.max_waiting:
+            are_waiting = f"{counted(n_waiting, 'request')} {plural(n_waiting, 'is', 'are')} waiting"
+            raise QueueFull(f"{are_waiting} already; try again later")
+        self.requeue(request)
+
+    def expect(self, request: Request) -> None:
+        """Queue a request whose prompt is computed elsewhere. `add`'s errors.
+
+        It gets a block in its turn; from then on `expected` names it, until it has `arrived` or is aborted.
+        """
+        self.add(request)
+        self._live[request.request_id].awaits_kv = True
+
+    @property
+    def expected(self) -> dict[str, Placement]:
+        """The places where keys and values of expected requests may be written now, by request.
+
+        Empty while copies are to be done: their sources may lie in a block that has a new owner.
+        """
+        if self._copies or (self._in_flight is not None and self._in_flight.batch.copies):
+            return {}
+        return {
+            one.request_id: one.placement
+            for one in self._running
+            if one.awaits_kv and one.placement is not None
+        }
+
+    @property
+    def awaiting_kv(self) -> tuple[str, ...]:
+        """Expected requests that have not arrived, whether they have a block or not."""
+        return tuple(name for name, one in self._live.items() if one.awaits_kv)
+
+    def arrived(self, request_id: str, token_id: int) -> TokenOut | None:
+        """An expected request's keys and values are in its block, and its first token is sampled: it runs.
+
+        None if it was aborted. SchedulerError if it has no block yet, or was not expected.
+        """
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return None
+        if not sequence.awaits_kv or sequence.placement is None:
+            raise SchedulerError(f"{request_id!r} is not expected with a block: {sequence}")
+        sequence.awaits_kv, sequence.has_started = False, True
+        self._unpin(sequence)
+        if self._prefixes is not None:
+            token_ids, space = sequence.request.prompt_token_ids, sequence.request.cache_space
+            sequence.runs = chain(token_ids, space=space)
+            self._prefixes.start(request_id, (token_ids, sequence.runs), sequence.placement, space)
+            self._prefixes.advance(request_id, len(token_ids))
+        sequence.n_computed = sequence.n_tokens
+        return self._append(sequence, token_id)
+
+    def hand_over(self, request_id: str) -> Placement | None:
+        """Pin what is computed of a `prefill_only` request while it is sent; where it is. None if it is gone
+        or waits, because it was preempted."""
+        sequence = self._live.get(request_id)
+        if sequence is None or sequence.placement is None or not sequence.has_started:
+            return None
+        if not sequence.request.prefill_only:
+            raise SchedulerError(f"{request_id!r} is answered here")
+        self._pin(sequence)
+        return sequence.placement
+
+    def placement(self, request_id: str) -> Placement:
+        """The placement of a request of the batch under way."""
+        placement = self._live[request_id].placement
+        assert placement is not None, f"{request_id!r} waits"
+        return placement
+
+    def n_computed(self, request_id: str) -> int:
+        """Tokens of a request that have keys and values; 0 where it waits or is gone."""
+        sequence = self._live.get(request_id)
+        return 0 if sequence is None else sequence.n_computed
+
+    def acknowledge(self, request_id: str) -> bool:
+        """Free the block of a request that was handed over and has arrived. False if it is gone already."""
+        return self.abort(request_id)
+
+    def take_copies(self) -> tuple[KvCopy, ...]:
+        """Copies that no batch carries yet, to be done at once: for when `next_batch` has answered None."""
+        copies = tuple(self._copies)
+        self._copies.clear()
+        self._moved.clear()
+        return copies
+
+    def requeue(self, request: Request) -> None:
+        """Queue a request that had been accepted before, however many wait."""
+        self._refuse_impossible(request)
+        sequence = self._live[request.request_id] = LiveSequence(request)
+        self._waiting.join(sequence)
+
+    def next_batch(self, chunk_tokens: int | None = None, most_rows: int | None = None) -> Batch | None:
+        """The batch to compute now, or None when nothing can run. Every batch ends in `commit` or `discard`.
+
+        chunk_tokens: the most prompt tokens of this step, 0 where answers come first; None: as many as the
+        limits allow. most_rows: the most answers of a decode step; None: all.
+        """
+        if self._in_flight is not None:
+            raise SchedulerError("the batch before was neither committed nor discarded")
+        self._admit()
+        most_tokens = self.limits.max_batch_tokens
+        chunk = most_tokens if chunk_tokens is None else max(1, min(chunk_tokens, most_tokens))
+        if self._last_phase == "prefill" or chunk_tokens == 0:
+            batch = self._decode_batch(most_rows) or self._prefill_batch(chunk)
+        else:
+            batch = self._prefill_batch(chunk) or self._decode_batch(most_rows)
+        if batch is not None and batch.phase != self._last_phase:
+            self.counts.phase_switches += self._last_phase is not None
+            self._last_phase = batch.phase
+        return batch
+
+    def draft_rooms(self, batch: Batch) -> list[DraftRoom]:
+        """For each slice of the decode batch under way, its sequence and how many drafts it may carry.
+
+        No block grows for drafts: they use what is free in it.
+        """
+        flight = self._flight_of(batch)
+        return [DraftRoom(one, _room_for_drafts(one)) for one in flight.sequences]
+
+    def extend(self, batch: Batch, drafts: Tokens[Tokens[int]]) -> Batch:
+        """The decode batch under way, each slice with its drafts behind its token. In place of `batch`."""
+        flight = self._flight_of(batch)
+        if batch.phase != "decode":
+            raise SchedulerError("only the tokens of answers can be drafted")
+        slices = []
+        for sequence, piece, draft in zip(flight.sequences, batch.slices, drafts, strict=True):
+            if len(draft) > _room_for_drafts(sequence):
+                raise SchedulerError(f"{counted(len(draft), 'draft')} for {sequence}")
+            slices.append(piece._replace(token_ids=(*piece.token_ids, *draft), n_drafted=len(draft)))
+        extended = batch._replace(slices=tuple(slices))
+        self._in_flight = flight._replace(batch=extended)
+        return extended
+
+    def commit(self, batch: Batch, token_ids: Tokens[int]) -> list[TokenOut]:
+        """Record a computed batch without drafts. `token_ids`: as `commit_runs`, one to a slice."""
+        return self.commit_runs(batch, [(token_id,) for token_id in token_ids])
+
+    def commit_runs(self, batch: Batch, runs: Tokens[Tokens[int]]) -> list[TokenOut]:
+        """Record a computed batch. `runs`: for each slice that wants logits, in order, the tokens that were
+        sampled: the drafts that were right, then the token after them. None comes after a stop token.
+
+        What was computed of other drafts is forgotten: their positions are computed again. Runs of
+        `prefill_only` requests are not read: the answering instance samples from the same logits.
+        """
+        sequences = self._take_flight(batch).sequences
+        sampled = iter(runs)
+        outs: list[TokenOut] = []
+        for sequence, piece in zip(sequences, batch.slices, strict=True):
+            run = next(sampled) if piece.wants_logits else ()
+            if sequence.placement is None:  # aborted while its step was computed
+                continue
+            if len(run) > 1 + piece.n_drafted:
+                raise SchedulerError(
+                    f"{counted(len(run), 'token')} sampled after {counted(piece.n_drafted, 'draft')}"
+                )
+            n_written = sequence.n_computed + len(piece.token_ids)
+            sequence.n_computed = n_written - piece.n_drafted
+            if self._prefixes is not None:
+                self._prefixes.wrote(sequence.request_id, n_written)
+                if batch.phase == "prefill":
+                    self._prefixes.advance(sequence.request_id, sequence.n_computed)
+            if run and not sequence.request.prefill_only:
+                sequence.n_computed += len(run) - 1
+                outs += self._append_run(sequence, run)
+        return outs
+
+    def discard(self, batch: Batch) -> tuple[str, ...]:
+        """The step of `batch` failed: its requests are dropped, their slots freed. Returns their ids.
+
+        Other requests of the batch whose slots were being moved are computed again: copies may be missing.
+        """
+        flight = self._take_flight(batch)
+        dropped = [one for one in flight.sequences if one.placement is not None]
+        for sequence in dropped:
+            if self._prefixes is not None:
+                self._prefixes.drop(sequence.request_id)  # it is unknown how far the step came
+            self._end(sequence, None)
+        for sequence in self._running:
+            if sequence.request_id in flight.moved:
+                if self._prefixes is not None:
+                    self._prefixes.drop(sequence.request_id)
+                sequence.begin_again()
+        if batch.copies and self._prefixes is not None:
+            self._prefixes.forget_ended()
+        return tuple(sequence.request_id for sequence in dropped)
+
+    def abort(self, request_id: str) -> bool:
+        """Forget a request and free its slots at once. False if it has ended or was never here."""
+        sequence = self._live.get(request_id)
+        if sequence is not None:
+            self._end(sequence, None)
+        return sequence is not None
+
+    def finish(self, request_id: str, answer_tokens: int) -> None:
+        """The answer is whole, with this many tokens, for a reason that token ids do not show. One that has
+        ended is no mistake."""
+        sequence = self._live.get(request_id)
+        if sequence is not None:
+            self._end(sequence, answer_tokens)
+
+    def clear(self) -> None:
+        """Drop every request, also those of a batch that is neither committed nor discarded, and all that
+        is known of keys and values."""
+        self._in_flight = None
+        self._copies.clear()
+        self._moved.clear()
+        for request_id in self.request_ids():
+            self.abort(request_id)
+        if self._prefixes is not None:
+            self._prefixes.clear()
+
+    def request_ids(self) -> tuple[str, ...]:
+        """All requests that have not ended: running ones by age, then those that wait."""
+        return tuple(sequence.request_id for sequence in (*self._running, *self._waiting))
+
+    def check(self) -> None:
+        """Raise, with the numbers, unless the pool keeps its law and the running requests alone own slots."""
+        check_laws(self.pool, self._running, self._waiting, self._live)
+        if self._prefixes is not None:
+            for one in self._running:
+                if one.has_started:
+                    self._prefixes.check(one.request_id, _placed(one), one.n_computed)
+
+    def _refuse_impossible(self, request: Request) -> None:
+        if not request.prompt_token_ids:
+            raise RequestError("the prompt has no tokens", "prompt")
+        if request.max_tokens < 1:
+            raise RequestError(f"max_tokens must be at least 1, not {request.max_tokens}", "max_tokens")
+        room = min(self.limits.context_length, self.pool.longest)
+        whose = "" if room == self.limits.context_length else " here (the KV cache holds no more)"
+        check_context(room, len(request.prompt_token_ids), request.max_tokens, whose)
+        if request.request_id in self._live:
+            raise SchedulerError(f"request {request.request_id!r} is here already")
+
+    def _admit(self) -> None:
+        while len(self._waiting):
+            shares = self._shares()
+            sequence, is_due = next_to_admit(self._waiting, self._running, shares)
+            if sequence is None:
+                return
+            while not self._has_place:
+                if not (is_due and self._gives_way(shares, shares.giver_of_place())):
+                    return
+            demand = demand_of(sequence)
+            takes_slots = shares.has_nothing(sequence.request.client) and demand.held_tokens <= shares.slots
+            while (grant := self.pool.reserve(sequence.request_id, demand)) is None:
+                giver = shares.giver_of_slots() if takes_slots else None
+                if giver is None and not sequence.request.prefill_only:
+                    giver = held_in_vain(self._running)
+                if not self._gives_way(shares, giver):
+                    return
+            self._place(sequence, grant)
+
+    @property
+    def _has_place(self) -> bool:
+        """A prompt that waits for its hand-over holds none: others may wait for one that waits."""
+        return len(self._running) - sum(map(is_held, self._running)) < self.limits.max_sequences
+
+    def _shares(self) -> ClientShares:
+        waiting = self._waiting.clients
+        return ClientShares(self.limits.max_sequences, self.pool.n_slots, self._running, waiting)
+
+    def _gives_way(self, shares: ClientShares, giver: LiveSequence | None) -> bool:
+        """Preempted for another client's share, which is not counted against it. False: there is none."""
+        if giver is None:
+            return False
+        shares.gave_way(giver)
+        self._preempt(giver)
+        return True
+
+    def _place(self, sequence: LiveSequence, grant: Grant) -> None:
+        self._accept(sequence, grant)
+        if sequence.awaits_kv:
+            self._pin(sequence)
+            if self._prefixes is not None:
+                self._prefixes.overwritten(grant.placement)
+        self._waiting.take(sequence)
+        if sequence.admission is None:
+            self._n_admitted += 1
+            sequence.admission = self._n_admitted
+        insort(self._running, sequence, key=_age)
+
+    def _pin(self, sequence: LiveSequence) -> None:
+        self.pool.pin(sequence.request_id)
+        sequence.is_pinned = True
+
+    def _unpin(self, sequence: LiveSequence) -> None:
+        self.pool.unpin(sequence.request_id)
+        sequence.is_pinned = False
+
+    def _accept(self, sequence: LiveSequence, grant: Grant) -> None:
+        """Take note of where everybody lies now. What they have written is copied with the next batch."""
+        self.n_pool_changes += 1
+        sequence.placement = grant.placement
+        for owner, placement, (source, target, _) in grant.moves:
+            mover = self._live[owner]
+            mover.placement = placement
+            if mover.n_computed:
+                self._copies.append(KvCopy(source, target, aligned(mover.n_computed)))
+                self._moved.add(owner)
+            if self._prefixes is not None:
+                self._prefixes.moved(owner, placement)
+        if self._prefixes is not None:
+            self._prefixes.moved(sequence.request_id, grant.placement)
+
+    def _decode_batch(self, most_rows: int | None) -> Batch | None:
+        decoding = [one for one in self._running if not one.is_prefilling]
+        if most_rows is not None and most_rows < len(decoding):
+            chosen = set(sorted(decoding, key=lambda one: one.turn)[:most_rows])
+            decoding = [one for one in decoding if one in chosen]
+        self._n_decoded += 1
+        for sequence in decoding:
+            if sequence.placement is not None and sequence.n_tokens > sequence.placement.n_slots:
+                self._grow(sequence)
+        going_on: list[tuple[LiveSequence, Tokens[int]]] = [
+            (one, one.generated[-1:])
+            for one in decoding
+            if one.placement is not None and one.n_tokens <= one.placement.n_slots
+        ]
+        for sequence, _ in going_on:
+            sequence.turn = self._n_decoded
+        return self._fly("decode", going_on) if going_on else None
+
+    def _grow(self, sequence: LiveSequence) -> None:
+        """Room for its next token, taken from the request that was admitted last, perhaps from itself.
+
+        It has none yet where the others' blocks are all pinned.
+        """
+        while sequence.placement is not None:
+            grant = self.pool.grow(sequence.request_id, sequence.n_tokens)
+            if grant is not None:
+                self._accept(sequence, grant)
+                return
+            last = last_to_come(sequence, self._running, self._shares())
+            if last is None and not any(one.is_pinned for one in self._running):
+                raise SchedulerError(f"the pool has no room for {sequence} alone: {self.pool.stats()}")
+            if last is None:
+                return
+            last.n_preempted += 1
+            self._preempt(last)
+
+    def _preempt(self, sequence: LiveSequence) -> None:
+        self.counts.preemptions += 1
+        self._leave_pool(sequence, None)
+        self._waiting.rejoin(sequence)
+
+    def _prefill_batch(self, room: int) -> Batch | None:
+        waiting = (one for one in self._running if one.can_prefill)
+        parts = self._turns.divide(waiting, room, lambda one: one.has_started or self._start(one))
+        pieces: list[tuple[LiveSequence, Tokens[int]]] = [
+            (one, one.pending_ids(parts[one])) for one in self._running if one in parts
+        ]
+        return self._fly("prefill", pieces) if pieces else None
+
+    def _start(self, sequence: LiveSequence) -> bool:
+        """Begin to write its block, with keys and values that others have computed. False: they soon will."""
+        prefixes, placement = self._prefixes, _placed(sequence)
+        if prefixes is not None:
+            token_ids, space = sequence.token_ids, sequence.request.cache_space
+            if sequence.runs is None:
+                sequence.runs = chain(token_ids, space=space)
+            match = prefixes.find(token_ids, sequence.runs, space)
+            if 2 * (match.n_coming - match.n_ready) >= len(token_ids) - match.n_ready:
+                return False
+            prefixes.start(sequence.request_id, (token_ids, sequence.runs), placement, space)
+            if match.source is not None:
+                window = self.pool.rings.window if self.pool.rings else 0
+                self._reuse(sequence, copies_between(match.source, placement, match.n_ready, window))
+        sequence.has_started = True
+        return True
+
+    def _reuse(self, sequence: LiveSequence, brought: tuple[int, list[KvCopy]]) -> None:
+        n_tokens, needed = brought
+        self._copies += needed
+        sequence.n_computed = n_tokens
+        if not sequence.generated:
+            sequence.n_reused = n_tokens
+        assert self._prefixes is not None
+        self._prefixes.advance(sequence.request_id, n_tokens)
+        self.counts.prefix_hits += n_tokens > 0
+        self.counts.prefix_tokens_reused += n_tokens
+
+    def _fly(self, phase: Phase, parts: list[tuple[LiveSequence, Tokens[int]]]) -> Batch:
+        slices = []
+        for sequence, token_ids in parts:
+            base, _, table, ring = _placed(sequence)
+            is_last = len(token_ids) == sequence.n_pending
+            slices.append(SequenceSlice(token_ids, sequence.n_computed, base, is_last, table, 0, ring))
+        sequences = tuple(sequence for sequence, _ in parts)
+        names = tuple(sequence.request_id for sequence in sequences)
+        batch = Batch(phase, tuple(slices), names, tuple(self._copies))
+        self._copies.clear()
+        self._in_flight = Flight(batch, sequences, frozenset(self._moved))
+        self._moved.clear()
+        return batch
+
+    def _flight_of(self, batch: Batch) -> Flight:
+        flight = self._in_flight
+        if flight is None or batch is not flight.batch:
+            raise SchedulerError("only the batch that next_batch or extend gave last is under way")
+        return flight
+
+    def _take_flight(self, batch: Batch) -> Flight:
+        flight = self._flight_of(batch)
+        self._in_flight = None
+        return flight
+
+    def _append_run(self, sequence: LiveSequence, run: Tokens[int]) -> list[TokenOut]:
+        outs = [self._append(sequence, token_id) for token_id in run[:1]]
+        for token_id in run[1:]:
+            if outs[-1].finish_reason is not None:
+                raise SchedulerError(f"{run} goes on after the end of {sequence}")
+            outs.append(self._append(sequence, token_id))
+        return outs
+
+    def _append(self, sequence: LiveSequence, token_id: int) -> TokenOut:
+        sequence.generated.append(token_id)
+        reason = sequence.finish_reason()
+        if reason is not None:
+            self._end(sequence, len(sequence.generated))
+        return TokenOut(sequence.request_id, token_id, len(sequence.generated), reason, sequence.n_reused)
+
+    def _end(self, sequence: LiveSequence, answer_tokens: int | None) -> None:
+        del self._live[sequence.request_id]
+        if sequence.placement is None:
+            self._waiting.remove(sequence)
+        else:
+            self._leave_pool(sequence, answer_tokens)
+
+    def _leave_pool(self, sequence: LiveSequence, answer_tokens: int | None) -> None:
+        self.pool.release(sequence.request_id, answer_tokens)
+        self.n_pool_changes += 1
+        self._running.remove(sequence)
+        if self._prefixes is not None and sequence.has_started:
+            self._prefixes.retire(sequence.request_id, sequence.token_ids[: sequence.n_computed])
+        sequence.placement, sequence.is_pinned = None, False
+        sequence.begin_again()
+
+
+def _room_for_drafts(sequence: LiveSequence) -> int:
+    """As many as its block has slots for, and as the tokens that it may still get after one more."""
+    request, placement = sequence.request, sequence.placement
+    if placement is None or request.prefill_only:
+        return 0
+    return min(placement.n_slots, request.most_tokens - 1) - sequence.n_tokens
+
+
+def _age(sequence: LiveSequence) -> int:
+    return sequence.age
+
+
+def _placed(sequence: LiveSequence) -> Placement:
+    assert sequence.placement is not None, f"{sequence} waits"
+    return sequence.placement

@@ -1,0 +1,103 @@
+"""Conversations written out by a model's own template, in a confined process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.sandbox.confined import (
+    Bounds,
+    ConfinedError,
+    ConfinedProcess,
+    JobRefused,
+    Overrun,
+    Patience,
+)
+from phasewise.serving.text.chat_template import ChatTemplateError
+from phasewise.serving.text.tokenizer import Tokenizer
+
+BOUNDS = Bounds(seconds=2.0, memory_bytes=256 << 20, start_s=30.0)
+"""Bounds of rendering one conversation. An ordinary one takes less than a millisecond."""
+MOST_CHARACTERS = 1 << 24
+_LONG_BYTES = 256 * 1024
+
+
+class ChatPrompt(NamedTuple):
+    """A conversation written out. `mark`: the character that breaks control texts in contents; "": none."""
+
+    text: str
+    mark: str
+
+
+class Conversation(NamedTuple):
+    """The input of a chat template. `variables`: further names that it may look at, such as
+    enable_thinking.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    variables: Mapping[str, Any] = {}
+
+
+class Conversations:
+    """Writes conversations out by one template. Any thread may ask; short ones do not wait for long ones."""
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        control_texts: Sequence[str],
+        bounds: Bounds = BOUNDS,
+    ) -> None:
+        """`special_tokens`: by the names that templates use. `control_texts` are plain text in contents."""
+        told = json.dumps(
+            {
+                "source": source,
+                "special_tokens": dict(special_tokens),
+                "control_texts": list(control_texts),
+                "most_characters": MOST_CHARACTERS,
+            }
+        ).encode()
+        self._short, self._long = (ConfinedProcess("template", told, bounds) for _ in range(2))
+
+    def start(self) -> None:
+        """Read the template now. ModelError where it cannot be used."""
+        try:
+            self._short.start()
+        except JobRefused as error:
+            raise ModelError(str(error)) from error
+        except ConfinedError as error:
+            raise ModelError(f"the model's chat template cannot be read: {error}; give another") from error
+
+    def write(self, conversation: Conversation, patience: Patience | None = None) -> ChatPrompt:
+        """The prompt of a conversation, with what opens the answer. Raises ChatTemplateError.
+
+        Abandoned once `patience` ends: the template is stopped.
+        """
+        request = json.dumps(conversation._asdict()).encode()
+        process = self._short if len(request) <= _LONG_BYTES else self._long
+        try:
+            answer = process.ask(request, patience)
+        except JobRefused as error:
+            raise ChatTemplateError(str(error)) from error
+        except Overrun as error:
+            raise ChatTemplateError(f"the model's chat template was stopped: {error}") from error
+        n_mark = answer[0]
+        mark, text = answer[1 : 1 + n_mark], answer[1 + n_mark :]
+        return ChatPrompt(text.decode("utf-8", "surrogatepass"), mark.decode())
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in (self._short, self._long):
+            process.close()
+
+
+def special_tokens_of(
+    tokenizer: Tokenizer, bos_token_id: int | None, eos_token_ids: Sequence[int]
+) -> dict[str, str]:
+    """The texts of a model's special tokens, under the names by which templates know them."""
+    ids = {"bos_token": bos_token_id, "eos_token": next(iter(eos_token_ids), None)}
+    texts = {name: tokenizer.token(at) for name, at in ids.items() if at is not None}
+    return {name: text for name, text in texts.items() if text is not None}

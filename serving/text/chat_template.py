@@ -1,0 +1,86 @@
+"""A conversation written out as one prompt, by the template that came with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from phasewise.serving.errors import ModelError, RequestError
+from phasewise.serving.sandbox.template_sandbox import (
+    MAX_OUTPUT_CHARS,
+    Budget,
+    RefusedError,
+    SpentError,
+    compile_template,
+)
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplateError(RequestError):
+    """This conversation cannot be written out by the model's template, often because the template says so."""
+
+
+class ChatTemplate:
+    """A model's chat template, compiled. Safe to share between threads."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """`special_tokens` maps the names templates use (`bos_token`, `eos_token`, ...) to the tokens' texts.
+
+        Raises ModelError for a template that cannot be read.
+        """
+        try:
+            self._template = compile_template(source)
+        except (jinja2.TemplateError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise ModelError(f"the model's chat template cannot be read: {reason}; give another") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt for a conversation, special tokens spelled out: encode it with `add_special=False`.
+
+        `variables` are further names for the template, such as `enable_thinking`. All values must be plain
+        JSON ones. Raises ChatTemplateError.
+        """
+        names = self._special_tokens | {
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **(variables or {}),
+        }
+        try:
+            with Budget() as budget:
+                return _gather(self._template.generate(**names), budget)
+        except RefusedError as error:
+            raise ChatTemplateError(
+                f"the model's chat template refuses this conversation: {error}"
+            ) from error
+        except SpentError as error:
+            raise ChatTemplateError(f"the model's chat template was stopped: {error}") from error
+        except Exception as error:  # a template is a stranger's program, and may fail in any way
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            message = (
+                f"the model's chat template fails on this conversation ({reason}); check roles and contents"
+            )
+            raise ChatTemplateError(message) from error
+
+
+def _gather(pieces: Iterable[str], budget: Budget) -> str:
+    written: list[str] = []
+    n_chars = 0
+    for piece in pieces:
+        budget.step()
+        n_chars += len(piece)
+        if n_chars > MAX_OUTPUT_CHARS:
+            raise SpentError("it wrote too much")
+        written.append(piece)
+    return "".join(written)

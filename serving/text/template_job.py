@@ -1,0 +1,39 @@
+"""The template job of the confined process: it renders chat templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from phasewise._words import counted
+from phasewise.serving.errors import ModelError
+from phasewise.serving.sandbox.confined import JobRefused
+from phasewise.serving.text.chat_template import ChatTemplate, ChatTemplateError
+from phasewise.serving.text.control_texts import ControlTexts
+
+
+def prepare(told: bytes) -> Callable[[bytes], bytes]:
+    """The job: a `chat.Conversation` in; out the mark (0 or 3 bytes) behind its length, and the text."""
+    known = json.loads(told)
+    try:
+        template = ChatTemplate(known["source"], known["special_tokens"])
+    except ModelError as error:
+        raise JobRefused(str(error)) from error
+    control_texts = ControlTexts(known["control_texts"])
+
+    def render(request: bytes) -> bytes:
+        try:
+            given, mark = control_texts.broken(json.loads(request))
+            text = template.render(
+                given["messages"], tools=given["tools"] or None, variables=given["variables"]
+            )
+        except (ChatTemplateError, ValueError) as error:
+            raise JobRefused(str(error)) from error
+        if len(text) > known["most_characters"]:
+            raise JobRefused(
+                f"the conversation is written out in {counted(len(text), 'character')}, which is too long"
+            )
+        written = mark.encode()
+        return bytes([len(written)]) + written + text.encode("utf-8", "surrogatepass")
+
+    return render

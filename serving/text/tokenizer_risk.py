@@ -1,0 +1,292 @@
+"""Risks of a tokenizer.json to the process that runs it: told from its text, before anything is built.
+
+Its author is a stranger, and its parts are small programs: normalizers that replace multiply, patterns try
+again and again, templates repeat. What is plainly harmless, as almost every tokenizer is, runs in the server;
+all else where chat templates run, within bounds (`confined_tokenizer`).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from phasewise.serving.text.gguf_vocab import PRE_TOKENIZERS
+
+MOST_GROWTH = 8.0
+"""Bytes that one byte of a text may become."""
+MOST_ADDED_BYTES = 4096
+"""Bytes that may come to a text of any length."""
+_MOST_PARTS = 64
+_MOST_PATTERN = 4096
+_MOST_LITERAL_BYTES = 256
+_MOST_WORD = 1000
+_MOST_TOKEN_CHARACTERS = 1024
+_MOST_TEMPLATE_TOKENS = 256
+_MOST_REPLACEMENT_BYTES = 64
+
+_ENDINGS = "'s|'t|'re|'ve|'m|'ll|'d"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_REST = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = rf"(?i:{_ENDINGS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
+_MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+(?i:{_ENDINGS})?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*(?i:{_ENDINGS})?"
+)
+KNOWN_PATTERNS = frozenset(
+    {
+        *(pattern for cutter in PRE_TOKENIZERS.values() for pattern in cutter.patterns),
+        rf"{_ENDINGS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+",
+        rf"{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}{_REST}",
+        rf"{_WORDS}|\p{{N}}|{_MARKS}{_REST}",
+        rf"{_CASED}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_REST}",
+        rf"{_CASED.replace(f'(?i:{_ENDINGS})?', '')}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_REST}",
+    }
+)
+"""Patterns of well-known families, of which each text is cut in time linear in it."""
+
+_CLASS = r"\[\^?(?:\\[pP]\{\^?\w+\}|\\x\{[0-9A-Fa-f]+\}|\\[^pPx]|[^\\\[\]])+\]"
+_ATOM = rf"(?:\\[pP]\{{\^?\w+\}}|\\[sSdDwWrntfv]|\\[^\w\s]|{_CLASS}|[^\\\[\]().*+?{{}}|^$])"
+_SIMPLE = re.compile(
+    rf"(?P<first>(?:{_ATOM}\??){{0,4}}){_ATOM}(?P<last>[+*?]|\{{(?P<least>\d{{1,3}})(?:,\d{{0,3}})?\}})?"
+)
+"""A few characters or classes, the last of which may be repeated: nothing is tried twice."""
+
+_HARMLESS_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "Strip", "StripAccents"})
+"""A second time each of them changes nothing."""
+_REPEATABLE = {"BertNormalizer": 5 / 3, "ByteLevel": 2.0}
+"""Changes that these make to a text once more each time: spaces around a character of three bytes, two for
+one.
+"""
+_HARMLESS_PRE_TOKENIZERS = frozenset(
+    {
+        "ByteLevel",
+        "Metaspace",
+        "Whitespace",
+        "WhitespaceSplit",
+        "BertPreTokenizer",
+        "Punctuation",
+        "Digits",
+        "CharDelimiterSplit",
+        "UnicodeScripts",
+    }
+)
+_GROWING_PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace"})
+_MOST_GROWING = 2
+_HARMLESS_POST_PROCESSORS = frozenset({"ByteLevel", "BertProcessing", "RobertaProcessing"})
+_HARMLESS_DECODERS = frozenset(
+    {"ByteLevel", "ByteFallback", "Metaspace", "WordPiece", "Fuse", "Strip", "BPEDecoder", "CTC", "Replace"}
+)
+
+Json = Any
+
+
+class Growth(NamedTuple):
+    """A text of n bytes becomes one of at most `factor` n + `added`."""
+
+    factor: float = 1.0
+    added: float = 0.0
+
+    def then(self, other: Growth) -> Growth:
+        return Growth(self.factor * other.factor, self.added * other.factor + other.added)
+
+    @property
+    def is_small(self) -> bool:
+        return self.factor <= MOST_GROWTH and self.added <= MOST_ADDED_BYTES
+
+
+class _Risky(Exception):
+    """Why a part is not harmless."""
+
+
+def risk_of(text: str) -> str | None:
+    """Why the tokenizer may not run in this process, in a few words; None: nothing speaks against it.
+
+    A text that is no tokenizer.json at all has no risk: reading it will say what is wrong.
+    """
+    try:
+        fields = json.loads(text, object_pairs_hook=_without_doubles)
+        if not isinstance(fields, dict):
+            return None
+        _check(fields)
+    except _Risky as risk:
+        return str(risk)
+    except (ValueError, RecursionError):
+        return None
+    except (TypeError, KeyError, AttributeError):  # a field of another kind than it has in a tokenizer.json
+        return "a part is not described as such parts are"
+    return None
+
+
+def growth_of(normalizer: Json) -> Growth:
+    """The factor by which the normalizer can lengthen a text. Raises what `risk_of` catches."""
+    growth = Growth()
+    for part in _parts(normalizer, "normalizers"):
+        growth = growth.then(_growth_of_one(part))
+    return growth
+
+
+def _check(fields: Mapping[str, Json]) -> None:
+    if not growth_of(fields.get("normalizer")).is_small:
+        raise _Risky("its normalizers can make texts many times longer")
+    pre_tokenizers = _parts(fields.get("pre_tokenizer"), "pretokenizers")
+    if sum(part["type"] in _GROWING_PRE_TOKENIZERS for part in pre_tokenizers) > _MOST_GROWING:
+        raise _Risky("its pre-tokenizers can make texts many times longer")
+    for part in pre_tokenizers:
+        if part["type"] == "Split":
+            _check_pattern(part["pattern"])
+        elif part["type"] not in _HARMLESS_PRE_TOKENIZERS:
+            raise _Risky(f"its pre-tokenizer {part['type']!r:.40} is not known")
+    _check_post_processors(_parts(fields.get("post_processor"), "processors"))
+    for part in _parts(fields.get("decoder"), "decoders"):
+        if part["type"] not in _HARMLESS_DECODERS:
+            raise _Risky(f"its decoder {part['type']!r:.40} is not known")
+        if part["type"] == "Replace":
+            _check_pattern(part["pattern"])
+    _check_model(fields.get("model"))
+
+
+def _parts(part: Json, inner: str) -> list[Mapping[str, Json]]:
+    """The parts of a sequence of sequences, in order."""
+    found: list[Mapping[str, Json]] = []
+    left = [] if part is None else [part]
+    seen = 0
+    while left:
+        one = left.pop()
+        seen += 1
+        if seen > _MOST_PARTS:
+            raise _Risky(f"it has more than {_MOST_PARTS} {inner}")
+        if not isinstance(one["type"], str):
+            raise _Risky(f"one of its {inner} has no type")
+        if one["type"] == "Sequence":
+            left += reversed(one[inner])
+        else:
+            found.append(one)
+    return found
+
+
+def _growth_of_one(part: Mapping[str, Json]) -> Growth:
+    kind = part["type"]
+    if kind == "Prepend":
+        return Growth(added=_n_bytes(part["prepend"]))
+    if kind == "Replace":
+        content, shortest = _n_bytes(part["content"]), _check_pattern(part["pattern"])
+        return Growth(max(1.0, content / shortest)) if shortest else Growth(1.0 + content, content)
+    if kind == "Precompiled":
+        longest = _longest_replacement(part["precompiled_charsmap"])
+        return Growth(1.0 if longest <= _MOST_REPLACEMENT_BYTES else float(longest))
+    if kind in _REPEATABLE:
+        return Growth(_REPEATABLE[kind])
+    if kind not in _HARMLESS_NORMALIZERS:
+        raise _Risky(f"its normalizer {kind!r:.40} is not known")
+    return Growth()
+
+
+def _check_pattern(pattern: Mapping[str, str]) -> int:
+    """The fewest bytes that it matches."""
+    ((kind, text),) = pattern.items()
+    if kind == "String":
+        if _n_bytes(text) > _MOST_LITERAL_BYTES:
+            raise _Risky("it looks for a long text")
+        return _n_bytes(text)
+    if kind != "Regex" or len(text) > _MOST_PATTERN:
+        raise _Risky("it has a long pattern")
+    if text in KNOWN_PATTERNS:
+        return 1
+    simple = _SIMPLE.fullmatch(text)
+    if simple is None:
+        raise _Risky(f"its pattern {text!r:.60} is not known to be harmless")
+    least = simple["least"]
+    return int(simple["last"] not in ("*", "?") and (least is None or int(least) > 0))
+
+
+def _longest_replacement(charsmap: str | None) -> int:
+    """Bytes of the longest text that a character can become: behind a table, texts that end in zeros."""
+    try:
+        table = base64.b64decode(charsmap or "", validate=True)
+    except binascii.Error as error:
+        raise _Risky("its table of characters cannot be read") from error
+    begin = 4 + int.from_bytes(table[:4], "little")
+    return max(map(len, table[begin:].split(b"\0")))
+
+
+def _check_post_processors(parts: list[Mapping[str, Json]]) -> None:
+    repeats = 1
+    for part in parts:
+        if part["type"] in _HARMLESS_POST_PROCESSORS:
+            continue
+        if part["type"] != "TemplateProcessing":
+            raise _Risky(f"its post-processor {part['type']!r:.40} is not known")
+        ids = {name: len(token["ids"]) for name, token in part["special_tokens"].items()}
+        for template, most in ((part["single"], 1), (part["pair"], 2)):
+            texts = [piece for piece in template if "Sequence" in piece]
+            added = sum(ids.get(piece["SpecialToken"]["id"], 0) for piece in template if piece not in texts)
+            if added > _MOST_TEMPLATE_TOKENS or len(template) > _MOST_TEMPLATE_TOKENS:
+                raise _Risky("it puts many tokens around a text")
+            if len(texts) > most:
+                repeats *= len(texts)
+        if repeats > 1:
+            raise _Risky("it repeats texts")
+
+
+def _check_model(model: Json) -> None:
+    if not isinstance(model, dict):
+        return
+    if model.get("type") == "WordPiece" and model.get("max_input_chars_per_word", 0) > _MOST_WORD:
+        raise _Risky("it looks for words of any length")
+    if model.get("type") == "Unigram" and any(
+        len(piece[0]) > _MOST_TOKEN_CHARACTERS for piece in model["vocab"]
+    ):
+        raise _Risky("it has very long tokens")
+
+
+def _n_bytes(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def _without_doubles(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise _Risky("an object has the same key twice")
+    return fields
+
+
+# ---- what is left of a risky one here ---------------------------------------------------------------------
+
+
+def without_programs(text: str) -> str:
+    """The vocabulary alone, and the kind of its decoder: enough to turn tokens into text."""
+    fields = json.loads(text)
+    decoders = _types_in(fields.get("decoder"))
+    kept = next((kind for kind in _DECODERS if kind in decoders), None)
+    emptied: dict[str, Json] = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor"))
+    emptied |= {"truncation": None, "padding": None, "decoder": kept and _DECODERS[kept]}
+    return json.dumps(fields | emptied)
+
+
+_DECODERS: Mapping[str, Json] = {
+    "ByteLevel": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    "ByteFallback": {"type": "ByteFallback"},
+    "Metaspace": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False},
+}
+
+
+def _types_in(part: Json) -> set[str]:
+    found: set[str] = set()
+
+    def walk(value: Json) -> None:
+        if isinstance(value, dict):
+            if isinstance(value.get("type"), str):
+                found.add(value["type"])
+            for inner in value.values():
+                walk(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                walk(inner)
+
+    walk(part)
+    return found

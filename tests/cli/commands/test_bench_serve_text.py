@@ -1,0 +1,130 @@
+"""A load report as JSON, CSV, tables and a picture: every form says the same, under vLLM's field names."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phasewise.cli.commands.bench.serve_text import FORMATS, draw_report
+from phasewise.loadtest.arrivals import LatencySlo, RequestPace
+from phasewise.loadtest.client import Target
+from phasewise.loadtest.metrics import Measured
+from phasewise.loadtest.outcome import FailureKind, RequestOutcome
+from phasewise.loadtest.report_json import fields_of
+from phasewise.loadtest.session import LoadReport, RateProbe
+
+SHARED = Path(
+    os.environ.get("PHASEWISE_SHARED_DATA", Path(__file__).resolve().parents[4] / "shared" / "data")
+)
+SLO = LatencySlo(200.0, 50.0)
+
+
+OUTCOMES = (
+    RequestOutcome(0.0, 128, 3, 0.1, 0.18, [0.04, 0.04], text="a b c"),
+    RequestOutcome(0.5, 128, 3, 0.3, 0.5, [0.1, 0.1], text="d e f"),
+    RequestOutcome(1.0, 128, failure=FailureKind.overloaded, error="status 429: full"),
+)
+
+
+def report(found: Sequence[RequestOutcome] = OUTCOMES, **more: Any) -> LoadReport:
+    found = list(found)
+    probes = (
+        RateProbe(2.0, Measured(found[:1], 1.0, 0.0), 1.0, True),
+        RateProbe(4.0, Measured(found, 1, 0), 0.3, False),
+    )
+    return LoadReport(
+        Target("http://127.0.0.1:1", "models/tiny"),
+        datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
+        3,
+        RequestPace(2.0),
+        SLO,
+        Measured(found, 2.0, 0.02),
+        "random token ids",
+        probes,
+        2.0,
+        is_search=True,
+        **more,
+    )
+
+
+def documented_fields() -> list[str]:
+    """What vLLM's readers look for, without the words that explain it."""
+    path = SHARED / "formats" / "FIELDS.json"
+    if not path.exists():
+        pytest.skip(f"{path} is not here: the lists of other tools' fields")
+    listed = json.loads(path.read_text())["vllm_bench_serve"]
+    names = [
+        name
+        for part in ("header_fields", "stable_result_fields", "newer_result_fields")
+        for name in listed[part]
+    ]
+    names += listed["detailed_fields_only_with_save_detailed"] + ["latencies", "start_times"]
+    names = [re.split(r"[ ,(]", name)[0] for name in names if not name.startswith(("<", "ramp"))]
+    metrics = [
+        f"{statistic}_{metric}_ms"
+        for metric in ("ttft", "tpot", "itl", "e2el")
+        for statistic in ("mean", "median", "std", "p99")
+    ]
+    return names + metrics
+
+
+def test_json_has_vllms_field_names_flat() -> None:
+    fields = fields_of(report(), is_detailed=True)
+
+    assert fields["schema_version"] == 1
+    assert [name for name in documented_fields() if name not in fields] == []
+    assert fields["date"] == "20260102-030405"
+    assert fields["request_rate"] == 2.0
+
+
+def test_details_come_only_when_asked_for_and_row_by_row() -> None:
+    whole = json.loads(FORMATS["json"](report(), is_detailed=True))
+
+    assert "ttfts" not in json.loads(FORMATS["json"](report()))
+    assert whole["ttfts"] == [0.1, 0.3, 0.0]
+    assert whole["itls"] == [[0.04, 0.04], [0.1, 0.1], []]
+    assert whole["generated_texts"] == ["a b c", "d e f", ""]
+    assert whole["errors"][2] == "status 429: full"
+    assert len(FORMATS["csv"](report(), is_detailed=True).splitlines()) == 4
+
+
+def test_tables_tell_failures_probes_and_goodput() -> None:
+    text = FORMATS["md"](report())
+
+    for said in ("http_429", "status 429: full", "missed", "kept", "2.000 requests/s", "this client's CPU"):
+        assert said in text
+
+
+def test_the_picture_has_both_curves_and_the_goal() -> None:
+    picture = draw_report(report())
+
+    for said in (
+        "attainment over the rate",
+        "attainment over the scale",
+        "goal: 90%",
+        "requests/s",
+        ">tiny<",
+    ):
+        assert said in picture
+
+
+def test_answers_of_one_token_have_no_time_per_token() -> None:
+    """The first token's time is all that there is."""
+    one = RequestOutcome(0.0, 128, 1, 0.1, 0.1, [], text="a")
+
+    alone, beside = (FORMATS["md"](report(found)) for found in ([one], [one, OUTCOMES[0]]))
+
+    assert "TTFT" in alone
+    assert "TPOT" not in alone
+    assert "TPOT" in beside
+    assert (
+        fields_of(report([one, OUTCOMES[0]]))["mean_tpot_ms"]
+        == fields_of(report([OUTCOMES[0]]))["mean_tpot_ms"]
+    )

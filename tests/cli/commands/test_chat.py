@@ -1,0 +1,122 @@
+"""`phasewise chat`: a conversation on a tiny model of random weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from phasewise.cli.commands.chat.slash_commands import ChatCommandError, applied_setting, save_conversation
+from tests.cli import command
+
+pytest.importorskip(
+    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
+)
+
+pytestmark = pytest.mark.usefixtures("own_places")
+
+
+def chat(tiny: Path, *lines: str, options: tuple[str, ...] = ()) -> command.Done:
+    stdin = "".join(f"{line}\n" for line in lines)
+    return command.run("chat", tiny, "-n", 8, "--temperature", 0, *options, stdin=stdin)
+
+
+def saved(tiny: Path, path: Path, *lines: str) -> list[dict[str, str]]:
+    result = chat(tiny, *lines, f"/save {path}")
+    assert result.exit_code == 0, result.output
+    return list(json.loads(path.read_text(encoding="utf-8"))["messages"])
+
+
+def test_a_conversation_keeps_every_turn(tiny: Path, tmp_path: Path) -> None:
+    messages = saved(tiny, tmp_path / "talk.json", "/system be brief", "one", "two")
+
+    assert [one["role"] for one in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert [one["content"] for one in messages if one["role"] == "user"] == ["one", "two"]
+
+
+def test_only_answers_go_to_stdout(tiny: Path, tmp_path: Path) -> None:
+    (_, answer) = saved(tiny, tmp_path / "talk.json", "one")
+
+    assert chat(tiny, "one").stdout == answer["content"] + "\n"
+
+
+def test_lines_between_quotes_are_one_message(tiny: Path, tmp_path: Path) -> None:
+    messages = saved(tiny, tmp_path / "talk.json", '"""', "a", "b", '"""')
+
+    assert messages[0] == {"role": "user", "content": "a\nb"}
+
+
+def test_clear_begins_anew_but_for_the_system_message(tiny: Path, tmp_path: Path) -> None:
+    messages = saved(tiny, tmp_path / "talk.json", "/system S", "one", "/clear", "two")
+
+    assert [one["role"] for one in messages] == ["system", "user", "assistant"]
+
+
+def test_a_conversation_that_fills_the_context_goes_on_after_clear(tiny: Path) -> None:
+    result = chat(tiny, "x" * 400, "/clear", "y", options=("--context", "64"))
+
+    assert result.exit_code == 0
+    assert "/clear begins a new one" in result.stderr
+    assert result.stdout.count("\n") == 1
+
+
+def test_unknown_commands_and_values_are_told(tiny: Path) -> None:
+    result = chat(tiny, "/dance", "/set top_p 7", "/set temperature 0.5")
+
+    assert "no command /dance" in result.stderr
+    assert "top_p is a number" in result.stderr
+    assert "temperature = 0.5" in result.stderr
+
+
+@pytest.mark.parametrize("text", ["", "temperature", "colour red", "top_k 0", "temperature nan", "seed x"])
+def test_settings_out_of_range_are_refused(text: str) -> None:
+    with pytest.raises(ChatCommandError):
+        applied_setting(text)
+
+
+def test_a_setting_goes_back_to_the_models() -> None:
+    assert applied_setting("top-p default") == {"top_p": None}
+
+
+def test_a_conversation_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ChatCommandError, match="cannot be written"):
+        save_conversation(tmp_path / "none" / "talk.json", "m", [])
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_answer_and_not_the_program(roomy: Path) -> None:
+    """On a real terminal: an endless answer is interrupted, then the conversation goes on and ends."""
+    parent, child = pty.openpty()
+    words = [sys.executable, "-m", "phasewise", "chat", str(roomy), "--temperature", "0"]
+    process = subprocess.Popen(words, stdin=child, stdout=child, stderr=child, start_new_session=True)
+    os.close(child)
+    seen = b""
+
+    def read_until(mark: bytes, seconds: float = 60.0) -> None:
+        nonlocal seen
+        end_s = time.monotonic() + seconds
+        while mark not in seen and time.monotonic() < end_s:
+            if select.select([parent], [], [], 0.2)[0]:
+                seen += os.read(parent, 1 << 16)
+        assert mark in seen, seen[-500:]
+        seen = seen[seen.index(mark) + len(mark) :]
+
+    try:
+        read_until(b"> ")
+        os.write(parent, b"hello\n")
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        read_until(b"> ")
+        os.write(parent, b"/bye\n")
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        os.close(parent)

@@ -1,0 +1,193 @@
+"""`phasewise db`: what a person and a script see, in every state of the database."""
+
+from __future__ import annotations
+
+import sqlite3
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from phasewise.kerneldb.records import (
+    Measurement,
+    Origin,
+    PlanRecord,
+    Problem,
+    Sample,
+    Schedule,
+)
+from phasewise.kerneldb.store import open_store
+from phasewise.topology import read_machine
+from phasewise.tuner.plans import plans_for
+from tests.cli import command
+from tests.support.machines.kerneldb_examples import OTHER_MACHINE
+
+CORE = str(read_machine().allowed_pus[0])
+pytestmark = pytest.mark.usefixtures("own_places")
+
+
+run = partial(command.text_of, "db")
+run_json = partial(command.fields_of, "db")
+invoke = partial(command.run, "db")
+
+
+def fill(db: Path) -> None:
+    """Plans and schedules from another kind of machine, with the longest names."""
+    origin = Origin(OTHER_MACHINE, "0.1.0", 1_795_000_000_000)
+    sample = Sample(
+        Schedule(12, 2, 144, 6144, 4096, 1, 64, 2, "vnni_group32", 2, 65_536, "mn"),
+        (98_765_432,),
+        98_765_432,
+        None,
+        0,
+    )
+    problem = Problem("attention_decode", "bf16", 14336, 4096, 2048)
+    with open_store(db) as store:
+        store.add_measurements([Measurement(problem, sample, "abi", origin)])
+        store.add_plan(PlanRecord("meta-llama/Meta-Llama-3.1-8B-Instruct@native", "decode", "{}", origin))
+
+
+def test_path_prints_the_file_and_nothing_else(db: Path) -> None:
+    assert run("path") == f"{db}\n"
+    assert run("path", "--db", "/elsewhere/x.db") == "/elsewhere/x.db\n"
+    assert run_json("path") == {"database": str(db), "exists": False}
+    assert not db.exists()
+
+
+def test_a_password_is_never_printed(db: Path) -> None:
+    url = "postgresql+nothing://me:secret@host/db"
+
+    assert run("path", "--db", url) == "postgresql+nothing://me:***@host/db\n"
+    assert "secret" not in invoke("stats", "--db", url).refusal
+
+
+def test_a_machine_has_one_label_in_every_listing(db: Path) -> None:
+    """Whatever a listing shows of it: plans, schedules or measurements alone."""
+    fill(db)
+    run("set-plan", "m", "--phase", "prefill", "--cores", CORE)
+
+    listings = [run_json("show"), run_json("show", "--phase", "prefill"), run_json("stats")]
+
+    assert len(listings[0]["machines"]) == 2
+    assert all(one["machines"] == listings[0]["machines"] for one in listings)
+
+
+@pytest.mark.parametrize("verb", ["show", "stats"])
+def test_looking_creates_nothing(db: Path, verb: str) -> None:
+    """No database yet is a state, not a failure."""
+    assert run_json(verb)["database"] == str(db)
+    assert f"there is no database at {db} yet" in invoke(verb).stderr
+    assert not db.exists()
+
+
+def test_upgrade_creates_then_says_that_all_is_current(db: Path) -> None:
+    first, second = run_json("upgrade"), run_json("upgrade")
+
+    assert (first["from"], second["from"]) == (None, first["to"])
+    assert "is current" in run("upgrade")
+
+
+def test_a_plan_set_by_hand_is_the_one_in_use(db: Path) -> None:
+    """Decode on one core, prefill as by default: what the two phases of a model run on then differs."""
+    assert "(database)" in run(
+        "set-plan", "tinyllama", "--phase", "decode", "--cores", CORE, "--format", "int4"
+    )
+    plans = plans_for(db, read_machine(), "tinyllama@int4")
+
+    assert plans["decode"].cores == (int(CORE),)
+    assert plans["decode"].source == "database"
+    assert plans["prefill"].source == "default"
+
+
+def test_the_newest_plan_is_marked_as_in_use(db: Path) -> None:
+    for _ in range(2):
+        fields = run_json("set-plan", "m", "--phase", "decode", "--cores", CORE)
+        assert fields == {"model": "m@native", "phase": "decode", "ranks": [[int(CORE)]]}
+    shown = run_json("show")
+
+    assert [plan["in_use"] for plan in shown["plans"]] == [False, True]
+    assert shown["plans"][0]["ranks"] == [[int(CORE)]]
+    assert {machine["machine"] for machine in shown["machines"]} == {"#1"}
+    assert "m@native" in run("show")
+
+
+@pytest.mark.parametrize(
+    ("cores", "reason"),
+    [("65535", "may not use core 65535"), ("0,0", "twice"), ("all", "0-3,8"), ("", "0-3,8")],
+)
+def test_a_plan_that_cannot_run_here_is_refused(db: Path, cores: str, reason: str) -> None:
+    assert reason in invoke("set-plan", "m", "--phase", "decode", "--cores", cores).refusal
+    assert not db.exists()
+
+
+def test_a_wrong_phase_is_wrong_usage(db: Path) -> None:
+    assert invoke("set-plan", "m", "--phase", "train", "--cores", "0").usage_error
+
+
+def test_stats_count_rows_by_machine(db: Path) -> None:
+    fill(db)
+    fields = run_json("stats")
+
+    counts = {"measurement": 1, "problem": 1, "promotion": 0, "schedule": 1}
+    counts |= {
+        "service_plan": 1,
+        "storage_duel": 0,
+        "step_time": 0,
+        "user_kernel_timing": 0,
+        "user_kernel_promotion": 0,
+    }
+    assert fields["rows"] == counts
+    assert fields["by_machine"] == [{"machine": "#1", "measurements": 1, "service_plans": 1, "step_times": 0}]
+    assert fields["machines"] == [
+        {"machine": "#1", "core": OTHER_MACHINE.core_sig, "placement": OTHER_MACHINE.placement_sig}
+    ]
+    assert fields["file_bytes"] >= db.stat().st_size
+    assert fields["schema"] == run_json("upgrade")["to"]
+
+
+@pytest.mark.parametrize("verb", ["show", "stats"])
+def test_tables_fit_eighty_columns(db: Path, tmp_path: Path, verb: str) -> None:
+    """The longest names and numbers, and this machine's own signature."""
+    fill(db)
+    run("set-plan", "m", "--phase", "prefill", "--cores", CORE)
+    lines = run(verb).replace(str(tmp_path), "").splitlines()
+
+    assert max(map(len, lines)) <= 80
+    assert "...ion_decode bf16" in run("show")
+
+
+def test_a_plan_that_cannot_be_read_is_shown_as_such(db: Path) -> None:
+    """The reason goes to stderr, so that the table and the JSON stay data."""
+    fill(db)
+
+    assert run_json("show")["plans"][0]["ranks"] is None
+    assert "cannot be read" in invoke("show").stderr
+
+
+@pytest.mark.parametrize("verb", ["show", "stats", "upgrade"])
+def test_a_file_that_is_no_database_is_one_line_and_exit_code_one(db: Path, verb: str) -> None:
+    db.write_text("my notes")
+
+    line = invoke(verb).refusal
+
+    assert line == f"phasewise: {db} is not a database; name another with --db, or move it away"
+    assert db.read_text() == "my notes"
+
+
+def test_a_newer_database_is_one_line_and_exit_code_one(db: Path) -> None:
+    run("upgrade")
+    with sqlite3.connect(db) as raw:
+        raw.execute("UPDATE phasewise_schema SET version_num = '0999'")
+    raw.close()
+
+    assert "newer than this phasewise knows" in invoke("show").refusal
+
+
+def test_two_commands_at_once_both_work(db: Path) -> None:
+    """The first start of two servers, say."""
+    both = [command.start("db", "set-plan", "m", "--phase", "decode", "--cores", CORE) for _ in range(2)]
+    for process in both:
+        process.communicate(timeout=60)
+
+    assert [process.returncode for process in both] == [0, 0]
+    assert run_json("stats")["rows"]["service_plan"] == 2

@@ -1,0 +1,300 @@
+"""`phasewise db export | import | merge | diff | verify | gc`: what a person and a script see."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from phasewise.cython_kernels import _native
+from phasewise.kerneldb.records import Comparison, Problem, Sample, Schedule, ServedStep, StepTime
+from phasewise.kerneldb.store import open_store
+from phasewise.workflows.database import verify_schedules
+from tests.cli import command
+from tests.support.machines.kerneldb_examples import OTHER_MACHINE
+from tests.support.tuned_here import here, in_use, timed
+
+ABI = _native.kernel_abi("gemm")
+STALE_ABI = ABI.rpartition("-")[0] + "-000000000000"
+PROBLEM = Problem("gemm", "int8", 256, 128, 4)
+SCHEDULE = Schedule(4, 2, 64, 128, 128, 1, 1, 1, _native.compute_paths("q8")[0], 1, 0, "nm")
+OTHER_SCHEDULE = dataclasses.replace(SCHEDULE, block_k=64)
+
+pytestmark = pytest.mark.usefixtures("own_places")
+
+invoke = partial(command.run, "db")
+run = partial(command.text_of, "db")
+run_json = partial(command.fields_of, "db")
+measured = partial(timed, PROBLEM, SCHEDULE)
+
+
+@pytest.fixture
+def tuned(db: Path) -> Path:
+    """The database by default: a schedule in use, rows of another machine and of an earlier build."""
+    with open_store(db) as store:
+        store.add_measurements(
+            [
+                measured(900),
+                timed(PROBLEM, OTHER_SCHEDULE, 800),
+                measured(7, "gemm-neon-00", OTHER_MACHINE),
+                measured(5, STALE_ABI),
+            ]
+        )
+        store.add_promotions([in_use(measured(1))])
+    return db
+
+
+@pytest.fixture
+def exported(tuned: Path, tmp_path: Path) -> Path:
+    file = tmp_path / "tuned.jsonl"
+    file.write_text(run("export"))
+    return file
+
+
+def test_an_import_exports_the_same_bytes_and_prefers_the_same_schedules(
+    exported: Path, tmp_path: Path
+) -> None:
+    """Although it uses none of them yet."""
+    copy = str(tmp_path / "copy.db")
+    counts = {"read": 5, "added": 5, "known": 0, "refused": 0}
+    assert run_json("import", str(exported), "--db", copy) == {"source": str(exported), **counts}
+    assert run("export", "--db", copy) == exported.read_text()
+    assert run_json("diff", copy) == {"same": 3, "differences": [], "machines": []}
+    assert run_json("diff", str(exported))["same"] == 3
+
+    standings = [one["standing"] for one in run_json("show", "--db", copy)["schedules"]]
+    assert standings == ["imported"] * 3
+    assert "to be measured by `phasewise db verify`" in run("show", "--db", copy)
+
+
+def test_an_export_is_data_on_stdout_and_a_count_on_stderr(tuned: Path) -> None:
+    result = invoke("export")
+
+    assert result.stderr == "5 rows of 2 kinds of machine\n"
+    assert [json.loads(line) for line in result.stdout.splitlines()][-1]["rows"] == 5
+
+
+@pytest.mark.parametrize(("signature", "rows"), [("ARM", 1), ("4 threads", 1), ("here", 4)])
+def test_an_export_may_be_of_some_machines(tuned: Path, signature: str, rows: int) -> None:
+    lines = run("export", "--signature", signature).splitlines()
+
+    assert json.loads(lines[-1])["rows"] == rows
+
+
+def test_a_signature_that_nothing_has_is_said(tuned: Path) -> None:
+    line = invoke("export", "--signature", "PDP-11").refusal
+
+    assert "no rows are of a machine with PDP-11" in line
+
+
+def test_an_import_comes_from_a_pipe_too(exported: Path, tmp_path: Path) -> None:
+    result = invoke("import", "-", "--db", tmp_path / "copy.db", stdin=exported.read_text())
+
+    assert result.stdout == "-: 5 rows added, 0 known already\n"
+    assert "is not used before `phasewise db verify`" in result.stderr
+
+
+def test_what_is_refused_is_said_line_by_line_and_in_the_exit_code(exported: Path, tmp_path: Path) -> None:
+    lines = exported.read_text().splitlines()
+    exported.write_text("\n".join([lines[0], *["garbage"] * 30, *lines[1:3]]))
+    result = invoke("import", exported, "--db", tmp_path / "copy.db")
+
+    assert result.exit_code == 1
+    assert result.stdout == f"{exported}: 2 rows added, 0 known already, 31 lines refused\n"
+    assert f"{exported}:2: refused: the line is not JSON" in result.stderr
+    assert f"{exported}: 11 more lines were refused" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    (
+        [
+            (("import", "missing.jsonl"), "missing.jsonl cannot be read: No such file"),
+            (("import", "."), ". cannot be read: Is a directory"),
+            (("import", __file__), "is not a file that `phasewise db export` wrote"),
+            (("merge", "missing.db"), "there is no database at"),
+            (("diff", "missing.db"), "there is no database at"),
+            (("export", "--db", "missing.db"), "there is no database at"),
+            (("verify", "--db", "missing.db"), "there is no database at"),
+            (("gc", "--db", "missing.db"), "there is no database at"),
+        ]
+    ),
+)
+def test_what_cannot_be_read_is_one_line_and_creates_nothing(
+    tuned: Path, arguments: Sequence[str], reason: str
+) -> None:
+    before = sorted(tuned.parent.iterdir())
+
+    assert reason in invoke(*arguments).refusal
+    assert sorted(tuned.parent.iterdir()) == before
+    assert not Path("missing.db").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_an_export_to_a_full_disk_is_one_line(tuned: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        line = command.run_process("db", "export", stdout=full.fileno()).refusal
+
+    assert line == "phasewise: the export cannot be written: No space left on device"
+
+
+def test_merging_adds_what_is_missing_once(tuned: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.db"
+    with open_store(other) as store:
+        store.add_measurements([measured(900), timed(Problem("gemm", "f32", 16, 32, 1), SCHEDULE, 3)])
+    first, again = run_json("merge", str(other)), run_json("merge", str(other))
+
+    assert (first["added"], first["known"]) == (1, 1)
+    assert again["added"] == 0
+
+
+def test_step_times_go_out_only_where_they_are_asked_for_and_merge_with_the_rest(
+    tuned: Path, tmp_path: Path
+) -> None:
+    """They name models; a merge of one's own databases takes them along."""
+    step = ServedStep("decode", 1, 1, 512)
+    plan = '{"format": 1, "phase": "decode", "ranks": [{"cores": [0], "numa_node": null}]}'
+    with open_store(tuned) as store:
+        origin = measured(1).origin
+        store.add_step_times([StepTime("mine@int4", "key", plan, "default", step, (9,), 9, ABI, origin)])
+    other = tmp_path / "other.db"
+
+    assert "mine@int4" not in run("export")
+    assert "mine@int4" in run("export", "--step-times")
+    assert run_json("merge", str(tuned), "--db", str(other))["added"] == 6
+    assert run_json("stats", "--db", str(other))["rows"]["step_time"] == 1
+
+
+def test_a_difference_is_shown_and_in_the_exit_code(tuned: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.db"
+    with open_store(other) as store:
+        store.add_measurements([timed(PROBLEM, OTHER_SCHEDULE, 800)])
+    found = run_json("diff", str(other), exit_code=1)
+
+    assert found["same"] == 0
+    changed = next(one for one in found["differences"] if one["there"])
+    assert (changed["here"]["block_k"], changed["there"]["block_k"]) == (128, 64)
+    assert "none" in run("diff", str(other), exit_code=1)
+
+
+class FakeBench:
+    """Times a schedule by its block_k, so that nothing depends on the machine."""
+
+    def __init__(self, cores: Sequence[int], total_bytes: int) -> None:
+        self.closed = False
+
+    def obstacle(self, problem: Problem, schedule: Schedule) -> str | None:
+        return None
+
+    def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
+        return [Sample(one, (one.block_k,), one.block_k, None, 0) for one in schedules]
+
+    def compare(self, problem: Problem, candidate: Schedule, incumbent: Schedule | None) -> Comparison:
+        gain = (incumbent.block_k if incumbent else 200) / candidate.block_k
+        return Comparison(gain, gain, gain, 0.95, 40)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_verifying_puts_what_passes_into_use(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = str(tmp_path / "copy.db")
+    run("import", str(exported), "--db", copy)
+    monkeypatch.setattr(verify_schedules, "NativeBench", FakeBench)
+    found = run_json("verify", "--db", copy)
+
+    assert [(one["block_k"], one["promoted"]) for one in found["verdicts"]] == [(128, True)]
+    assert found["unverified_rows"] == 4
+    schedule = next(one for one in run_json("show", "--db", copy)["schedules"] if one["kernel_abi"] == ABI)
+    assert (schedule["standing"], schedule["block_k"]) == ("in use", 128)
+    assert run_json("verify", "--db", copy)["verdicts"] == []
+
+
+def test_verifying_measures_on_the_real_kernels(exported: Path, tmp_path: Path) -> None:
+    """Whatever the verdict: the rows are there, and products that no machine could compute are left."""
+    copy = str(tmp_path / "copy.db")
+    huge = Problem("gemm", "int8", 2**31 - 1, 2**31 - 1, 2**31 - 1)
+    attention = Problem("attention", "f16", 128, 64, 4)
+    schedule = dataclasses.replace(SCHEDULE, compute_path="fma", mr=2, panels=1, block_m=4, block_n=16)
+    imported = ((PROBLEM, SCHEDULE), (huge, SCHEDULE), (attention, schedule))
+    with open_store(copy) as store:
+        store.add_missing([timed(*row, 1, verified=False) for row in imported])
+    result = invoke("verify", "--db", copy)
+
+    assert result.exit_code == 0, result.stderr
+    assert "larger than that of any model" in result.stderr
+    assert "gemm int8" in result.stdout
+    assert "attention f16" in result.stdout
+    with open_store(copy) as store:
+        assert store.measurement_count(PROBLEM, here(), ABI) == 2
+
+
+@pytest.mark.parametrize(
+    ("problem", "schedule", "reason"),
+    [
+        (Problem("moe", "int8", 16, 32, 1), SCHEDULE, "family moe"),
+        (Problem("gemm", "fp3", 16, 32, 1), SCHEDULE, "format 'fp3'"),
+        (PROBLEM, dataclasses.replace(SCHEDULE, compute_path="quantum"), "no compute path quantum"),
+        (Problem("gemm", "int8", 2**20, 1, 2**20), SCHEDULE, "larger than"),
+        (Problem("gemm", "int8", 1, 2**20, 2**20), SCHEDULE, "larger than"),
+        (Problem("attention", "f16", 576, 192, 2**31 - 1), SCHEDULE, "larger than"),
+        (Problem("attention", "f8", 576, 192, 8), SCHEDULE, "no such attention"),
+        (Problem("attention", "f16", 576, 7, 8), SCHEDULE, "no such attention"),
+        (Problem("attention", "f16", 576, 576, 8), dataclasses.replace(SCHEDULE, k_parts=9), "in 9 parts"),
+    ],
+)
+def test_what_cannot_be_computed_here_is_an_obstacle(
+    problem: Problem, schedule: Schedule, reason: str
+) -> None:
+    found = verify_schedules.NativeBench.obstacle(object(), problem, schedule)  # type: ignore[arg-type]
+
+    assert reason in (found or "")
+
+
+def test_collecting_garbage_says_what_goes_and_what_went(tuned: Path) -> None:
+    deleted = {
+        "promotion": 0,
+        "storage_duel": 0,
+        "measurement": 1,
+        "step_time": 0,
+        "problem": 0,
+        "schedule": 0,
+    }
+    assert run_json("gc", "--dry-run") == {"dry_run": True, "deleted": deleted}
+    assert run("gc", "--dry-run") == "would delete 1 measurements\n"
+    assert run_json("gc") == {"dry_run": False, "deleted": deleted}
+    assert run("gc") == "deleted nothing\n"
+    assert run_json("gc", "--keep", "1")["deleted"]["measurement"] == 0, "one is fast, one in use"
+    assert {one["standing"] for one in run_json("show")["schedules"]} == {"in use", "measured"}
+
+
+def test_rows_of_an_earlier_build_are_shown_apart(tuned: Path) -> None:
+    states = {one["build"]: one["state"] for one in run_json("stats")["by_build"]}
+    assert states == {ABI: "current", STALE_ABI: "stale", "gemm-neon-00": "elsewhere"}
+
+    assert "Of an earlier build of the kernels, not used" in run("show")
+    assert [one["stale"] for one in run_json("show")["schedules"]].count(True) == 1
+
+
+@pytest.mark.parametrize(
+    "words", [("diff", "other.db"), ("show",), ("stats",), ("verify", "--db", "other.db")]
+)
+def test_tables_fit_eighty_columns(
+    tuned: Path, monkeypatch: pytest.MonkeyPatch, words: Sequence[str]
+) -> None:
+    monkeypatch.chdir(tuned.parent)
+    monkeypatch.setattr(verify_schedules, "NativeBench", FakeBench)
+    wide = Schedule(12, 16, 144, 6144, 4096, 16, 64, 4, "int8_tile_of_somebody", 4, 65_536, "mn")
+    widest = Problem("attention", "int8g16", 14336, 14336, 2048)
+    with open_store("other.db") as store:
+        store.add_missing([timed(PROBLEM, wide, 987_654_321, verified=False)])
+        store.add_measurements([timed(widest, wide, 987_654_321)])
+    lines = run(*words, exit_code=1 if words[0] == "diff" else 0).splitlines()
+
+    assert max(len(line) for line in lines if "/" not in line) <= 80

@@ -1,0 +1,119 @@
+"""`phasewise embed`: vectors in every form, from every place that texts come from; and what is refused."""
+
+from __future__ import annotations
+
+import io
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cli import command
+from tests.support.models.encoder_models import HIDDEN, MAX_TOKENS, poison_weights, write_encoder
+
+pytest.importorskip(
+    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
+)
+
+pytestmark = pytest.mark.usefixtures("own_places")
+
+TEXTS = ["the cat sat", "a dog.", "naïve 北京"]
+
+invoke = partial(command.run, "embed")
+as_json = partial(command.fields_of, "embed")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_encoder(tmp_path_factory.mktemp("model") / "bert", "bert")
+
+
+def vectors(fields: dict[str, Any]) -> np.ndarray:
+    return np.array(fields["vectors"], np.float32)
+
+
+def test_json_csv_and_npy_hold_the_same_bits(model: Path) -> None:
+    fields = as_json(model, *TEXTS)
+    npy = invoke(model, *TEXTS, "-o", "npy")
+    csv = invoke(model, *TEXTS, "-o", "csv")
+
+    whole = vectors(fields)
+    assert (fields["dimensions"], whole.shape) == (HIDDEN, (3, HIDDEN))
+    assert fields["prompt_tokens"] > len(TEXTS)
+    loaded = np.load(io.BytesIO(npy.stdout_bytes))
+    assert loaded.dtype == np.float32
+    assert loaded.tobytes() == whole.tobytes()
+    rows = [line.split(",") for line in csv.stdout.splitlines()]
+    assert np.array(rows, np.float32).tobytes() == whole.tobytes()
+
+
+def test_stdin_a_file_and_the_command_line_are_the_same_texts(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "texts"
+    file.write_text("\n".join(TEXTS), encoding="utf-8")
+
+    given = as_json(model, *TEXTS)
+
+    assert as_json(model, "-", stdin="\n".join(TEXTS) + "\n") == given
+    assert as_json(model, "--file", file) == given
+
+
+def test_an_empty_line_is_a_text(model: Path) -> None:
+    fields = as_json(model, "-", stdin="one\n\ntwo\n")
+
+    assert len(fields["vectors"]) == 3
+    assert np.isfinite(vectors(fields)).all()
+
+
+def test_dimensions_threads_and_truncation(model: Path) -> None:
+    long = "cat " * (2 * MAX_TOKENS)
+
+    whole, few = as_json(model, "the cat"), as_json(model, "the cat", "--dimensions", 5, "--threads", 1)
+    cut = as_json(model, long, "--truncate")
+
+    first = vectors(whole)[:, :5]
+    assert np.allclose(vectors(few), first / np.linalg.norm(first), atol=1e-6)
+    assert cut["prompt_tokens"] == MAX_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "code", "says"),
+    [
+        ((), None, 2, "nothing to embed"),
+        (("-",), "", 1, "stdin has no line"),
+        (("-",), b"caf\xe9\n", 1, "UTF-8"),
+        (("--file", "FOLDER"), None, 1, "cannot be read"),
+        (("--file", "LATIN"), None, 1, "cannot be read"),
+        (("--file", "EMPTY"), None, 1, "no line to embed"),
+        (("--file", "EMPTY", "text"), None, 2, "not from both"),
+        (("word " * 200,), None, 1, f"maximum context length is {MAX_TOKENS} tokens"),
+        (("the", "--dimensions", HIDDEN + 1), None, 1, "too many"),
+    ],
+)
+def test_what_cannot_be_embedded_is_one_line(
+    model: Path,
+    tmp_path: Path,
+    arguments: tuple[object, ...],
+    stdin: str | bytes | None,
+    code: int,
+    says: str,
+) -> None:
+    (tmp_path / "LATIN").write_bytes(b"caf\xe9\n")
+    (tmp_path / "EMPTY").write_bytes(b"")
+    places = {"FOLDER": tmp_path, "LATIN": tmp_path / "LATIN", "EMPTY": tmp_path / "EMPTY"}
+
+    done = invoke(model, *(places.get(str(word), word) for word in arguments), stdin=stdin)
+
+    assert says in (done.refusal if code == 1 else done.usage_error)
+
+
+def test_a_model_that_generates_text_is_refused(tiny: Path) -> None:
+    assert "no embedding model" in invoke(tiny, "hello").refusal
+
+
+def test_weights_that_are_no_numbers_are_an_error(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "bert", "bert")
+    poison_weights(folder)
+
+    assert "NaN or infinity" in invoke(folder, "the cat sat").refusal

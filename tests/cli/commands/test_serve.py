@@ -1,0 +1,389 @@
+"""`phasewise serve` as a process: it starts, answers, and ends well in every way that it can be ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.support.servers.rude_clients import until
+from tests.support.servers.served_command import own_places, serving
+from tests.support.tiers import first_is_smoke
+
+pytest.importorskip(
+    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
+)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return own_places(tmp_path_factory.mktemp("home"))
+
+
+def refused(model: object, environment: dict[str, str], *arguments: object) -> str:
+    """The one line of a server that cannot start."""
+    command = [sys.executable, "-m", "phasewise", "serve", str(model), *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert result.returncode == 1, result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    return result.stderr
+
+
+def test_it_answers_and_a_signal_ends_it(roomy: Path, environment: dict[str, str]) -> None:
+    with serving(roomy, environment, "--port", 0, "--api-key", "any") as server:
+        api = server.api()
+        assert [one.id for one in api.models.list()] == ["tiny"]
+        whole = api.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=8, temperature=0, seed=1
+        )
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens >= 1
+        assert api.completions.create(model=str(roomy), prompt="a", max_tokens=2).choices
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        with pytest.raises(openai.BadRequestError, match="but the prompt has 3000000 characters"):
+            api.completions.create(model="tiny", prompt="a" * 3_000_000, max_tokens=2)
+
+        assert server.end(signal.SIGTERM) == 0
+    assert server.lines[-1] == "stopping"
+    said = "\n".join(server.lines)
+    assert "KV cache: " in said
+    assert "\nprefill: 1 rank on core" in said
+
+
+@pytest.mark.parametrize("form", [("--api-key", "secret-1", "--api-key=secret-2"), ("--api-key=secret-1",)])
+def test_keys_are_not_on_the_command_line_that_others_see(
+    roomy: Path, environment: dict[str, str], form: tuple[str, ...]
+) -> None:
+    with serving(roomy, environment, *form, "--port", 0) as server:
+        shown = Path(f"/proc/{server.process.pid}/cmdline").read_bytes()
+        assert b"secret" not in shown
+        assert b"--port\x000" in shown
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        answer = httpx.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer secret-1"})
+        assert answer.status_code == 200
+    assert any("PHASEWISE_API_KEY" in line and "secret" not in line for line in server.lines)
+
+
+def test_over_https_a_tls_key_that_others_can_read_is_said(
+    roomy: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    tls = Path(__file__).parents[2] / "data" / "tls"
+    key = tmp_path / "key.pem"
+    key.write_bytes((tls / "key.pem").read_bytes())
+    arguments = ("--port", 0, "--tls-cert", tls / "cert.pem", "--tls-key", key)
+    key.chmod(0o604)
+    with serving(roomy, environment, *arguments) as server:
+        said = f"warning: everybody on this machine can read the TLS key in {key}; chmod 600 it"
+        assert said in server.lines
+    key.chmod(0o640)
+    with serving(roomy, environment, *arguments) as server:
+        assert not any("warning" in line for line in server.lines)
+        assert server.url.startswith("https://")
+        trusting = ssl.create_default_context(cafile=tls / "cert.pem")
+        assert httpx.get(f"{server.url}/ready", verify=trusting).status_code == 200
+        assert server.end(signal.SIGTERM) == 0
+
+
+def test_a_key_from_the_environment_stays_there_and_no_rank_has_it(
+    roomy: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    surroundings = environment | {
+        "PHASEWISE_API_KEY": "secret-1",
+        "PHASEWISE_DB": str(tmp_path / "secret.db"),
+    }
+    cores = [part for one in sorted(os.sched_getaffinity(0))[:2] for part in ("--cores", str(one))]
+    if len(cores) < 4:
+        pytest.skip("two ranks need two cores")
+    for phase in ("prefill", "decode"):
+        plan = [sys.executable, "-m", "phasewise", "db", "set-plan", "tiny", "--phase", phase, *cores]
+        subprocess.run(plan, env=surroundings, check=True, capture_output=True)
+    with serving(roomy, surroundings, "--port", 0) as server:
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
+        children = [pid for task in tasks for pid in (task / "children").read_text().split()]
+        assert children
+        for pid in children:
+            assert b"secret" not in Path(f"/proc/{pid}/environ").read_bytes()
+    assert not any("secret-1" in line or "warning" in line for line in server.lines)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_stream_with_an_error(
+    roomy: Path, environment: dict[str, str], number: int
+) -> None:
+    with serving(roomy, environment, "--port", 0) as server:
+        stream = server.stream()
+        server.process.send_signal(number)
+        for _ in range(100):
+            if any(line.startswith("stopping: 1 in progress") for line in server.lines):
+                break
+            next(iter(stream))
+        server.process.send_signal(number)
+        with pytest.raises(openai.APIError, match="stopping"):
+            list(stream)
+        assert server.process.wait(timeout=20) == 0
+    assert [line for line in server.lines if line.startswith("stopping")] == server.lines[-1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", first_is_smoke([signal.SIGINT, signal.SIGTERM]))
+def test_one_signal_lets_answers_in_progress_end(
+    roomy: Path, environment: dict[str, str], number: int
+) -> None:
+    with serving(roomy, environment, "--port", 0) as server:
+        stream = server.api().completions.create(  # type: ignore[call-overload]
+            model="tiny", prompt="a", stream=True, max_tokens=3000, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        server.process.send_signal(number)
+        reasons = [piece.choices[0].finish_reason for piece in stream]
+
+        assert reasons[-1] == "length"
+        assert server.process.wait(timeout=20) == 0
+    assert server.lines[-1].startswith("stopping")
+
+
+def test_a_terminal_that_goes_ends_it_in_order(roomy: Path, environment: dict[str, str]) -> None:
+    """What it says at the end is not read, and two hangups cut nothing short."""
+
+    def have_a_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the tests, and all they start, ignore it
+
+    command = [sys.executable, "-m", "phasewise", "serve", str(roomy), "--kv-budget", "64M", "--port", "0"]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=have_a_terminal
+    )
+    assert process.stderr is not None
+    try:
+        url = next(line.split()[-1] for line in process.stderr if line.startswith("listening on"))
+        process.stderr.close()
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as stream:
+            lines = stream.iter_lines()
+            said = [next(lines)]
+            process.send_signal(signal.SIGHUP)
+            process.send_signal(signal.SIGHUP)
+            said += lines
+
+        assert "data: [DONE]" in said
+        assert not any('"error"' in line for line in said)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_under_nohup_it_stays(roomy: Path, environment: dict[str, str]) -> None:
+    def ignore() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    with serving(roomy, environment, "--port", 0, preexec_fn=ignore) as server:
+        server.process.send_signal(signal.SIGHUP)
+
+        assert httpx.get(f"{server.url}/ready").status_code == 200
+        assert server.end(signal.SIGTERM) == 0
+
+
+def test_answers_that_take_longer_than_the_drain_are_told(roomy: Path, environment: dict[str, str]) -> None:
+    with serving(roomy, environment, "--port", 0, "--drain", 0.3) as server:
+        stream = server.stream()
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="stopping"):
+            list(stream)
+
+        assert server.process.wait(timeout=20) == 0
+
+
+def test_a_unix_socket_keys_from_a_file_and_a_log_of_lengths(
+    roomy: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    path, keys, lengths = tmp_path / "s.sock", tmp_path / "keys", tmp_path / "lengths.jsonl"
+    keys.write_text("# of the team\nsesame\n\nother\n")
+    keys.chmod(0o600)
+    arguments = ("--unix-socket", path, "--api-key-file", keys, "--length-log", lengths)
+
+    with serving(roomy, environment, *arguments) as server:
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://phasewise", timeout=30) as client:
+            assert client.get("/ready").status_code == 200
+            assert client.get("/v1/models").status_code == 401
+            bearer = {"Authorization": "Bearer other"}
+            body = {"model": "tiny", "prompt": "a", "max_tokens": 3, "ignore_eos": True}
+            assert client.post("/v1/completions", json=body, headers=bearer).status_code == 200
+            lengths.rename(tmp_path / "old")
+            server.process.send_signal(signal.SIGHUP)
+            assert client.post("/v1/completions", json=body, headers=bearer).status_code == 200
+            until(lambda: "API keys read again: 2, " in server.lines[-1], "the keys are not read")
+            keys.write_text("sesame\nnew\n")
+            server.process.send_signal(signal.SIGHUP)
+            until(lambda: client.get("/v1/models", headers=bearer).status_code == 401, "it is still right")
+            assert client.get("/v1/models", headers={"Authorization": "Bearer new"}).status_code == 200
+            keys.write_text("# none\n")
+            server.process.send_signal(signal.SIGHUP)
+            until(lambda: "stay as they were" in server.lines[-1], "nothing is said")
+            assert client.get("/v1/models", headers={"Authorization": "Bearer new"}).status_code == 200
+        assert server.end(signal.SIGTERM) == 0
+
+    assert not path.exists()
+    for one in (tmp_path / "old", lengths):
+        line = json.loads(one.read_text())
+        assert (line["output_tokens"], line["finish_reason"], line["max_tokens"]) == (3, "length", 3)
+    assert any("token ids of every prompt" in line for line in server.lines)
+
+
+def test_killed_while_it_streams_the_client_sees_an_end_and_the_next_start_is_clean(
+    roomy: Path, environment: dict[str, str]
+) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with serving(roomy, environment, "--port", 0) as server:
+        stream = server.stream()
+        server.end(signal.SIGKILL)
+        with pytest.raises((httpx.HTTPError, openai.APIError)):
+            list(stream)
+        port = server.port
+
+    with serving(roomy, environment, "--port", port) as again:
+        assert again.api().completions.create(model="tiny", prompt="a", max_tokens=2).choices
+        assert again.end(signal.SIGINT) == 0
+    assert set(os.listdir("/dev/shm")) == before
+
+
+def test_many_clients_get_what_each_gets_alone(roomy: Path, environment: dict[str, str]) -> None:
+    with serving(roomy, environment, "--port", 0, "--max-sequences", 4, "--format", "f32") as server:
+        api = server.api()
+
+        def ask(index: int) -> str:
+            got = api.completions.create(
+                model="tiny", prompt="abc"[: 1 + index % 3] * (1 + index), max_tokens=30, temperature=0,
+                extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            return got.choices[0].text
+
+        alone = [ask(index) for index in range(10)]
+        together: dict[int, str] = {}
+        threads = [
+            threading.Thread(target=lambda index=index: together.update({index: ask(index)}))  # type: ignore[misc]
+            for index in range(10)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        assert [together[index] for index in range(10)] == alone
+
+
+def test_a_port_in_use_is_one_line(roomy: Path, environment: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"port {port}" in refused(roomy, environment, "--port", port)
+
+
+@pytest.mark.slow
+def test_what_keeps_it_from_starting_is_one_line(
+    roomy: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    assert "no-such-model" in refused("no-such-model", environment, "--port", 0)
+    assert "address" in refused(roomy, environment, "--host", "no.such.host.invalid", "--port", 0)
+    with serving(roomy, environment, "--port", 0):  # so that the model is packed and says nothing more
+        pass
+    assert "context" in refused(roomy, environment, "--port", 0, "--context", 1_000_000)
+    cert, key = Path(__file__).parents[2] / "data/tls/cert.pem", roomy
+    assert "cannot be read" in refused(roomy, environment, "--tls-cert", tmp_path / "none.pem")
+    assert "cannot be set up" in refused(roomy, environment, "--tls-cert", cert, "--tls-key", key)
+    assert "no socket" in refused(roomy, environment, "--unix-socket", roomy)
+    assert "cannot be read" in refused(roomy, environment, "--api-key-file", tmp_path / "none")
+    log = tmp_path / "missing" / "lengths.jsonl"
+    assert "No such file" in refused(roomy, environment, "--port", 0, "--length-log", log)
+    assert "too small" in refused(roomy, environment, "--port", 0, "--kv-budget", 10)
+
+
+def test_requests_are_logged_and_answers_sampled_as_the_operator_says(
+    roomy: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    logged = ("--log-level", "info", "--access-log", tmp_path / "log", "--log-format", "json")
+    sampled = ("--temperature", 0.3, "--min-p", 0.1, "--cors-origin", "https://chat.example")
+    with serving(roomy, environment, "--port", 0, *logged, *sampled) as server:
+        httpx.get(f"{server.url}/health")
+        (card,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert server.end(signal.SIGTERM) == 0
+    assert (card["default_sampling"]["temperature"], card["default_sampling"]["min_p"]) == (0.3, 0.1)
+    (line,) = map(json.loads, (tmp_path / "log").read_text().splitlines())
+    assert (line["path"], line["status"]) == ("/v1/models", 200)
+
+
+@pytest.mark.slow
+def test_an_open_address_without_keys_is_warned_of(roomy: Path, environment: dict[str, str]) -> None:
+    for host, keys, n_warnings in (("0.0.0.0", {}, 1), ("0.0.0.0", {"PHASEWISE_API_KEY": "k"}, 0)):
+        with serving(roomy, environment | keys, "--port", 0, "--host", host) as server:
+            warnings = [
+                line for line in server.lines if line.startswith("warning: every machine that reaches")
+            ]
+            assert len(warnings) == n_warnings
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            ("--context", 90_000, "--kv-budget", "4M"),
+            r"needed for the context; --kv-budget \d+M would do; --context",
+        ),
+        (("--kv-budget", "900000G"), r"does not fit: this machine has \d+ MiB of free memory"),
+        (("--kv-budget", "64K"), r"256 are needed for the context; --kv-budget \d+M would do"),
+    ],
+)
+def test_sizes_that_cannot_be_kept_are_errors_that_say_what_fits(
+    roomy: Path, environment: dict[str, str], options: tuple[object, ...], says: str
+) -> None:
+    command = [sys.executable, "-m", "phasewise", "serve", str(roomy), "--port", "0", *map(str, options)]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert ended.returncode == 1
+    assert re.search(says, ended.stderr), ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_requests_call_the_model_as_the_operator_says(
+    roomy: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Also beside another: engines, answers and metrics go by the names."""
+    other = shutil.copy(roomy, tmp_path / "other.gguf")
+    arguments = ("--served-model-name", "mine", "--served-model-name", "m", "--also", other)
+    with serving(roomy, environment, "--port", 0, *arguments) as server:
+        asked = {"prompt": "a", "max_tokens": 2, "ignore_eos": True}
+        answers = [
+            httpx.post(f"{server.url}/v1/completions", json={**asked, "model": name}, timeout=30)
+            for name in ("mine", "m", "other")
+        ]
+        metrics = httpx.get(f"{server.url}/metrics").text
+        listed = [one["id"] for one in httpx.get(f"{server.url}/v1/models").json()["data"]]
+        assert server.end(signal.SIGTERM) == 0
+    assert [one.json()["model"] for one in answers] == ["mine", "mine", "other"]
+    assert listed == ["mine", "other"]
+    assert 'phasewise_generated_tokens_total{model="mine"} 4.0' in metrics
+    assert 'phasewise_generated_tokens_total{model="other"} 2.0' in metrics
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+def test_ranks_by_hand_answer_the_same(roomy: Path, environment: dict[str, str]) -> None:
+    body = {"model": "tiny", "prompt": "abc", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    texts = []
+    for arguments in ((), ("--ranks", 2)):
+        with serving(roomy, environment, "--port", 0, *arguments) as server:
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).json()
+            texts.append(answer["choices"][0]["text"])
+            assert server.end(signal.SIGTERM) == 0
+            assert any("2 ranks on cores" in line for line in server.lines) == bool(arguments)
+    assert texts[0] == texts[1]

@@ -1,0 +1,172 @@
+"""`phasewise serve` with an embedding model, alone and beside a language model, as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from phasewise.topology import read_machine
+from tests.support.models.encoder_models import HIDDEN, write_encoder
+from tests.support.servers.rude_clients import until
+from tests.support.servers.served_command import own_places, serving
+
+pytest.importorskip(
+    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
+)
+
+pytestmark = pytest.mark.slow
+
+N_CORES = len(read_machine().allowed_cores()) or len(read_machine().allowed_pus)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_encoder(tmp_path_factory.mktemp("encoder") / "bert", "bert")
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return own_places(tmp_path_factory.mktemp("home"))
+
+
+def refused(environment: dict[str, str], *arguments: object) -> str:
+    command = [sys.executable, "-m", "phasewise", "serve", *map(str, arguments), "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert ended.returncode in (1, 2), ended.stderr
+    assert "Traceback" not in ended.stderr
+    return ended.stderr.splitlines()[-1]
+
+
+def vector(response: httpx.Response) -> np.ndarray:
+    assert response.status_code == 200, response.text
+    return np.array(response.json()["data"][0]["embedding"], np.float32)
+
+
+@pytest.mark.smoke
+def test_an_embedding_model_alone_keeps_to_threads_origins_keys_and_the_log(
+    encoder: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    logged = ("--log-level", "info", "--access-log", tmp_path / "log", "--log-format", "json")
+    arguments = ("--port", 0, "--threads", 1, "--cors-origin", "https://chat.example", "--api-key", "k")
+    with serving(encoder, environment, *arguments, *logged) as server:
+        bearer = {"Authorization": "Bearer k"}
+        body = {"model": "bert", "input": "the cat sat"}
+        asked = httpx.post(
+            f"{server.url}/v1/embeddings", json=body, headers={**bearer, "Origin": "https://chat.example"}
+        )
+        foreign = httpx.post(
+            f"{server.url}/v1/embeddings", json=body, headers={**bearer, "Origin": "https://other.example"}
+        )
+        assert httpx.post(f"{server.url}/v1/embeddings", json=body).status_code == 401
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert server.end(signal.SIGTERM) == 0
+
+    assert vector(asked).shape == (HIDDEN,)
+    assert asked.headers["access-control-allow-origin"] == "https://chat.example"
+    assert "access-control-allow-origin" not in foreign.headers
+    rows = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [(row["path"], row["status"]) for row in rows] == [("/v1/embeddings", n) for n in (200, 200, 401)]
+    assert rows[0]["prompt_tokens"] == asked.json()["usage"]["prompt_tokens"]
+    (told,) = [line for line in server.lines if line.startswith("embeddings: ")]
+    cores = told.split("on cores ")[1].split(" ")[0]
+    assert cores == str(max(read_machine().allowed_pus)) or (N_CORES > 1 and "," not in cores)
+
+
+def test_vectors_and_chat_from_one_server_whose_cores_are_divided(
+    encoder: Path, tiny: Path, environment: dict[str, str]
+) -> None:
+    if N_CORES < 2:
+        pytest.skip("needs two CPUs")
+    with serving(encoder, environment, "--port", 0) as alone:
+        body = {"model": "bert", "input": "the cat sat"}
+        want = vector(httpx.post(f"{alone.url}/v1/embeddings", json=body, timeout=20))
+    with serving(tiny, environment, "--port", 0, "--embed-model", encoder) as server:
+        found: dict[str, httpx.Response] = {}
+
+        def chat() -> None:
+            asked = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
+            found["chat"] = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=30)
+
+        thread = threading.Thread(target=chat)
+        thread.start()
+        answers = [httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=30) for _ in range(10)]
+        thread.join()
+        listed = [one["id"] for one in httpx.get(f"{server.url}/v1/models").json()["data"]]
+        metrics = httpx.get(f"{server.url}/metrics").text
+        wrong = httpx.post(f"{server.url}/v1/embeddings", json={**body, "model": "tiny"}, timeout=20)
+        assert server.end(signal.SIGTERM) == 0
+
+    assert found["chat"].json()["choices"][0]["message"]["content"]
+    assert all(vector(one).tobytes() == want.tobytes() for one in answers)
+    assert listed == ["tiny", "bert"]
+    assert 'phasewise_embedding_embedded_total{device="cpu:0"} 10.0' in metrics
+    assert wrong.status_code == 404
+    said = "\n".join(server.lines)
+    own = {int(core) for core in said.split("on cores ")[1].split(" ")[0].split(",")}
+    assert own == {max(read_machine().allowed_pus)} or len(own) == max(1, N_CORES // 4)
+    assert "prefill: 1 rank on core" in said
+
+
+def test_a_worker_that_is_killed_is_replaced_and_the_server_stays(
+    encoder: Path, environment: dict[str, str]
+) -> None:
+    with serving(encoder, environment, "--port", 0) as server:
+        tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
+        children = {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+        body = {"model": "bert", "input": ["the cat"] * 20}
+        answer = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60)
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert server.end(signal.SIGTERM) == 0
+
+    assert answer.status_code == 200
+    assert len(answer.json()["data"]) == 20
+    assert 'phasewise_embedding_restarts_total{device="cpu:0"} 1.0' in metrics
+
+
+def test_what_cannot_be_is_one_line(encoder: Path, tiny: Path, environment: dict[str, str]) -> None:
+    for flag, value in (("--draft", "lookup"), ("--also", tiny), ("--length-log", "/tmp/x")):
+        assert f"{flag} has no effect where MODEL" in refused(environment, encoder, flag, value)
+    assert "--embed-model has no effect" in refused(environment, encoder, "--embed-model", encoder)
+    assert "leave --ranks out" in refused(environment, encoder, "--ranks", 2)
+    assert "are there" in refused(environment, encoder, "--threads", N_CORES + 1)
+    assert "no embedding model" in refused(environment, tiny, "--embed-model", tiny)
+    assert "are there" in refused(environment, tiny, "--embed-model", encoder, "--embed-cores", N_CORES)
+
+
+def test_a_hangup_reads_its_keys_again(encoder: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("old\n")
+    with serving(encoder, environment, "--port", 0, "--api-key-file", keys) as server:
+
+        def status(key: str) -> int:
+            headers = {"Authorization": f"Bearer {key}"}
+            return httpx.get(f"{server.url}/v1/models", headers=headers).status_code
+
+        assert (status("old"), status("new")) == (200, 401)
+        keys.write_text("new\n")
+        server.process.send_signal(signal.SIGHUP)
+        until(lambda: status("old") == 401, "the old key is still right")
+        assert status("new") == 200
+        assert server.end(signal.SIGTERM) == 0
+
+
+def test_an_embedding_model_is_called_as_the_operator_says(
+    encoder: Path, environment: dict[str, str]
+) -> None:
+    with serving(encoder, environment, "--port", 0, "--served-model-name", "mine") as server:
+        body = {"model": "mine", "input": "the cat"}
+        answer = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=30)
+        other = httpx.post(f"{server.url}/v1/embeddings", json={**body, "model": "bert"}, timeout=30)
+        assert server.end(signal.SIGTERM) == 0
+    assert (answer.json()["model"], other.status_code) == ("mine", 404)

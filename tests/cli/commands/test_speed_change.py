@@ -1,0 +1,47 @@
+"""What a tuning run spends its time on, and what it says about the whole model in the end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from phasewise.cli.commands.tune_kernels.text import changes_text
+from phasewise.topology import read_machine
+from phasewise.workflows.opening.open_model import open_model
+from phasewise.workflows.tune_kernels.rounds import LEAST_WORTH, Shape, plan_rounds
+from phasewise.workflows.tune_kernels.speed_change import LEAST_PAIRS, measured_change
+from tests.support.models.tiny_models import write_tiny_gguf
+
+
+def test_both_phases_are_timed_in_pairs_whatever_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    opened = open_model(str(path), threads=1, db=str(tmp_path / "none.db"))
+
+    changes = measured_change(opened, opened.schedules, 0.0)
+
+    assert [change.phase for change in changes] == ["prefill", "decode"]
+    for change in changes:
+        assert change.comparison.pairs == LEAST_PAIRS
+        assert change.before_tokens_per_s > 0
+        assert change.after_tokens_per_s > 0
+    text = changes_text(changes)
+    assert max(map(len, text.splitlines())) <= 80
+    assert f"no interval: {LEAST_PAIRS} pairs only" in text
+    assert "%" not in text
+
+
+def test_the_budget_goes_where_a_step_spends_its_time() -> None:
+    machine = read_machine()
+    core = min(os.sched_getaffinity(0))
+    shapes = [Shape("int8", 256, 64, uses=8), Shape("int8", 64, 64, uses=8), Shape("int8", 64, 32, uses=1)]
+    (one,) = plan_rounds(machine, {"prefill": (core,), "decode": (core,)}, shapes, 64)
+
+    large, small, rare = one.worths(lambda problem: float(problem.n * problem.k * problem.m))
+
+    assert large == pytest.approx(4 * small)
+    assert rare == pytest.approx(LEAST_WORTH / 3)

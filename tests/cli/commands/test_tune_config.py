@@ -1,0 +1,502 @@
+"""`phasewise tune-config`, end to end: described machines that are modelled, and a tiny model here."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phasewise.kerneldb.records import Origin, PlanRecord
+from phasewise.kerneldb.store import open_store
+from phasewise.topology import read_machine
+from phasewise.tuner.config.modelled import ModelledEvaluator
+from phasewise.tuner.plans import PHASES, Phase, default_plan, machine_key
+from tests.cli import command
+from tests.support.machines.kerneldb_server import new_database_url, postgres_socket
+from tests.support.models.tiny_models import TinyShape, hf_config
+
+MACHINES = Path(__file__).resolve().parents[2] / "data" / "topology"
+EIGHT = MACHINES / "lstopo_v2.xml"
+"""Two packages of two cores of two PUs; PU 7 is not allowed."""
+
+invoke = partial(command.run, "tune-config")
+fields_of = partial(command.fields_of, "tune-config")
+start = partial(command.start, "tune-config")
+
+LLAMA = TinyShape(16, 2048, 5632, 32, 8, 64, 32000, 2048, tied=False)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    """A model of a billion weights, of which only the config exists."""
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf_config("llama", LLAMA)))
+    return str(folder)
+
+
+def write_machine(path: Path, nodes: int, cores: int) -> Path:
+    """NUMA nodes with an L3 and N cores each, of one PU."""
+
+    def mask(first: int, count: int) -> str:
+        words, bits = [], ((1 << count) - 1) << first
+        while bits or not words:
+            words.append(f"0x{bits & 0xFFFFFFFF:08x}")
+            bits >>= 32
+        return ",".join(reversed(words))
+
+    def core(pu: int) -> str:
+        own = f'os_index="{pu}" cpuset="{mask(pu, 1)}"'
+        return f'<object type="Core" {own}><object type="PU" {own}/></object>'
+
+    def package(node: int) -> str:
+        own = f'os_index="{node}" cpuset="{mask(node * cores, cores)}"'
+        inside = "".join(core(node * cores + one) for one in range(cores))
+        return (
+            f'<object type="Package" {own}><object type="NUMANode" {own} local_memory="4294967296"/>'
+            f'<object type="L3Cache" cpuset="{mask(node * cores, cores)}" cache_size="33554432" depth="3">'
+            f"{inside}</object></object>"
+        )
+
+    every = mask(0, nodes * cores)
+    packages = "".join(package(node) for node in range(nodes))
+    path.write_text(
+        '<?xml version="1.0"?><topology version="2.0"><object type="Machine" os_index="0" '
+        f'cpuset="{every}" complete_cpuset="{every}" allowed_cpuset="{every}">{packages}</object></topology>'
+    )
+    return path
+
+
+def modelled(model: str, machine: Path, *arguments: object) -> command.Done:
+    return invoke(model, "--evaluator", "modelled", "--machine", machine, *arguments)
+
+
+def modelled_fields(model: str, machine: Path, *arguments: object) -> dict[str, Any]:
+    return fields_of(model, "--evaluator", "modelled", "--machine", machine, *arguments)
+
+
+# ---- wrong and impossible requests -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--budget", "soon"), "90s, 10m or 1h"),
+        (("--trace", "none.csv"), "there is no file none.csv"),
+        (("--trace", __file__, "--lengths", "fixed:8/8"), "either --trace or --lengths"),
+        (("--hidden", __file__), "--hidden has no effect without --evaluator modelled"),
+        (("--evaluator", "guessed"), "'--evaluator': 'guessed' is not one of"),
+        (("--emit", "ollama"), "'--emit': 'ollama' is not one of"),
+        (("--top-k", "0"), "greater than or equal to 1"),
+        (("--ranks", "3"), "--ranks 3: tiny cannot be divided so: 3 ranks cannot share 2 KV heads"),
+        (("--cores", "0,4095"), "--cores 0,4095: 4095 may not be used here, only "),
+        (("--objective", "goodput", "--slo", "fast"), "an SLO is written like ttft=1.5s,tpot=50ms"),
+    ],
+)
+def test_wrong_usage_is_exit_code_two_and_creates_nothing(
+    db: Path, tiny: Path, arguments: tuple[str, ...], reason: str
+) -> None:
+    assert reason in invoke(tiny, *arguments).usage_error
+    assert not db.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--cores", "all"), "cores are written like 0-3,8, not 'all'"),
+        (("--machine", str(EIGHT)), "describes another machine (Acme Eight, "),
+        (("--machine", "none.xml"), "none.xml"),
+        (("--objective", "goodput"), "--slo"),
+        (("--lengths", "zipf:2"), "zipf"),
+        (("--trace", __file__), "test_tune_config.py"),
+        (("--hints", __file__), "is not JSON: write it by `phasewise topo --probe --json`"),
+    ],
+)
+def test_an_impossible_request_is_one_line_and_creates_nothing(
+    db: Path, tiny: Path, arguments: tuple[str, ...], reason: str
+) -> None:
+    done = invoke(tiny, *arguments)
+
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[-1].startswith("phasewise: ")
+    assert reason in done.stderr.splitlines()[-1]
+    assert not db.exists()
+
+
+def test_another_machines_xml_says_how_to_plan_for_it(db: Path, tiny: Path) -> None:
+    assert "add --evaluator modelled" in invoke(tiny, "--machine", EIGHT).stderr
+
+
+# ---- modelled ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lstopo_v1.xml", "lstopo_v2.xml", "lstopo_v3.xml", "lstopo_hybrid.xml"])
+def test_json_holds_the_plans_what_they_cost_and_what_they_were_held_against(
+    db: Path, llama: str, name: str
+) -> None:
+    fields = modelled_fields(llama, MACHINES / name)
+    allowed = set(fields["machine"]["allowed_pus"])
+
+    assert fields["end"] == "complete"
+    assert set(fields["plans"]) == set(PHASES)
+    assert 0 < fields["evaluations"] <= fields["configurations"]
+    for phase, plan in fields["plans"].items():
+        cores = [core for rank in plan["ranks"] for core in rank["cores"]]
+        assert len(cores) == len(set(cores)) > 0
+        assert set(cores) <= allowed
+        assert plan["stored"] is False
+        references = fields["references"][phase]
+        assert [one["name"] for one in references] == [
+            "all cores", "all physical cores", "one process per NUMA node",
+        ]  # fmt: skip
+        for one in references:
+            assert one["same_plan"] or one["gain"] >= 1
+            assert one["latency_ms"] >= plan["latency_ms"] > 0
+    assert {"version", "settings", "machine", "model", "pruned", "elapsed_s"} <= set(fields)
+    assert not db.exists()
+
+
+def test_the_same_command_gives_the_same_plan(db: Path, llama: str, tmp_path: Path) -> None:
+    machine = write_machine(tmp_path / "machine.xml", 2, 8)
+    first, second = (modelled_fields(llama, machine) for _ in range(2))
+
+    assert first["plans"] == second["plans"]
+    assert first["evaluations"] == second["evaluations"]
+
+
+def test_a_hidden_resource_changes_decodes_plan(db: Path, llama: str, tmp_path: Path) -> None:
+    """Four cores share less than one of them can use, and lose more with each that reads."""
+    machine = write_machine(tmp_path / "machine.xml", 1, 8)
+    hidden = [{"pus": list(range(at, at + 4)), "read_gbps": 10, "lost_per_extra_pu": 0.3} for at in (0, 4)]
+    (tmp_path / "hidden.json").write_text(json.dumps(hidden))
+    arguments = ("--phase", "decode")
+    plain = modelled_fields(llama, machine, *arguments)
+    found = modelled_fields(llama, machine, *arguments, "--hidden", tmp_path / "hidden.json")
+
+    def cores(fields: dict[str, Any]) -> int:
+        return sum(len(rank["cores"]) for rank in fields["plans"]["decode"]["ranks"])
+
+    assert cores(found) < cores(plain)
+    assert found["plans"]["decode"]["standing"] == "faster"
+
+
+def test_only_so_many_ranks_and_only_these_cores(db: Path, llama: str, tmp_path: Path) -> None:
+    machine = write_machine(tmp_path / "machine.xml", 2, 4)
+    fields = modelled_fields(llama, machine, "--ranks", 2, "--cores", "0-1,4-5")
+
+    for plan in fields["plans"].values():
+        assert len(plan["ranks"]) == 2
+        assert {core for rank in plan["ranks"] for core in rank["cores"]} <= {0, 1, 4, 5}
+
+
+def test_hinted_groups_are_among_the_settings_and_of_this_machine(
+    db: Path, llama: str, tmp_path: Path
+) -> None:
+    machine = write_machine(tmp_path / "machine.xml", 1, 8)
+    (tmp_path / "probe.json").write_text(json.dumps({"groups": [{"n": 4, "t": 1, "d": 1}]}))
+    fields = modelled_fields(llama, machine, "--hints", tmp_path / "probe.json")
+    other = modelled(llama, EIGHT, "--hints", tmp_path / "probe.json")
+
+    assert fields["settings"]["hints"] == ["fundamental | group(4,1,1)"]
+    assert other.exit_code == 1
+    assert other.stderr.splitlines()[-1].startswith("phasewise: ")
+
+
+def test_a_phase_alone_has_no_other(db: Path, llama: str) -> None:
+    assert list(modelled_fields(llama, EIGHT, "--phase", "prefill")["plans"]) == ["prefill"]
+
+
+def test_the_report_fits_eighty_columns_and_says_that_nothing_was_timed(
+    db: Path, llama: str, tmp_path: Path
+) -> None:
+    machine = write_machine(tmp_path / "machine.xml", 4, 16)
+    result = modelled(llama, machine)
+
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert max(map(len, result.stderr.splitlines())) <= 80
+    assert "one per NUMA node" in result.stdout
+    assert "Not stored: only plans that were measured" in result.stdout
+    assert "\x1b" not in result.output
+    assert result.stderr.startswith("searching for at most ")  # before a model or a machine is looked at
+
+
+@pytest.mark.parametrize("flags", [[], ["--verbose"]])
+def test_words_of_the_search_are_told_where_they_are_asked_for(
+    db: Path, llama: str, tmp_path: Path, flags: list[str]
+) -> None:
+    result = modelled(llama, write_machine(tmp_path / "machine.xml", 4, 16), *flags)
+
+    assert result.exit_code == 0, result.output
+    for word in ("fundamental", "remove(", "trees cut"):
+        assert (word in result.output) == bool(flags), word
+
+
+def test_the_dry_run_and_the_end_count_the_same_and_say_what_milliseconds_cover(db: Path, llama: str) -> None:
+    before, after = modelled(llama, EIGHT, "--dry-run").stdout, modelled(llama, EIGHT).stdout
+
+    counted = re.search(r"^(\d+) configurations: (\d+) each for prefill and decode$", before, flags=re.M)
+    assert counted is not None
+    assert int(counted[1]) == 2 * int(counted[2])
+    assert f" of {counted[1]} configurations evaluated" in after
+    covered = "ms: mean time that a request spends in this phase, one request at a time"
+    assert covered in before.split("\n")
+    assert covered in after.split("\n")
+
+
+def test_a_dry_run_names_what_would_be_searched(db: Path, llama: str) -> None:
+    fields = modelled_fields(llama, EIGHT, "--dry-run")
+
+    assert fields["dry_run"] is True
+    assert fields["configurations"] > 3
+    assert [one["pus"] for one in fields["left_out"]]
+    assert set(fields["steps"]) == set(PHASES)
+    assert "left to the operating system" in modelled(llama, EIGHT, "--dry-run").stdout
+
+
+@pytest.mark.parametrize("stored", [(), ("decode",), ("prefill", "decode")])
+def test_emitting_never_searches(
+    db: Path, tiny: Path, stored: tuple[Phase, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is stored is printed and the default for the rest, which is said; a script does not wait."""
+    monkeypatch.setattr("phasewise.workflows.tune_config.run.tune", lambda *_: pytest.fail("it searches"))
+    machine = read_machine()
+    for phase in stored:
+        origin = Origin(machine_key(machine), "0.1.0", 1_795_000_000_000)
+        plan = default_plan(machine, phase)
+        with open_store(db) as store:
+            store.add_plan(PlanRecord("tiny@native", phase, plan.to_json(), origin))
+    result = invoke(tiny, "--emit", "taskset")
+    fields = fields_of(tiny, "--emit", "taskset")
+
+    assert result.exit_code == 0, result.output
+    assert "taskset" in result.stdout
+    assert {phase: plan["stored"] for phase, plan in fields["plans"].items()} == {
+        phase: phase in stored for phase in PHASES
+    }
+    missing = [phase for phase in PHASES if phase not in stored]
+    assert ("is stored: the default is printed" in result.stderr) == bool(missing)
+    assert f"no plan for {' and '.join(missing)} " in result.stderr or not missing
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_model_without_weights_is_not_timed(db: Path, llama: str, inside: bool) -> None:
+    """A lone config.json, or a directory with nothing else."""
+    result = invoke(f"{llama}/config.json" if inside else llama)
+
+    assert (result.exit_code in (1, 2), result.stdout) == (True, "")
+    assert "has no weights to time: add --evaluator modelled" in result.stderr
+
+
+def test_emitting_prints_the_flags_alone(db: Path, llama: str) -> None:
+    result = modelled(llama, EIGHT, "--emit", "taskset")
+
+    assert result.exit_code == 0, result.output
+    assert "taskset" in result.stdout
+    assert "reference" not in result.stdout
+    assert "reference" in result.stderr
+
+
+@contextmanager
+def at_every_opening(act: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """act(n) comes before the n-th configuration is opened."""
+    count, original = 0, ModelledEvaluator.open
+
+    def open_after_act(self: ModelledEvaluator, *arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        act(count)
+        return original(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelledEvaluator, "open", open_after_act)
+        yield
+
+
+def interrupt_sixth(number: int) -> None:
+    if number > 5:
+        raise KeyboardInterrupt
+
+
+def test_interrupted_it_ends_with_130_the_best_so_far_and_goes_on(
+    db: Path, llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = write_machine(tmp_path / "machine.xml", 2, 8)
+    arguments = ("--storage", tmp_path / "study.db", "--phase", "decode")
+    with at_every_opening(interrupt_sixth, monkeypatch):
+        result = modelled(llama, machine, *arguments)
+    rest = modelled_fields(llama, machine, *arguments)
+
+    assert result.exit_code == 130
+    assert "so far" in result.stdout
+    assert "Interrupted." in result.stdout
+    assert "goes on from here" in result.stdout
+    assert rest["end"] == "complete"
+    assert rest["replayed"] >= 5
+
+
+def test_an_empty_budget_ends_the_search_and_the_best_so_far_is_the_plan(
+    db: Path, llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = write_machine(tmp_path / "machine.xml", 4, 8)
+    with at_every_opening(lambda number: time.sleep(0.15), monkeypatch):
+        fields = modelled_fields(llama, machine, "--budget", "2s", "--phase", "decode")
+
+    assert fields["end"] == fields["phases"]["decode"]["end"] == "budget"
+    assert 0 < fields["evaluations"] < fields["configurations"]
+    assert fields["plans"]["decode"]["ranks"]
+
+
+@pytest.mark.slow
+def test_killed_it_goes_on_where_it_was(db: Path, llama: str, tmp_path: Path) -> None:
+    """With trials kept in a file, as a measured search keeps them."""
+    machine = write_machine(tmp_path / "machine.xml", 8, 24)
+    arguments = (
+        llama, "--evaluator", "modelled", "--machine", machine, "--storage", tmp_path / "study.db",
+        "--phase", "decode", "--budget", "20s",
+    )  # fmt: skip
+    process = start(*arguments)
+    assert process.stderr is not None
+    for _ in range(5):
+        assert process.stderr.readline()
+    process.kill()
+    process.communicate()
+    rest = fields_of(*arguments)
+
+    assert process.returncode == -signal.SIGKILL
+    assert rest["replayed"] >= 3
+    assert rest["plans"]["decode"]["ranks"]
+
+
+@pytest.mark.slow  # test_search_study.py has two processes in `quick`
+def test_two_processes_with_one_study_share_the_work(db: Path, llama: str, tmp_path: Path) -> None:
+    machine = write_machine(tmp_path / "machine.xml", 4, 8)
+    arguments = (
+        llama, "--evaluator", "modelled", "--machine", machine, "--storage", tmp_path / "study.db",
+        "--phase", "decode",
+    )  # fmt: skip
+    both = [start(*arguments, "--json") for _ in range(2)]
+    found = [json.loads(process.communicate(timeout=120)[0]) for process in both]
+    first, second = found
+
+    assert [process.returncode for process in both] == [0, 0]
+    assert first["plans"] == second["plans"]
+    assert first["evaluations"] + first["replayed"] == second["evaluations"] + second["replayed"]
+    assert first["replayed"] + second["replayed"] > 0
+
+
+@pytest.mark.slow
+def test_two_processes_with_one_study_on_a_server_share_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: str
+) -> None:
+    """Both the tuning database and the trials are in PostgreSQL."""
+    monkeypatch.setenv("PHASEWISE_CONFIG", "/dev/null")
+    machine = write_machine(tmp_path / "machine.xml", 2, 4)
+    with postgres_socket() as socket:
+        url = new_database_url(socket)
+        arguments = (
+            llama, "--evaluator", "modelled", "--machine", machine, "--db", url, "--storage", url,
+            "--phase", "decode",
+        )  # fmt: skip
+        both = [start(*arguments, "--json") for _ in range(2)]
+        outputs = [process.communicate(timeout=300) for process in both]
+        # A server ends when its last client has gone: so this one is a process too.
+        third = start(*arguments, "--json")
+        outputs.append(third.communicate(timeout=300))
+
+    assert [process.returncode for process in (*both, third)] == [0, 0, 0], outputs
+    first, second, again = (json.loads(out) for out, _ in outputs)
+    assert first["plans"] == second["plans"] == again["plans"]
+    assert first["evaluations"] + first["replayed"] == second["evaluations"] + second["replayed"]
+    assert again["evaluations"] == 0
+    assert again["replayed"] == first["evaluations"] + first["replayed"]
+
+
+# ---- measured ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_measured_here_the_plan_is_stored_used_and_emitted(db: Path, tiny: Path) -> None:
+    """A tiny model on this machine's cores; what the database learned is not measured again."""
+    arguments = (tiny, "--lengths", "fixed:24/8")
+    first = fields_of(*arguments, "--budget", "30s")
+    again = fields_of(*arguments, "--budget", "6s")
+
+    assert set(first["plans"]) == set(PHASES)
+    assert first["timings"] > 0
+    assert all(plan["stored"] for plan in first["plans"].values())
+    assert again["replayed"] > 0 or again["evaluations"] == 0
+    recorded = fields_of(*arguments, "--evaluator", "recorded")
+    assert recorded["timings"] == 0
+    assert set(recorded["plans"]) == set(PHASES)
+    assert not any(plan["stored"] for plan in recorded["plans"].values())
+    with open_store(db) as store:
+        for phase in PHASES:
+            record = store.newest_plan(machine_key(read_machine()), "tiny@native", phase)
+            assert record is not None
+            assert record.objectives["e2e_ms"] > 0
+    generated = command.run("generate", tiny, "-p", "hello", "-n", 2)
+    assert generated.exit_code == 0, generated
+    assert generated.stderr.count("(database)") == 2
+    emitted = invoke(tiny, "--emit", "taskset")
+    assert emitted.exit_code == 0, emitted.output
+    assert "taskset" in emitted.stdout
+    assert "cores" not in emitted.stdout.splitlines()[0]
+
+
+@pytest.mark.slow
+def test_two_processes_that_measure_come_to_one_verdict(db: Path, tiny: Path) -> None:
+    """One of them runs the finalists of a phase, and the other takes its word for it."""
+    both = [start(tiny, "--lengths", "fixed:24/8", "--budget", "80s", "--json") for _ in range(2)]
+    outputs = [process.communicate(timeout=200) for process in both]
+
+    assert [process.returncode for process in both] == [0, 0], outputs
+    first, second = (json.loads(out) for out, _ in outputs)
+    assert set(first["plans"]) == set(PHASES)
+    assert first["plans"] == second["plans"]
+    assert all(plan["stored"] for plan in first["plans"].values())
+
+
+@pytest.mark.slow
+def test_two_processes_that_measure_and_one_is_killed(db: Path, tiny: Path) -> None:
+    """Whenever that is: the other one ends with a plan, and a third run finds all that was tried."""
+    arguments = (tiny, "--lengths", "fixed:24/8", "--phase", "decode")
+    survivor, victim = (start(*arguments, "--json", "--budget", "60s") for _ in range(2))
+    assert victim.stderr is not None
+    assert victim.stderr.readline()
+    time.sleep(random.uniform(0, 8))
+    victim.kill()
+    victim.communicate()
+    out, err = survivor.communicate(timeout=200)
+    assert survivor.returncode == 0, err
+    found = json.loads(out)
+    again = fields_of(*arguments, "--budget", "60s")
+
+    assert found["plans"]["decode"]["stored"]
+    assert found["evaluations"] + found["replayed"] == again["replayed"]
+    assert again["evaluations"] == 0
+    assert again["plans"]["decode"]["ranks"]
+
+
+def test_ctrl_c_on_real_cores_keeps_what_was_learned(db: Path, tiny: Path) -> None:
+    process = start(tiny, "--budget", "60s", "--lengths", "fixed:200/50")
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "best so far" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+
+    assert process.returncode == 130, err
+    assert "goes on from here" in out
+    assert err.splitlines()[-1] == "phasewise: interrupted"
+    assert "Traceback" not in err

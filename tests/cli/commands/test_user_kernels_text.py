@@ -1,0 +1,46 @@
+"""Gains of a user's kernel: by fractions of a call, over the author's C, with the choice before beside it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.cli.commands.kernels.text import tuned_text
+from phasewise.ir.original import NAME
+from phasewise.kerneldb.user_kernels import Choice, UserProblem
+from phasewise.tuner import timing
+from phasewise.workflows.user_kernels.tune import ShapeOutcome, call_parts
+
+AUTHORS: Choice = ((NAME, 7),)
+FIRST, SECOND, THIRD = ((("u", value),) for value in (1, 2, 4))
+
+
+@given(st.floats(2, 50), st.floats(1.01, 3), st.integers(400, 10_000))
+def test_a_gain_is_as_fine_as_a_loop_of_calls(call_ns: float, ratio: float, calls: int) -> None:
+    """Whole nanoseconds of a call told 12 from 11 and nothing between."""
+    before, after = (call_parts([round(calls * one)] * 8, calls) for one in (call_ns * ratio, call_ns))
+
+    assert timing.compare([(before, after)] * timing.PAIRS).gain == pytest.approx(ratio, rel=2e-3)
+
+
+def outcome(choice: Choice, baseline: Choice, before: Choice, before_gain: float | None) -> ShapeOutcome:
+    problem = UserProblem("f", "a" * 16, (("n", 64),))
+    gain = 1.0 if choice == baseline else 2.4
+    return ShapeOutcome(
+        problem, choice, 1.14, 1.1, baseline, gain, before, before_gain, 5, 3, 1000, 400, True
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "said"),
+    [
+        (outcome(THIRD, AUTHORS, SECOND, 1.14), "2.40x the author's C (1.14x the choice before)"),
+        (outcome(SECOND, AUTHORS, SECOND, None), "2.40x the author's C  5 timed"),
+        (outcome(SECOND, AUTHORS, AUTHORS, 2.4), "2.40x the author's C  5 timed"),
+        (outcome(SECOND, FIRST, FIRST, 2.4), "2.40x the first parameters  5 timed"),
+        (outcome(AUTHORS, AUTHORS, AUTHORS, None), "the author's C: nothing proven faster"),
+    ],
+)
+def test_what_a_gain_is_over_is_named(one: ShapeOutcome, said: str) -> None:
+    assert said in tuned_text([one])

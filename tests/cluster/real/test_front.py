@@ -1,0 +1,320 @@
+"""The front's promises, with instances that a test speaks for: who is told what, in which order, and when
+something fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip(
+    "phasewise.cluster.real.instance", reason="the kernels are not built", exc_type=ImportError
+)
+from phasewise.cluster.real.instance_messages import (
+    Aim,
+    Beat,
+    CannotStart,
+    Drop,
+    Dropped,
+    HandOverFailed,
+    PromptBegun,
+    Take,
+)
+from phasewise.serving.engine.messages import Abort, Answer, EngineLoad, Failure, Submit
+from phasewise.serving.errors import EngineLost, RankLost, StepFailed
+from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
+from tests.support.servers.scripted_instances import (
+    FINGERPRINT,
+    IDENTITY,
+    ScriptedInstance,
+    ScriptedServer,
+    scripted_front,
+)
+
+REQUEST = Submit("r", tuple(range(3, 103)), 8)
+
+
+def running(server: ScriptedServer, n_instances: int = 2) -> list[ScriptedInstance]:
+    """All instances, ready."""
+    instances = [server.launcher.next() for _ in range(n_instances)]
+    for instance in instances:
+        instance.ready()
+    server.wait_until_state("running")
+    return instances
+
+
+def divided(server: ScriptedServer, prompt: ScriptedInstance, token: ScriptedInstance) -> str:
+    """A request whose prompt is computed by one instance for the other, which hears of it when the first has
+    begun; its attempt."""
+    server.front.send(REQUEST)
+    attempt = prompt.hear(Take)
+    assert token.hears_nothing()
+    prompt.say(PromptBegun(attempt.asked.request_id))
+    expected = token.hear(Take)
+    assert (attempt.part, expected.part) == ("prompt", "answer")
+    assert attempt.asked.request_id == expected.asked.request_id
+    return attempt.asked.request_id
+
+
+def test_a_divided_request_from_its_arrival_to_its_end() -> None:
+    """The prompt's block is freed when everything has arrived, and answers carry the request's own id."""
+    with scripted_front() as server:
+        prompt, token = running(server)
+        attempt = divided(server, prompt, token)
+        token.place(attempt)
+        aim = prompt.hear(Aim)
+        prompt.tell(computed=[attempt])
+        token.tell(Answer(attempt, "a", (), 1, 5), arrived=[attempt])
+
+        assert (aim.request_id, aim.n_prompt, aim.endpoint) == (attempt, 100, token.orders.listen)
+        assert aim.place is not None
+        assert prompt.hear(Drop).request_id == attempt
+        first = server.next_out()
+        assert isinstance(first, Answer)
+        assert (first.request_id, first.text) == ("r", "a")
+        token.tell(Answer(attempt, "b", (), 8, 6, "length"))
+        last = server.next_out()
+        assert isinstance(last, Answer)
+        assert last.finish_reason == "length"
+        server.front._router.check()
+        assert server.front._router.n_requests == 0
+
+
+def test_a_block_is_given_back_only_when_the_other_instance_has_stopped_writing() -> None:
+    with scripted_front() as server:
+        prompt, token = running(server)
+        attempt = divided(server, prompt, token)
+        token.place(attempt)
+        prompt.hear(Aim)
+        server.front.send(Abort("r"))
+
+        assert prompt.hear(Drop).request_id == attempt
+        assert token.hears_nothing()
+        prompt.say(Dropped(attempt))
+        assert token.hear(Drop).request_id == attempt
+
+
+def test_a_block_is_given_back_when_the_instance_that_may_write_has_ended() -> None:
+    """And not before: the process is killed first."""
+    with scripted_front() as server:
+        prompt, token = running(server)
+        attempt = divided(server, prompt, token)
+        token.place(attempt)
+        prompt.hear(Aim)
+        prompt.ended = "it was killed by SIGKILL"
+
+        assert token.hear(Drop).request_id == attempt
+        assert prompt.orders.name in server.launcher.killed
+        again = token.hear(Take)
+        assert again.part == "whole"  # no instance is there that computes prompts
+        assert again.asked.request_id != attempt
+        token.tell(Answer(attempt, "of the first attempt", (), 1, 5))
+        token.tell(Answer(again.asked.request_id, "b", (), 1, 5, "length"))
+        out = server.next_out()
+        assert isinstance(out, Answer)
+        assert out.text == "b"
+        assert server.front.n_requests_rerun == 1
+        assert server.front.counts.failed == {"instance": 1}
+
+
+def test_an_answer_that_has_begun_ends_with_its_instance() -> None:
+    with scripted_front() as server:
+        prompt, token = running(server)
+        attempt = divided(server, prompt, token)
+        token.tell(Answer(attempt, "a", (), 1, 5), arrived=[attempt])
+        assert isinstance(server.next_out(), Answer)
+        token.ended = "it was killed by SIGKILL"
+
+        out = server.next_out()
+
+        assert isinstance(out, Failure)
+        assert isinstance(out.error, RankLost)
+        assert "token-1-1 was lost: it was killed by SIGKILL" in str(out.error)
+
+
+def test_a_hand_over_that_fails_is_counted_and_runs_again_as_a_whole() -> None:
+    with scripted_front() as server:
+        prompt, token = running(server)
+        attempt = divided(server, prompt, token)
+        token.place(attempt)
+        prompt.hear(Aim)
+        token.say(HandOverFailed(attempt, "sequence", "frame 3 came where 2 was expected"))
+
+        prompt.hear(Drop)
+        again = token.hear(Take)
+        assert again.part == "whole"
+        assert server.front.counts.failed == {"sequence": 1}
+
+
+def has_failed(load: EngineLoad | None) -> bool:
+    return load is not None and load.hand_overs is not None and bool(load.hand_overs.failed)
+
+
+def test_hand_overs_are_counted_where_prometheus_reads_them() -> None:
+    """Divided requests, failures by reason, and frames that running instances threw away."""
+    with scripted_front() as server:
+        prompt, token = running(server)
+        attempt = divided(server, prompt, token)
+        token.place(attempt)
+        prompt.hear(Aim)
+        token.say(Beat(1, False, 0, {"stale": 3}))
+        token.say(HandOverFailed(attempt, "range", "position 900 of a prompt of 100 tokens"))
+        prompt.hear(Drop)
+        token.hear(Take)
+        token.tell()
+        server.wait_until(lambda: has_failed(server.load))
+
+        text = Metrics(Gauges(load=lambda: server.load)).exposition().decode()
+
+    for line in (
+        "phasewise_hand_overs_total 1.0",
+        'phasewise_hand_overs_failed_total{reason="range"} 1.0',
+        'phasewise_kv_frames_refused_total{reason="stale"} 3.0',
+    ):
+        assert line in text.splitlines()
+
+
+def test_a_prompt_that_is_computed_and_never_arrives_is_given_up_in_time() -> None:
+    with scripted_front(hand_over_s=0.2) as server:
+        prompt, token = running(server)
+        attempt = divided(server, prompt, token)
+        token.place(attempt)
+        prompt.hear(Aim)
+        prompt.tell(computed=[attempt])
+
+        assert prompt.hear(Drop).request_id == attempt
+        assert token.hear(Take).part == "whole"
+        assert server.front.counts.failed == {"timeout": 1}
+
+
+def test_a_prompt_of_which_its_instance_never_reports_is_computed_elsewhere() -> None:
+    """It lives, has nothing to do, and says nothing of the prompt. One that is busy is waited for."""
+    with scripted_front(hand_over_s=0.3) as server:
+        prompt, token = running(server)
+        divided(server, prompt, token)
+        prompt.say(Beat(1, True, 0))
+        assert token.hears_nothing(0.7)
+        prompt.say(Beat(1, False, 0))
+
+        prompt.hear(Drop)
+        assert token.hear(Take).part == "whole"
+        assert server.front.counts.failed == {"unreported": 1}
+
+
+def test_a_request_that_fails_again_and_again_ends() -> None:
+    """After the first attempt it runs as a whole, and an instance that dies with it does so three times."""
+    with scripted_front(("mixed",)) as server:
+        (instance,) = running(server, 1)
+        server.front.send(REQUEST)
+        for _ in range(3):
+            instance.hear(Take)
+            instance.ended = "it was killed by SIGSEGV"
+            instance = server.launcher.next()
+            instance.ready()
+
+        out = server.next_out()
+
+        assert isinstance(out, Failure)
+        assert instance.hears_nothing()
+
+
+def test_an_instance_that_says_nothing_is_dead() -> None:
+    with scripted_front(("mixed",), silent_s=0.2) as server:
+        (instance,) = running(server, 1)
+        server.front.send(REQUEST)
+        instance.hear(Take)
+
+        other = server.launcher.next()
+        other.ready()
+
+        assert instance.orders.name in server.launcher.killed
+        assert other.hear(Take).part == "whole"
+
+
+def test_requests_wait_while_no_instance_is_there() -> None:
+    with scripted_front(("mixed",)) as server:
+        (instance,) = running(server, 1)
+        instance.ended = "it was killed by SIGKILL"
+        other = server.launcher.next()
+        server.front.send(REQUEST)
+        server.wait_until_state("replacing")
+        other.ready()
+
+        assert other.hear(Take).asked.prompt_token_ids == REQUEST.prompt_token_ids
+
+
+def test_what_an_earlier_life_says_is_not_heard() -> None:
+    with scripted_front(("mixed",)) as server:
+        (instance,) = running(server, 1)
+        server.front.send(REQUEST)
+        attempt = instance.hear(Take).asked.request_id
+        instance.ended = "it was killed by SIGKILL"
+        other = server.launcher.next()
+        other.ready()
+        again = other.hear(Take).asked.request_id
+        instance.tell(Answer(again, "late", (), 1, 5))
+        instance.tell(Answer(attempt, "late", (), 1, 5))
+        other.tell(Answer(again, "new", (), 1, 5))
+
+        out = server.next_out()
+
+        assert isinstance(out, Answer)
+        assert out.text == "new"
+
+
+@pytest.mark.parametrize(
+    ("identity", "says"),
+    [
+        (replace(IDENTITY, version="0.0.1"), "it runs phasewise 0.0.1, this server is"),
+        (replace(IDENTITY, model_hash="cd" * 32), "its model or weight format differs"),
+        (replace(IDENTITY, shape=replace(IDENTITY.shape, kv_format="f32")), "it keeps keys and values as"),
+        (replace(IDENTITY, context_length=17), "its context is "),
+        (
+            replace(IDENTITY, fingerprint=replace(FINGERPRINT, arithmetic="1/avx2/00")),
+            "they differ in arithmetic",
+        ),
+    ],
+)
+def test_an_instance_that_does_not_fit_ends_the_start_in_one_line(identity: object, says: str) -> None:
+    with scripted_front() as server:
+        first, second = server.launcher.next(), server.launcher.next()
+        first.ready()
+        second.ready(identity=identity)  # type: ignore[arg-type]
+        server.wait_until_state("lost")
+
+        assert server.is_lost
+        assert isinstance(server.front.lost, EngineLost)
+        assert says in str(server.front.lost)
+        assert "\n" not in str(server.front.lost)
+
+
+def test_an_instance_that_cannot_start_ends_the_start_in_one_line() -> None:
+    with scripted_front() as server:
+        server.launcher.next().say(CannotStart("this process may not use core 99, only 0-1"))
+        server.wait_until_state("lost")
+
+        assert str(server.front.lost).endswith("cannot start: this process may not use core 99, only 0-1")
+
+
+def test_what_cannot_be_read_ends_the_instance_and_nothing_else() -> None:
+    with scripted_front(("mixed", "mixed")) as server:
+        first, second = running(server)
+        first._socket.send(b'{"kind":"told","answers":[[1]]}')
+        other = server.launcher.next()
+
+        assert other.index == first.index
+        server.front.send(REQUEST)
+        assert second.hear(Take).part == "whole"
+
+
+def test_at_the_end_every_request_is_told() -> None:
+    with scripted_front() as server:
+        prompt, token = running(server)
+        divided(server, prompt, token)
+        server.launcher.is_stopping = True
+        server.front.stop(5.0)
+
+        out = server.next_out()
+
+        assert isinstance(out, Failure)
+        assert not isinstance(out.error, StepFailed)

@@ -1,0 +1,202 @@
+"""Frames of keys and values: what is sent is stored, and other bytes change nothing."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import numpy as np
+import pytest
+
+pytest.importorskip(
+    "phasewise.cython_kernels._native", reason="the kernels are not built", exc_type=ImportError
+)
+from phasewise.cluster.real.handing_over.frames import HEADER_BYTES, Codec, Frame, FrameKind, runs_of
+from phasewise.cluster.real.handing_over.links import StreamLink
+from phasewise.cluster.real.handing_over.receiver import ReceiveFailed, Receiver
+from phasewise.cython_kernels._native import KvMemory
+from phasewise.cython_kernels.kv_formats import KV_FORMATS, kv_slot_bytes
+from phasewise.serving.pools.contract import Placement
+from phasewise.serving.ranks.kv_share import KvShape
+
+LAYERS, HEADS, DIM, SLOTS, VOCAB, CONTEXT = 2, 1, 4, 512, 5, 256
+LOGITS = np.arange(VOCAB, dtype=np.float32)
+
+
+class Side:
+    """One instance's keys and values."""
+
+    def __init__(self, kv_format: str = "f16", seed: int | None = None, hash_of: bytes = b"m" * 32) -> None:
+        self.raw = np.zeros(LAYERS * HEADS * SLOTS * kv_slot_bytes(kv_format, DIM), np.uint8)
+        if seed is not None:
+            self.raw[:] = np.random.default_rng(seed).integers(1, 255, self.raw.size)
+        self.memory = KvMemory(self.raw, 0, LAYERS, HEADS, DIM, SLOTS, kv_format)
+        self.codec = Codec(KvShape(LAYERS, HEADS, DIM, kv_format), VOCAB, CONTEXT, hash_of)
+        self.receiver = Receiver(self.codec, self.memory)
+
+    def wire(self, layer: int, placement: Placement, n_tokens: int) -> bytes:
+        """Keys and values of the first positions, in order."""
+        pieces = []
+        for first, n_slots in runs_of(0, n_tokens):
+            piece = bytearray(self.memory.wire_bytes(n_slots))
+            self.memory.read(layer, placement.slot(first), n_slots, piece)
+            pieces.append(bytes(piece))
+        return b"".join(pieces)
+
+
+def frames_of(side: Side, source: Placement, n_prompt: int, cut: int, epoch: int = 7) -> list[list[bytes]]:
+    """All frames of a prompt whose steps end at multiples of `cut`."""
+    sent: list[list[bytes]] = []
+    link = StreamLink("r@7", epoch, n_prompt, side.codec, side.memory, lambda parts: not sent.append(parts))
+    for begin in range(0, n_prompt, cut):
+        for layer in range(LAYERS):
+            assert link.put(layer, begin, min(begin + cut, n_prompt), source)
+    assert link.finish(LOGITS)
+    return sent
+
+
+CONTIGUOUS = Placement(64, 208)
+TABLE = Placement(0, 256, (256, 16))
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize(("source", "target"), [(CONTIGUOUS, TABLE), (TABLE, CONTIGUOUS)])
+@pytest.mark.parametrize("cut", [200, 33])
+def test_what_is_sent_is_stored(kv_format: str, source: Placement, target: Placement, cut: int) -> None:
+    """Whatever the placements on both sides, and wherever the prompt's steps end."""
+    given, taken = Side(kv_format, seed=1), Side(kv_format)
+    taken.receiver.await_kv("r@7", 7, 200, target)
+
+    arrived = [taken.receiver.take(parts) for parts in frames_of(given, source, 200, cut)]
+
+    assert [one is not None for one in arrived] == [False] * (len(arrived) - 1) + [True]
+    assert arrived[-1] is not None
+    assert np.array_equal(arrived[-1].logits, LOGITS)
+    for layer in range(LAYERS):
+        assert taken.wire(layer, target, 200) == given.wire(layer, source, 200)
+    assert taken.receiver.n_awaited == 0
+    assert not taken.receiver.refused
+
+
+@pytest.mark.parametrize("spoil", ["swap", "drop", "repeat", "end early"])
+def test_frames_out_of_order_end_the_hand_over(spoil: str) -> None:
+    given, taken = Side(seed=1), Side()
+    taken.receiver.await_kv("r@7", 7, 200, CONTIGUOUS)
+    frames = frames_of(given, CONTIGUOUS, 200, 64)
+    if spoil == "swap":
+        frames[1], frames[2] = frames[2], frames[1]
+    elif spoil == "drop":
+        del frames[2]
+    elif spoil == "repeat":
+        frames.insert(2, frames[1])
+    else:
+        end = Frame(FrameKind.END, "r@7", 7, 2, 0, 0, 200)
+        frames[2:] = [[given.codec.header(end, 4 * VOCAB), b"r@7", LOGITS.tobytes()]]
+
+    with pytest.raises(ReceiveFailed) as failure:
+        _ = [taken.receiver.take(parts) for parts in frames]
+
+    assert failure.value.reason == ("incomplete" if spoil == "end early" else "sequence")
+    assert taken.receiver.n_awaited == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("epoch", "stale"),
+        ("id", "stale"),
+        ("hash", "model"),
+        ("format", "shape"),
+        ("version", "version"),
+        ("truncated", "truncated"),
+        ("header", "malformed"),
+        ("parts", "malformed"),
+        ("kind", "malformed"),
+    ],
+)
+def test_a_frame_of_nothing_that_is_awaited_is_counted_and_thrown_away(change: str, reason: str) -> None:
+    """The hand-over that is under way goes on."""
+    given, taken = Side(seed=1), Side()
+    taken.receiver.await_kv("r@7", 7, 200, CONTIGUOUS)
+    frames = frames_of(given, CONTIGUOUS, 200, 200)
+    header, name, data = frames[0]
+    strange = {
+        "epoch": frames_of(given, CONTIGUOUS, 200, 200, epoch=6)[0],
+        "id": [header, b"r@8", data],
+        "hash": frames_of(Side(seed=1, hash_of=b"n" * 32), CONTIGUOUS, 200, 200)[0],
+        "format": frames_of(Side("f32", seed=1), CONTIGUOUS, 200, 200)[0],
+        "version": [header[:4] + b"\2" + header[5:], name, data],
+        "truncated": [header, name, data[:-1]],
+        "header": [header[:-1], name, data],
+        "parts": [header, name],
+        "kind": [header[:6] + b"\x09" + header[7:], name, data],
+    }[change]
+
+    assert taken.receiver.take(strange) is None
+    assert taken.receiver.refused == {reason: 1}
+    assert not taken.raw.any()
+    assert [taken.receiver.take(parts) for parts in frames][-1] is not None
+
+
+def test_nothing_is_stored_after_a_request_was_given_up() -> None:
+    given, taken = Side(seed=1), Side()
+    taken.receiver.await_kv("r@7", 7, 200, CONTIGUOUS)
+    frames = frames_of(given, CONTIGUOUS, 200, 64)
+    assert taken.receiver.take(frames[0]) is None
+    taken.receiver.forget("r@7")
+    before = taken.raw.copy()
+
+    assert all(taken.receiver.take(parts) is None for parts in frames[1:])
+
+    assert np.array_equal(taken.raw, before)
+    assert taken.receiver.refused == {"stale": len(frames) - 1}
+
+
+def test_ten_thousand_spoiled_frames_change_nothing_outside_the_block_that_is_awaited() -> None:
+    """Bits flipped, fields drawn anew, parts cut and joined: each is refused, or stays within the block."""
+    draw = random.Random(20261123)
+    given, taken = Side(seed=1), Side(seed=2)
+    whole = frames_of(given, CONTIGUOUS, 200, 64)
+    outside = np.ones(taken.raw.size, bool)
+    probe = Side()
+    for layer in range(LAYERS):
+        probe.memory.write(
+            layer, CONTIGUOUS.base, CONTIGUOUS.n_slots, b"\1" * probe.memory.wire_bytes(CONTIGUOUS.n_slots)
+        )
+    outside[probe.raw.astype(bool)] = False
+    kept = taken.raw[outside].copy()
+    n_failed = 0
+
+    for _ in range(10_000):
+        if taken.receiver.n_awaited == 0:
+            taken.receiver.await_kv("r@7", 7, 200, CONTIGUOUS)
+        try:
+            taken.receiver.take(_spoiled(draw, draw.choice(whole)))
+        except ReceiveFailed:
+            n_failed += 1
+
+    assert np.array_equal(taken.raw[outside], kept)
+    assert n_failed + sum(taken.receiver.refused.values()) > 5_000
+    assert set(taken.receiver.refused) >= {"malformed", "truncated", "model", "range", "stale", "sequence"}
+
+
+def _spoiled(draw: random.Random, parts: list[bytes]) -> list[bytes]:
+    header, name, data = (bytearray(part) for part in parts)
+    match draw.randrange(6):
+        case 0:  # some bits
+            part = draw.choice([header, header, name])
+            for _ in range(draw.randrange(1, 4)):
+                part[draw.randrange(len(part))] ^= 1 << draw.randrange(8)
+        case 1:  # a number: sequence, layer, begin or end
+            struct.pack_into(
+                "<I", header, draw.choice([24, 28, 32, 36]), draw.choice([0, 1, 5, 64, 200, 2**31, 2**32 - 1])
+            )
+        case 2:
+            del data[draw.randrange(len(data)) :]
+        case 3:
+            data += bytes(draw.randrange(1, 100))
+        case 4:
+            del header[draw.randrange(HEADER_BYTES) :]
+        case _:
+            return [bytes(header), bytes(data), bytes(name)][: draw.randrange(4)]
+    return [bytes(header), bytes(name), bytes(data)]

@@ -1,0 +1,160 @@
+"""Instances that are killed or stopped at any moment of a hand-over: every request ends, with the right
+answer or an error, and no keys and values stay behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip(
+    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
+)
+from phasewise.serving.engine.messages import Submit
+from phasewise.serving.errors import ServingError
+from phasewise.serving.grammar.guides import Grammar
+from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
+from tests.cluster.real.test_pools import tokens
+from tests.support.servers.pools import (
+    PoolServer,
+    Told,
+    guides_of,
+    mixed_requests,
+    open_alone,
+    pools,
+    prompt,
+    run_alone,
+    size_of,
+    texts,
+    tiny_model,
+)
+
+pytestmark = pytest.mark.slow
+
+ROUNDS = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, cache: object) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), context_length=20_000)
+
+
+def check_round(
+    server: PoolServer,
+    model: Path,
+    index: int,
+    number: signal.Signals,
+    whole: dict[str, Told],
+    after_s: float,
+) -> None:
+    """One signal to one instance while requests are on their way."""
+    requests = [
+        replace(
+            one, request_id=f"{one.request_id}-{after_s}", prompt_token_ids=prompt(3000, at), max_tokens=40
+        )
+        for at, one in enumerate(mixed_requests(None))
+    ]
+    before = dict(server.front.pids)
+    for one in requests:
+        server.front.send(one)
+    time.sleep(after_s)
+    began_s = time.monotonic()
+    os.kill(before[index], number)
+    server.wait_for(len(requests))
+    server.wait_until(lambda: server.front.pids.get(index, before[index]) != before[index], "no new instance")
+    took_s = time.monotonic() - began_s
+    server.wait_until(server.is_empty, "keys and values stay behind")
+
+    assert took_s < 30
+    expected = tokens(whole)
+    for one in requests:
+        name = one.request_id
+        if name in server.failures:
+            assert isinstance(server.failures[name], ServingError)
+            assert server.pieces.get(name), "an answer that had not begun failed"
+        else:
+            assert tokens({name: server.pieces[name]})[name] == expected[name.rsplit("-", 1)[0]]
+
+
+@pytest.mark.parametrize("transfer", ["shm", "tcp"])
+@pytest.mark.parametrize("index", [0, 1], ids=["prompt", "token"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_every_request_ends_and_nothing_stays_behind(
+    model: Path, index: int, number: signal.Signals, transfer: str
+) -> None:
+    """At moments drawn over the life of the requests: queued, computed, handed over, answered."""
+    size = size_of(model, context_length=8192, kv_slots=32_768)
+    requests = [
+        replace(one, prompt_token_ids=prompt(3000, at), max_tokens=40)
+        for at, one in enumerate(mixed_requests(None))
+    ]
+    with open_alone(model, size) as opened:
+        whole = run_alone(opened, requests)
+    draw = random.Random(f"{index} {number} {transfer}")
+    with pools(model, size=size, kv_transfer=transfer, silent_s=1.5, most_restarts=100) as server:
+        for _ in range(ROUNDS if number == signal.SIGKILL else 2):
+            check_round(server, model, index, number, whole, round(draw.uniform(0, 0.4), 3))
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The other ranks of an instance."""
+    children = [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
+    return [child for child in children if b"rank_worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+@pytest.mark.parametrize("roles", [("mixed",), ("prompt", "token")], ids=["mixed", "divided"])
+def test_what_has_not_begun_runs_again_where_a_rank_is_killed(model: Path, roles: tuple[str, ...]) -> None:
+    """As `pools.md` promises it of instances, whose ranks are theirs."""
+    size = size_of(model, context_length=8192, kv_slots=32_768)
+    requests = [
+        replace(one, prompt_token_ids=prompt(3000, at), max_tokens=8)
+        for at, one in enumerate(mixed_requests(None))
+    ]
+    with open_alone(model, size, n_ranks=2) as opened:
+        whole = tokens(run_alone(opened, requests))
+    with pools(model, roles=roles, size=size, n_ranks=2, most_restarts=100) as server:  # type: ignore[arg-type]
+        for one in requests:
+            server.front.send(one)
+        os.kill(ranks_of(server.front.pids[0])[0], signal.SIGKILL)
+        server.wait_for(len(requests))
+
+        assert server.front.n_ranks_replaced == 1
+        assert server.front.n_requests_rerun > 0
+        for name in (one.request_id for one in requests):
+            if name in server.failures:
+                assert server.pieces.get(name), f"{name} had not begun: {server.failures[name]}"
+            else:
+                assert tokens({name: server.pieces[name]})[name] == whole[name]
+
+
+def test_no_request_ends_anothers_by_its_grammar(model: Path) -> None:
+    """Grammars that take longer, one after the other, than an instance may be silent."""
+    guides = guides_of(model)
+    numbers = [
+        Submit(
+            f"n{of}",
+            prompt(20, of),
+            8,
+            SamplingParams(temperature=0.0, top_logprobs=5),
+            guide=guides.compile_proven(Grammar.of_schema({"type": "integer", "multipleOf": of}), 1),
+            client="greedy",
+        )
+        for of in range(22_011, 22_051)
+    ]
+    plain = [
+        Submit(f"p{at}", prompt(50, at), 200, GREEDY, ignore_eos=True, client="other") for at in range(4)
+    ]
+    with pools(model, roles=("mixed",), silent_s=1.0) as server:
+        told = server.run([*plain, *numbers])
+
+        assert server.front.n_ranks_replaced == 0
+        assert all(texts(told)[one.request_id].strip("-").isdigit() for one in numbers)

@@ -1,0 +1,79 @@
+"""The text of an answer: nothing of a stop string gets out, nothing else is lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.serving.engine.answer_text import AnswerText
+from phasewise.serving.sampling.sampling import SampledToken
+from tests.support.servers.fake_engine import END, ByteStream
+
+SHORT = st.text(alphabet="ab€", min_size=1, max_size=4)
+
+
+def feed(text: str, stop: tuple[str, ...]) -> tuple[list[str], list[int], bool]:
+    """Byte by byte: the pieces given out, the tokens given out, and whether a stop string ended it."""
+    answer, pieces, tokens = AnswerText(ByteStream(), stop), [], []
+    for byte in text.encode():
+        answer.push(SampledToken(byte))
+        piece, begun = answer.take(finished=False)
+        pieces.append(piece)
+        tokens += [one.token_id for one in begun]
+        if answer.stopped:
+            return pieces, tokens, True
+    piece, begun = answer.take(finished=True)
+    return [*pieces, piece], tokens + [one.token_id for one in begun], answer.stopped
+
+
+def first_stop(text: str, stop: tuple[str, ...]) -> int | None:
+    """Where the text ends: the stop string that is complete first decides."""
+    ends = [(text.find(one) + len(one), text.find(one)) for one in stop if one in text]
+    return min(ends)[1] if ends else None
+
+
+@given(text=st.text(alphabet="ab€", max_size=30), stop=st.lists(SHORT, max_size=3).map(tuple))
+def test_text_ends_before_the_first_stop_string(text: str, stop: tuple[str, ...]) -> None:
+    pieces, tokens, stopped = feed(text, stop)
+
+    end = first_stop(text, stop)
+    assert stopped == (end is not None)
+    if not stopped:
+        assert "".join(pieces) == text
+        assert bytes(tokens).decode() == text
+    else:
+        assert not any(one in "".join(pieces) for one in stop)
+        assert "".join(pieces) == text[: len("".join(pieces))]
+        assert bytes(tokens).decode() == "".join(pieces)
+
+
+def test_text_is_held_back_only_while_it_may_become_a_stop_string() -> None:
+    pieces, _, stopped = feed("xSTaSTOP", ("STOP",))
+
+    assert stopped
+    assert pieces == ["x", "", "", "STa", "", "", "", ""]
+
+
+def test_characters_come_whole() -> None:
+    pieces, _, _ = feed("a€b", ())
+
+    assert pieces == ["a", "", "", "€", "b", ""]
+
+
+def test_an_unfinished_character_comes_out_at_the_end() -> None:
+    answer = AnswerText(ByteStream())
+    answer.push(SampledToken(0xE2))
+    answer.push_end(SampledToken(END))
+
+    text, tokens = answer.take(finished=True)
+
+    assert text == "\ufffd"
+    assert [one.token_id for one in tokens] == [0xE2, END]
+
+
+@pytest.mark.parametrize("stop", [("b",), ("ab", "b")])
+def test_a_stop_string_at_the_very_start_leaves_nothing(stop: tuple[str, ...]) -> None:
+    pieces, tokens, stopped = feed("b", stop)
+
+    assert (pieces, tokens, stopped) == ([""], [], True)

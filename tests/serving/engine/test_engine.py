@@ -1,0 +1,392 @@
+"""The engine on fake ranks: answers, ends, failures; and its thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.serving.engine.engine import Engine
+from phasewise.serving.engine.engine_thread import EngineThread
+from phasewise.serving.engine.messages import Abort, Answer, Delivery, Failure, Submit
+from phasewise.serving.errors import (
+    ContextLengthExceeded,
+    EngineLost,
+    QueueFull,
+    RankLost,
+    RanksError,
+    RequestError,
+    StepFailed,
+)
+from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
+from phasewise.serving.scheduling.pacing import PacedStep, Pacing
+from phasewise.tuner.plans import Phase
+from tests.support.servers.fake_engine import (
+    END,
+    FakeRanks,
+    encode,
+    make_engine,
+    next_letter,
+    run_all,
+    text_of,
+)
+from tests.support.tiers import examples
+
+
+def ask(name: str, prompt: str = "a", max_tokens: int | None = 5, **fields: object) -> Submit:
+    fields = {"sampling": GREEDY, **fields}
+    return Submit(name, tuple(encode(prompt)), max_tokens, **fields)  # type: ignore[arg-type]
+
+
+def ends_after(n_letters: int) -> Callable[[int], int]:
+    """A successor that ends the answer once the alphabet has got so far."""
+    return lambda last: END if last == ord("a") + n_letters else next_letter(last)
+
+
+def test_an_answer_continues_its_prompt() -> None:
+    outs = run_all(make_engine(), ask("r", "xyz", 4))["r"]
+
+    assert text_of(outs) == "abcd"
+    assert [out.n_generated for out in outs if isinstance(out, Answer)] == [1, 2, 3, 4]
+    assert [out.finish_reason for out in outs if isinstance(out, Answer)] == [None, None, None, "length"]
+
+
+def test_an_end_token_ends_it_without_text() -> None:
+    outs = run_all(make_engine(FakeRanks(ends_after(3))), ask("r", "a", 50))["r"]
+
+    last = outs[-1]
+    assert isinstance(last, Answer)
+    assert text_of(outs) == "bcd"
+    assert (last.finish_reason, last.n_generated, last.tokens[-1].token_id) == ("stop", 4, END)
+
+
+def test_an_ignored_end_token_does_not() -> None:
+    outs = run_all(make_engine(FakeRanks(ends_after(3))), ask("r", "a", 6, ignore_eos=True))["r"]
+
+    assert text_of(outs) == "bcdab"
+    assert len(outs) == 6
+
+
+def test_a_stop_string_ends_it_and_frees_its_slots_in_that_step() -> None:
+    engine = make_engine()
+    engine.submit(ask("r", "a", 50, stop=("efg", "zzz")))
+
+    outs = []
+    while engine.has_work:
+        outs += engine.step().outs
+    last = outs[-1]
+    assert isinstance(last, Answer)
+    assert text_of(outs) == "bcd"
+    assert (last.finish_reason, last.n_generated) == ("stop", 6)
+    assert engine.scheduler.pool.stats().slots_used == 0
+
+
+@examples(40)
+@given(
+    prompts=st.lists(st.text(alphabet="abcxyz€", min_size=1, max_size=90), min_size=1, max_size=8),
+    max_batch_tokens=st.integers(1, 64),
+    max_sequences=st.integers(1, 8),
+    seed=st.integers(0, 1000),
+)
+def test_company_and_chunks_change_no_answer(
+    prompts: list[str], max_batch_tokens: int, max_sequences: int, seed: int
+) -> None:
+    sampling = SamplingParams(temperature=1.5, top_p=0.9, seed=seed)
+    messages = [ask(str(index), prompt, 12, sampling=sampling) for index, prompt in enumerate(prompts)]
+
+    together = run_all(make_engine(max_batch_tokens=max_batch_tokens, max_sequences=max_sequences), *messages)
+
+    for message in messages:
+        alone = run_all(make_engine(), message)[message.request_id]
+        assert text_of(together[message.request_id]) == text_of(alone)
+
+
+def test_kv_slots_hold_each_sequence_in_order() -> None:
+    ranks = FakeRanks()
+    run_all(make_engine(ranks, max_batch_tokens=3), ask("r", "hello", 4))
+
+    assert bytes(ranks.kv[:8].tolist()) == b"hellopqr"
+
+
+def test_a_failed_step_ends_its_requests_and_no_others() -> None:
+    ranks = FakeRanks()
+    engine = make_engine(ranks, max_sequences=1)
+    engine.submit(ask("a"))
+    engine.submit(ask("b"))
+    ranks.fail_with = ValueError("boom")
+
+    failed = engine.step().outs
+    ranks.fail_with = None
+
+    assert [out.request_id for out in failed] == ["a"]
+    assert isinstance(failed[0], Failure)
+    assert isinstance(failed[0].error, StepFailed)
+    assert "boom" in str(failed[0].error)
+    engine.scheduler.check()
+    assert text_of(run_all(engine)["b"]) == "bcdef"
+
+
+def test_bad_logits_fail_like_any_other_step() -> None:
+    ranks = FakeRanks()
+    ranks._logits = lambda last: [float("nan")] * 257  # type: ignore[method-assign, assignment, return-value]
+
+    out = run_all(make_engine(ranks), ask("r"))["r"][0]
+
+    assert isinstance(out, Failure)
+    assert "not numbers" in str(out.error)
+
+
+def test_what_can_never_run_is_refused_at_once() -> None:
+    engine = make_engine(context_length=20, max_waiting=1)
+
+    with pytest.raises(ContextLengthExceeded):
+        engine.submit(ask("r", "a" * 20, 1))
+    with pytest.raises(RequestError, match="token ids"):
+        engine.submit(Submit("r", (257,), 1))
+    with pytest.raises(RequestError, match="no tokens"):
+        engine.submit(Submit("r", (), 1))
+    engine.submit(ask("a"))
+    with pytest.raises(QueueFull):
+        engine.submit(ask("b"))
+
+
+@pytest.mark.parametrize(
+    ("n_prompt", "kv_slots", "context", "expected"),
+    [(10, 4000, 2000, 1990), (10, 400, 2000, 390), (1990, 4000, 2000, 10)],
+)
+def test_without_a_limit_an_answer_may_fill_the_context(
+    n_prompt: int, kv_slots: int, context: int, expected: int
+) -> None:
+    engine = make_engine(kv_slots=kv_slots, context_length=context)
+
+    outs = run_all(engine, ask("r", "a" * n_prompt, None))["r"]
+
+    assert isinstance(outs[-1], Answer)
+    assert outs[-1].n_generated == expected
+
+
+def test_step_statistics_tell_what_ran() -> None:
+    engine = make_engine()
+    for name in "abcde":
+        engine.submit(ask(name, "abc"))
+
+    delivery = engine.step()
+
+    stats, load = delivery.stats, delivery.load
+    assert stats is not None
+    assert (stats.phase, stats.n_sequences, stats.n_tokens) == ("prefill", 4, 12)
+    assert (load.n_running, load.n_waiting, load.kv_slots_used) == (4, 1, 64)
+
+
+def test_after_lost_ranks_what_was_not_heard_of_runs_again() -> None:
+    """In order of arrival, with the same seeds; a client that has read a token gets an error."""
+    engine = make_engine(max_sequences=1, max_waiting=3)
+    sampling = SamplingParams(temperature=1.5, seed=5)
+    asked = [ask(name, name * 3, 6, sampling=sampling) for name in "abc"]
+    alone = {message.request_id: run_all(make_engine(), message)[message.request_id] for message in asked}
+    for message in asked:
+        engine.submit(message)
+    engine.step()
+    loss = RankLost("rank 1 died")
+
+    delivery = engine.recover(loss)
+
+    assert delivery.outs == (Failure("a", loss),)
+    assert (delivery.load.n_waiting, delivery.load.n_running) == (2, 0)
+    engine.scheduler.check()
+    outs = run_all(engine)
+    assert list(outs) == ["b", "c"]
+    assert all(text_of(outs[name]) == text_of(alone[name]) for name in "bc")
+
+
+def test_a_request_that_loses_its_ranks_every_time_is_not_run_for_ever() -> None:
+    engine = make_engine()
+    engine.submit(ask("a"))
+
+    outs = [engine.recover(RankLost("rank 1 died")).outs for _ in range(3)]
+
+    assert [len(failures) for failures in outs] == [0, 0, 1]
+    assert not engine.has_work
+
+
+def test_an_answer_that_its_guide_ends_too_early_was_cut_off() -> None:
+    class DeadEnd:
+        end_token_id = END
+
+        def fresh(self) -> DeadEnd:
+            return DeadEnd()
+
+        def forbid(self, logits: object) -> bool:
+            return False
+
+        def advance(self, token_id: int) -> None: ...
+
+    last = run_all(make_engine(), ask("a", guide=DeadEnd()))["a"][-1]
+
+    assert isinstance(last, Answer)
+    assert last.finish_reason == "length"
+
+
+class ThreeWhileAnswering(Pacing):
+    """Chunks of three tokens while answers run. Keeps what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 64)
+        self.told: list[tuple[str, int]] = []
+
+    def observe(self, phase: Phase, n_tokens: int, duration_ns: int) -> None:
+        assert duration_ns > 0
+        self.told.append((phase, n_tokens))
+
+    def pace(self, n_answering: int) -> PacedStep:
+        return PacedStep(3 if n_answering else 64)
+
+
+def test_chunks_are_paced_while_answers_run() -> None:
+    engine = make_engine(max_batch_tokens=64)
+    engine.pacing = pacing = ThreeWhileAnswering()
+    run_all(engine, ask("a", "a" * 10, 9))
+    engine.submit(ask("b", "b" * 10, 9))
+    engine.step()
+    run_all(engine, ask("c", "c" * 7, 2))
+
+    prefills = [n_tokens for phase, n_tokens in pacing.told if phase == "prefill"]
+    assert prefills == [10, 10, 3, 3, 1]
+
+
+def test_a_promise_that_cannot_be_kept_is_told_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine()
+    engine.pacing = Pacing(1, 64)
+
+    run_all(engine, ask("a", "a", 9), ask("b", "b", 5))
+
+    told = [record for record in caplog.records if "--tpot promises" in record.getMessage()]
+    assert len(told) == 1
+    ranks = engine.ranks
+    assert isinstance(ranks, FakeRanks)
+    assert engine.load().steps_over_tpot == sum(batch.phase == "decode" for batch in ranks.batches)
+
+
+class Listener:
+    """Collects deliveries and lets a test wait for the end of a request."""
+
+    def __init__(self) -> None:
+        self.outs: dict[str, list[Answer | Failure]] = {}
+        self._changed = threading.Condition()
+
+    def __call__(self, delivery: Delivery) -> None:
+        with self._changed:
+            for out in delivery.outs:
+                self.outs.setdefault(out.request_id, []).append(out)
+            self._changed.notify_all()
+
+    def wait_for(self, request_id: str, n_outs: int | None = None) -> list[Answer | Failure]:
+        def ready() -> bool:
+            outs = self.outs.get(request_id, [])
+            if n_outs is not None:
+                return len(outs) >= n_outs
+            return bool(outs) and (isinstance(outs[-1], Failure) or outs[-1].finish_reason is not None)
+
+        with self._changed:
+            assert self._changed.wait_for(ready, timeout=20), self.outs
+            return list(self.outs[request_id])
+
+
+@contextmanager
+def running(engine: Engine) -> Iterator[tuple[EngineThread, Listener]]:
+    listener = Listener()
+    thread = EngineThread(engine, listener)
+    thread.start()
+    try:
+        yield thread, listener
+    finally:
+        thread.stop()
+        assert not thread.is_alive
+
+
+def test_the_thread_answers_and_sleeps_when_idle() -> None:
+    ranks = FakeRanks()
+    with running(make_engine(ranks)) as (thread, listener):
+        thread.send(ask("r"))
+        assert text_of(listener.wait_for("r")) == "bcdef"
+        n_steps, cpu = len(ranks.batches), time.thread_time()
+        time.sleep(0.1)
+        assert len(ranks.batches) == n_steps
+        assert time.thread_time() - cpu < 0.1
+        thread.send(ask("s"))
+        assert text_of(listener.wait_for("s")) == "bcdef"
+
+
+def test_the_thread_tells_refusals_and_survives_failures() -> None:
+    ranks = FakeRanks()
+    with running(make_engine(ranks, context_length=10)) as (thread, listener):
+        thread.send(ask("long", "a" * 100))
+        refused = listener.wait_for("long")[0]
+        assert isinstance(refused, Failure)
+        assert isinstance(refused.error, ContextLengthExceeded)
+
+        ranks.fail_with = MemoryError()
+        thread.send(ask("r"))
+        assert isinstance(listener.wait_for("r")[0], Failure)
+        ranks.fail_with = None
+        thread.send(ask("s"))
+        assert text_of(listener.wait_for("s")) == "bcdef"
+
+
+def test_lost_ranks_fail_all_that_is_asked_now_and_later() -> None:
+    ranks = FakeRanks()
+    lost = RanksError("rank 1 (pid 7) was killed by SIGKILL")
+    with running(make_engine(ranks)) as (thread, listener):
+        ranks.fail_with = lost
+        for name in ("r", "s"):
+            thread.send(ask(name))
+            failure = listener.wait_for(name)[-1]
+            assert isinstance(failure, Failure)
+            assert isinstance(failure.error, EngineLost)
+            assert str(lost) in str(failure.error)
+            ranks.fail_with = None
+        assert not thread.is_alive
+
+
+def test_a_bug_between_steps_fails_what_is_in_progress_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    with running(engine) as (thread, listener):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_commit", lambda *_: 1 / 0)
+            thread.send(ask("r"))
+            assert isinstance(listener.wait_for("r")[-1], Failure)
+        thread.send(ask("s"))
+        assert text_of(listener.wait_for("s")) == "bcdef"
+
+
+def test_an_abort_frees_the_slots_while_others_go_on() -> None:
+    ranks = FakeRanks()
+    ranks.before_step = lambda: time.sleep(0.002)
+    engine = make_engine(ranks)
+    with running(engine) as (thread, listener):
+        thread.send(ask("a", max_tokens=2000))
+        thread.send(ask("b", max_tokens=40))
+        listener.wait_for("a", 5)
+        thread.send(Abort("a"))
+        listener.wait_for("b")
+        thread.send(ask("c", max_tokens=1))
+        listener.wait_for("c")
+        assert len(listener.outs["a"]) < 100
+        assert engine.scheduler.pool.stats().slots_used == 0
+
+
+def test_stopping_ends_what_is_in_progress_with_an_error() -> None:
+    ranks = FakeRanks()
+    ranks.before_step = lambda: time.sleep(0.002)
+    with running(make_engine(ranks)) as (thread, listener):
+        thread.send(ask("a", max_tokens=2000))
+        listener.wait_for("a", 2)
+
+    last = listener.outs["a"][-1]
+    assert isinstance(last, Failure)
+    assert "stopping" in str(last.error)

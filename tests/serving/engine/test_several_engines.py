@@ -1,0 +1,171 @@
+"""Several models behind one server: requests reach the one they name, and the engines take turns."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+
+from phasewise.serving.engine.engine import Engine
+from phasewise.serving.engine.engine_host import Deliver
+from phasewise.serving.engine.engine_thread import EngineThread
+from phasewise.serving.engine.messages import Abort, Answer, Delivery, Submit
+from phasewise.serving.engine.several_engines import SeveralEngines, Turns
+from phasewise.serving.errors import RanksError
+from phasewise.serving.sampling.sampling import GREEDY
+from tests.support.models.tiny_models import TinyShape, tiny_gguf
+from tests.support.servers.fake_engine import FakeRanks, make_engine, next_letter
+from tests.support.servers.scripted_instances import FINGERPRINT
+
+
+def test_turns_are_given_in_the_order_in_which_they_are_asked_for() -> None:
+    turns, order = Turns(), []
+    started = threading.Barrier(2)
+
+    def greedy() -> None:
+        for number in range(50):
+            with turns:
+                if number == 0:
+                    started.wait(5)
+                order.append("greedy")
+                time.sleep(0.001)
+
+    thread = threading.Thread(target=greedy)
+    thread.start()
+    started.wait(5)
+    for _ in range(10):
+        with turns:
+            order.append("other")
+    thread.join()
+    assert order.index("other") < 5
+    places = [at for at, one in enumerate(order) if one == "other"]
+    assert len(places) == 10
+    assert max(b - a for a, b in itertools.pairwise(places)) <= 3
+
+
+def test_a_request_reaches_the_engine_of_its_model_and_loads_add_up() -> None:
+    ranks = {"up": FakeRanks(next_letter), "same": FakeRanks(lambda token_id: token_id)}
+    engines = {name: make_engine(one) for name, one in ranks.items()}
+    came: list[Delivery] = []
+    host = SeveralEngines(
+        {
+            name: lambda deliver, on_lost, turn, engine=engine: EngineThread(
+                engine, deliver, on_lost, turn=turn
+            )  # type: ignore[misc]
+            for name, engine in engines.items()
+        },
+        came.append,
+        lambda: None,
+    )
+    host.start()
+    for name in engines:
+        host.send(Submit(f"r-{name}", (97,), 4, GREEDY, model=name))
+    host.send(Abort("r-unknown"))
+    deadline = time.monotonic() + 20
+    outs: list[Answer] = []
+    while sum(one.finish_reason is not None for one in outs) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+        outs = [out for one in list(came) for out in one.outs if isinstance(out, Answer)]
+    texts = {name: "".join(out.text for out in outs if out.request_id == f"r-{name}") for name in engines}
+    assert texts == {"up": "bcde", "same": "aaaa"}
+    assert (host.state, host.is_alive, host.lost) == ("running", True, None)
+    slots = sum(engine.scheduler.pool.n_slots for engine in engines.values())
+    assert came[-1].load.kv_slots == slots
+    by_model = came[-1].load.by_model
+    assert by_model is not None
+    assert {name: one.kv_slots for name, one in by_model.items()} == {
+        name: engine.scheduler.pool.n_slots for name, engine in engines.items()
+    }
+    assert {one.stats.model for one in came if one.stats is not None} == {"up", "same"}
+    assert host.stop()
+    assert host.state == "running" or not host.is_alive
+
+
+@pytest.mark.slow
+def test_one_engine_that_is_lost_is_a_lost_server() -> None:
+    ranks = FakeRanks()
+    ranks.reopen_errors = [RanksError("no")] * 100
+    lost = threading.Event()
+    host = SeveralEngines(
+        {
+            "a": lambda deliver, on_lost, turn: EngineThread(make_engine(ranks), deliver, on_lost, turn=turn),
+            "b": lambda deliver, on_lost, turn: EngineThread(make_engine(), deliver, on_lost, turn=turn),
+        },
+        lambda _delivery: None,
+        lost.set,
+    )
+    host.start()
+    ranks.lose()
+    assert lost.wait(20)
+    assert host.state == "lost"
+    host.stop()
+
+
+@pytest.mark.slow
+def test_two_models_share_a_server_and_its_budget(tmp_path: Path) -> None:
+    pytest.importorskip(
+        "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
+    )
+    for name, seed in (("one", 0), ("two", 1)):
+        content = tiny_gguf(shape=TinyShape(context_length=2048), seed=seed).to_bytes()
+        (tmp_path / f"{name}.gguf").write_bytes(content)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "c"), "XDG_DATA_HOME": str(tmp_path / "d")}
+    command = [sys.executable, "-m", "phasewise", "serve", str(tmp_path / "one.gguf"), "--port", "0"]
+    command += ["--also", str(tmp_path / "two.gguf"), "--kv-budget", "8M", "--log-level", "off"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert server.stderr is not None
+        said = []
+        for line in server.stderr:
+            said.append(line)
+            if line.startswith("listening on"):
+                break
+        assert said[-1].startswith("listening on"), said
+        url = said[-1].split()[-1]
+        cards = httpx.get(f"{url}/v1/models").json()["data"]
+        assert [card["id"] for card in cards] == ["one", "two"]
+        texts = {}
+        for name in ("one", "two"):
+            body = {"model": name, "prompt": "abc", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+            texts[name] = answer.json()["choices"][0]["text"]
+            assert answer.json()["model"] == name
+        assert texts["one"] != texts["two"]
+        missing = httpx.post(f"{url}/v1/completions", json={"model": "three", "prompt": "a"})
+        assert missing.status_code == 404
+        assert "one, two" in json.dumps(missing.json())
+        metrics = httpx.get(f"{url}/metrics").text
+        for name in ("one", "two"):
+            assert f'phasewise_generated_tokens_total{{model="{name}"}} 12.0' in metrics
+            assert float(metrics.split(f'phasewise_kv_slots{{model="{name}"}} ')[1].split()[0]) > 0
+            assert f'phasewise_step_seconds_count{{model="{name}",phase="decode"}} 11.0' in metrics
+    finally:
+        server.terminate()
+        assert server.wait(30) == 0
+
+
+def test_each_model_has_a_fingerprint_of_its_own() -> None:
+    engines = {name: make_engine(FakeRanks()) for name in ("one", "other")}
+    for name, engine in engines.items():
+        engine.fingerprint = replace(FINGERPRINT, weights=name)
+    opens = {name: partial(_thread_of, engine) for name, engine in engines.items()}
+    host = SeveralEngines(opens, lambda delivery: None, lambda: None)
+
+    assert [host.fingerprint(name) for name in engines] == [one.fingerprint for one in engines.values()]
+
+
+def _thread_of(engine: Engine, deliver: Deliver, on_lost: Callable[[], None], turn: Turns) -> EngineThread:
+    return EngineThread(engine, deliver, on_lost, turn=turn)

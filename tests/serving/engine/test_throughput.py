@@ -1,0 +1,129 @@
+"""What a throughput test feeds the ranks, and how its work is counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.serving.batch import Batch
+from phasewise.serving.engine.throughput import Workload, compute_kind, flops, measure, streamed_bytes
+from phasewise.serving.loaders import load_model
+from phasewise.serving.models.packed_model import PackedModel
+from tests.support.models.tiny_models import write_tiny_gguf
+
+VOCAB = 50
+
+
+class Recorder:
+    """Ranks that remember what they were asked."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+
+    def forward(self, batch: Batch) -> np.ndarray:
+        self.batches.append(batch)
+        return np.zeros((batch.n_logits, VOCAB), dtype=np.float32)
+
+
+depths = st.one_of(st.just(0), st.integers(1, 90))
+workloads = st.one_of(
+    st.builds(Workload, st.integers(1, 200), st.just(0), st.integers(1, 5), depths),
+    st.builds(Workload, st.just(0), st.integers(1, 40), st.integers(1, 5), depths),
+    st.builds(Workload, st.integers(1, 60), st.integers(1, 20), st.integers(1, 5), depths),
+)
+
+
+def split_at_depth(batches: list[Batch], workload: Workload) -> tuple[list[Batch], list[Batch]]:
+    """What comes before the timed runs, and those."""
+    before = [one for one in batches if all(piece.start < workload.n_depth for piece in one.slices)]
+    return before, batches[len(before) :]
+
+
+@given(workload=workloads, max_batch_tokens=st.integers(1, 64), repetitions=st.integers(1, 3))
+def test_every_token_is_computed_once_at_its_own_place(
+    workload: Workload, max_batch_tokens: int, repetitions: int
+) -> None:
+    ranks = Recorder()
+
+    timed = measure(ranks, workload, VOCAB, max_batch_tokens, repetitions, warm_ups=0)
+
+    assert len(timed.samples_ns) == repetitions
+    before, runs = split_at_depth(ranks.batches, workload)
+    one_run = runs[: len(runs) // repetitions]
+    places = [
+        piece.slot_base + piece.start + at
+        for batch in before + one_run
+        for piece in batch.slices
+        for at in range(len(piece.token_ids))
+    ]
+    assert sorted(places) == list(range(workload.kv_slots))
+    assert workload.n_tokens == workload.kv_slots - workload.n_sequences * workload.n_depth
+
+
+@given(workload=workloads, max_batch_tokens=st.integers(1, 64))
+def test_batches_are_of_one_phase_and_within_their_size(workload: Workload, max_batch_tokens: int) -> None:
+    ranks = Recorder()
+    measure(ranks, workload, VOCAB, max_batch_tokens, repetitions=1, warm_ups=0)
+
+    _, runs = split_at_depth(ranks.batches, workload)
+    wanted = sum(batch.n_logits for batch in runs)
+    assert wanted == workload.n_sequences * (workload.n_gen + (workload.n_prompt > 0))
+    assert {batch.phase for batch in runs} == {
+        phase for phase, n in (("prefill", workload.n_prompt), ("decode", workload.n_gen)) if n
+    }
+    for batch in ranks.batches:
+        if batch.phase == "decode":
+            assert all(len(piece.token_ids) == 1 for piece in batch.slices)
+        else:
+            assert batch.n_tokens <= max_batch_tokens
+
+
+@given(n_prompt=st.integers(1, 50), n_gen=st.integers(1, 50), n_depth=st.integers(0, 50))
+def test_work_adds_up_however_a_test_is_cut(
+    model: PackedModel, n_prompt: int, n_gen: int, n_depth: int
+) -> None:
+    """A pair is its prompt and its answer behind it; bytes of a decode likewise."""
+    pair = flops(model, Workload(n_prompt, n_gen, 2, n_depth))
+    apart = [Workload(n_prompt, 0, 2, n_depth), Workload(0, n_gen, 2, n_depth + n_prompt)]
+    assert pair == sum(flops(model, one) for one in apart)
+
+    longer = streamed_bytes(model, Workload(0, n_gen + 1, 2, n_depth), 10)
+    halves = [Workload(0, n_gen, 2, n_depth), Workload(0, 1, 2, n_depth + n_gen)]
+    assert longer == sum(streamed_bytes(model, one, 10) for one in halves)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
+    folder: Path = tmp_path_factory.mktemp("throughput")
+    write_tiny_gguf(folder / "tiny.gguf")
+    return load_model(str(folder / "tiny.gguf"), "f32", cache_dir=folder)
+
+
+def test_work_is_two_operations_a_weight_and_token(model: PackedModel) -> None:
+    """Linear layers grow with the tokens; attention with their square; the head with the rows of logits."""
+    layers = sum(w.n * w.k for name, w in model.weights.items() if name.startswith("layers."))
+    head = model.weights.get("lm_head", model.weights["embed"])
+    one, two = flops(model, Workload(1, 0, 1)), flops(model, Workload(1, 0, 2))
+    config = model.config
+
+    assert two == 2 * one
+    attention = 4 * config.n_layers * config.n_heads * config.head_dim
+    assert one == 2 * (layers + head.n * head.k) + attention
+    assert flops(model, Workload(3, 0, 1)) == 2 * (3 * layers + head.n * head.k) + 6 * attention
+
+
+def test_decode_streams_the_weights_once_a_step_however_many_sequences(model: PackedModel) -> None:
+    alone, together = Workload(0, 4, 1), Workload(0, 4, 8)
+
+    assert streamed_bytes(model, alone, 0) == streamed_bytes(model, together, 0)
+    assert streamed_bytes(model, together, 10) - streamed_bytes(model, together, 0) == 8 * 10 * (
+        1 + 2 + 3 + 4
+    )
+
+
+def test_the_peak_is_that_of_the_format_that_does_the_work(model: PackedModel) -> None:
+    assert compute_kind(model) == "f32"

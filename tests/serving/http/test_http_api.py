@@ -1,0 +1,400 @@
+"""The OpenAI API as its official client sees it, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from phasewise.serving.http.http_settings import HttpLimits
+from tests.support.servers.fake_engine import END, next_letter
+from tests.support.servers.fake_server import CONTEXT, FakeServer, fake_server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with fake_server() as running:
+        yield running
+
+
+@pytest.fixture
+def api(server: FakeServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=30) as client:
+        yield client
+    server.ranks.successor = next_letter
+    server.ranks.fail_with = None
+    server.ranks.before_step = lambda: None
+    server.wait_until_idle()
+
+
+HELLO = [{"role": "user", "content": "xyz"}]
+
+
+def test_models_are_listed_and_shown(api: openai.OpenAI) -> None:
+    assert [model.id for model in api.models.list()] == ["fake"]
+    assert api.models.retrieve("fake").id == "fake"
+    assert api.models.retrieve("alias").id == "fake"
+    with pytest.raises(openai.NotFoundError) as caught:
+        api.models.retrieve("other/one")
+    assert caught.value.code == "model_not_found"
+
+
+def test_a_completion(api: openai.OpenAI) -> None:
+    got = api.completions.create(model="fake", prompt="xyz", max_tokens=4, temperature=0)
+
+    assert got.object == "text_completion"
+    assert got.id.startswith("cmpl-")
+    assert (got.choices[0].text, got.choices[0].finish_reason) == ("abcd", "length")
+    assert got.usage is not None
+    assert (got.usage.prompt_tokens, got.usage.completion_tokens, got.usage.total_tokens) == (3, 4, 7)
+
+
+def test_a_completion_has_sixteen_tokens_unless_told(api: openai.OpenAI) -> None:
+    got = api.completions.create(model="fake", prompt="z", temperature=0)
+
+    assert got.choices[0].text == "abcdefghijklmnop"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("c", ["def"]),
+        (["a", "k"], ["bcd", "lmn"]),
+        ([97, 98], ["cde"]),
+        ([[97], [107, 108]], ["bcd", "mno"]),
+    ],
+)
+def test_every_shape_of_prompt(api: openai.OpenAI, prompt: object, texts: list[str]) -> None:
+    got = api.completions.create(model="fake", prompt=prompt, max_tokens=3, temperature=0)  # type: ignore[call-overload]
+
+    assert [choice.text for choice in got.choices] == texts
+    assert [choice.index for choice in got.choices] == list(range(len(texts)))
+
+
+def test_n_choices_of_several_prompts_come_in_order(api: openai.OpenAI) -> None:
+    got = api.completions.create(
+        model="fake",
+        prompt=["a", "k"],
+        max_tokens=8,
+        n=3,
+        seed=1,
+        temperature=3,
+        extra_body={"ignore_eos": True},
+    )
+    again = api.completions.create(
+        model="fake",
+        prompt=["a", "k"],
+        max_tokens=8,
+        n=3,
+        seed=1,
+        temperature=3,
+        extra_body={"ignore_eos": True},
+    )
+
+    assert [choice.index for choice in got.choices] == list(range(6))
+    assert [choice.text for choice in got.choices] == [choice.text for choice in again.choices]
+    assert len({choice.text for choice in got.choices[:3]}) > 1
+    assert got.usage is not None
+    assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (2, 48)
+
+
+def test_a_streamed_completion_adds_up_to_the_whole(api: openai.OpenAI) -> None:
+    stream = api.completions.create(
+        model="fake",
+        prompt=["x", "m"],
+        max_tokens=30,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+
+    texts = ["", ""]
+    for chunk in chunks[:-1]:
+        assert chunk.usage is None
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == ["yzabcdefghijklmnopqrstuvwxyzab", "nopqrstuvwxyzabcdefghijklmnopq"]
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.total_tokens == 62
+    ends = [chunk.choices[0].finish_reason for chunk in chunks[:-1] if chunk.choices[0].finish_reason]
+    assert ends == ["length", "length"]
+
+
+def test_a_chat(api: openai.OpenAI) -> None:
+    got = api.chat.completions.create(model="fake", messages=HELLO, max_completion_tokens=3, temperature=0)
+
+    assert got.object == "chat.completion"
+    message = got.choices[0].message
+    assert (message.role, message.content) == ("assistant", "abc")
+    assert got.usage is not None
+    assert got.usage.prompt_tokens == len("<user>xyz<assistant>")
+
+
+def test_a_chat_with_content_in_parts(api: openai.OpenAI) -> None:
+    parts = [{"type": "text", "text": "x"}, {"type": "text", "text": "yz"}]
+    got = api.chat.completions.create(
+        model="fake",
+        messages=[{"role": "user", "content": parts}],
+        max_tokens=3,
+        temperature=0,  # type: ignore[list-item, misc]
+    )
+
+    assert got.usage is not None
+    assert got.usage.prompt_tokens == len("<user>xyz<assistant>")
+
+
+def test_a_streamed_chat_opens_with_its_role(api: openai.OpenAI) -> None:
+    stream = api.chat.completions.create(
+        model="fake", messages=HELLO, max_tokens=3, temperature=0, stream=True, n=2
+    )
+    chunks = list(stream)
+
+    assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant"] * 2
+    texts = ["", ""]
+    for chunk in chunks:
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == ["abc", "abc"]
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+
+
+def test_a_chat_without_a_limit_ends_by_itself(server: FakeServer, api: openai.OpenAI) -> None:
+    server.ranks.successor = lambda last: END if last == ord("f") else next_letter(last)
+
+    got = api.chat.completions.create(model="fake", messages=HELLO, temperature=0)
+
+    assert (got.choices[0].message.content, got.choices[0].finish_reason) == ("abcdef", "stop")
+
+
+@pytest.mark.parametrize("stop", ["def", ["zzz", "de"]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings(api: openai.OpenAI, stop: str | list[str], stream: bool) -> None:
+    got = api.completions.create(
+        model="fake", prompt="a", max_tokens=20, temperature=0, stop=stop, stream=stream
+    )
+
+    if isinstance(got, openai.Stream):
+        pieces = [chunk.choices[0] for chunk in got]
+        text, reason = "".join(piece.text for piece in pieces), pieces[-1].finish_reason
+    else:
+        text, reason = got.choices[0].text, got.choices[0].finish_reason
+    assert (text, reason) == ("bc", "stop")
+
+
+def test_logprobs_of_a_completion(api: openai.OpenAI) -> None:
+    got = api.completions.create(model="fake", prompt="a", max_tokens=3, temperature=0, logprobs=2)
+
+    logprobs = got.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["b", "c", "d"]
+    assert logprobs.text_offset == [0, 1, 2]
+    assert logprobs.token_logprobs is not None
+    assert logprobs.top_logprobs is not None
+    for token, value, top in zip(
+        logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
+    ):
+        assert len(top) == 2
+        assert top[token] == value == max(top.values())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_a_chat(api: openai.OpenAI, stream: bool) -> None:
+    got = api.chat.completions.create(
+        model="fake",
+        messages=HELLO,
+        max_tokens=3,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,
+        stream=stream,
+    )
+
+    if isinstance(got, openai.Stream):
+        parts = [chunk.choices[0].logprobs for chunk in got]
+        entries = [entry for part in parts if part is not None for entry in part.content or []]
+    else:
+        assert got.choices[0].logprobs is not None
+        entries = got.choices[0].logprobs.content or []  # type: ignore[assignment]
+    assert [entry.token for entry in entries] == ["a", "b", "c"]
+    assert [entry.bytes for entry in entries] == [[97], [98], [99]]
+    assert all(
+        len(entry.top_logprobs) == 3 and entry.top_logprobs[0].token == entry.token for entry in entries
+    )
+
+
+def test_logprobs_leave_the_end_token_out(server: FakeServer, api: openai.OpenAI) -> None:
+    server.ranks.successor = lambda last: END if last == ord("c") else next_letter(last)
+
+    got = api.completions.create(model="fake", prompt="a", max_tokens=9, temperature=0, logprobs=0)
+
+    assert got.choices[0].logprobs is not None
+    assert got.choices[0].logprobs.tokens == ["b", "c"]
+    assert got.usage is not None
+    assert got.usage.completion_tokens == 3
+
+
+def test_extensions_reach_the_sampler(api: openai.OpenAI) -> None:
+    bias = {str(ord("q")): 100}
+    biased = api.completions.create(model="fake", prompt="a", max_tokens=3, temperature=0, logit_bias=bias)
+    assert biased.choices[0].text == "qqq"
+    unlimited = {"top_k": -1, "min_p": 0.9, "repetition_penalty": 1.0, "something_new": {"ignored": True}}
+    got = api.completions.create(model="fake", prompt="a", max_tokens=3, temperature=1, extra_body=unlimited)
+    assert got.choices[0].text == "bcd"
+
+
+def test_answers_in_parallel_do_not_mix(server: FakeServer, api: openai.OpenAI) -> None:
+    async def all_at_once() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", timeout=60) as client:
+            return await asyncio.gather(*(one(client, index) for index in range(20)))
+
+    async def one(client: openai.AsyncOpenAI, index: int) -> str:
+        stream = await client.completions.create(
+            model="fake", prompt=chr(97 + index), max_tokens=20 + index, temperature=0, stream=True
+        )
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    texts = asyncio.run(all_at_once())
+
+    for index, text in enumerate(texts):
+        assert text == "".join(chr(97 + (index + step + 1) % 26) for step in range(20 + index))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_slots(server: FakeServer, api: openai.OpenAI, stream: bool) -> None:
+    server.ranks.before_step = lambda: time.sleep(0.005)
+    body = {"model": "fake", "prompt": "a", "max_tokens": 450, "stream": stream}
+
+    if stream:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+            next(response.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=1.0)
+
+    started = time.monotonic()
+    server.wait_until_idle()
+    assert time.monotonic() - started < 1.5
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert 'phasewise_requests_total{reason="aborted"}' in metrics
+    assert "phasewise_kv_slots_used 0.0" in metrics
+    for name in (
+        "phasewise_python_blocks",
+        "phasewise_malloc_bytes",
+        "process_resident_memory_bytes",
+        "process_open_fds",
+    ):
+        assert float(re.search(rf"^{name} (\S+)$", metrics, re.MULTILINE)[1]) > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failed_step_is_a_server_error_and_the_server_stays_up(
+    server: FakeServer, api: openai.OpenAI, stream: bool
+) -> None:
+    server.ranks.fail_with = ValueError("boom")
+    with pytest.raises(openai.InternalServerError) as caught:
+        api.completions.create(model="fake", prompt="a", stream=stream)
+    assert caught.value.code == "engine_error"
+
+    server.ranks.fail_with = None
+    assert (
+        api.completions.create(model="fake", prompt="a", max_tokens=1, temperature=0).choices[0].text == "b"
+    )
+
+
+def test_a_failure_in_midstream_is_told_in_the_stream(server: FakeServer, api: openai.OpenAI) -> None:
+    server.ranks.before_step = lambda: time.sleep(0.01)
+    stream = api.completions.create(model="fake", prompt="a", max_tokens=400, stream=True, temperature=0)
+    assert next(iter(stream)).choices[0].text == "b"
+
+    server.ranks.fail_with = ValueError("boom")
+
+    with pytest.raises(openai.APIError, match="boom"):
+        list(stream)
+
+
+def test_health_and_metrics(server: FakeServer, api: openai.OpenAI) -> None:
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    api.completions.create(model="fake", prompt="abc", max_tokens=5, temperature=0)
+
+    text = httpx.get(f"{server.url}/metrics").text
+
+    for name in (
+        'phasewise_http_responses_total{path="/v1/completions",status="200"}',
+        'phasewise_requests_total{reason="length"}',
+        "phasewise_prompt_tokens_total",
+        "phasewise_generated_tokens_total",
+        "phasewise_ttft_seconds_count",
+        "phasewise_tpot_seconds_count",
+        'phasewise_batch_sequences_bucket{le="1.0",phase="decode"}',
+        'phasewise_step_seconds_count{phase="prefill"}',
+        "phasewise_requests_waiting 0.0",
+        "phasewise_kv_slots 2000.0",
+    ):
+        assert name in text, name
+
+
+def test_a_dead_engine_is_unhealthy() -> None:
+    with fake_server() as server:
+        server.thread.stop()
+
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        refused = httpx.post(f"{server.url}/v1/completions", json={"model": "fake", "prompt": "a"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "engine_stopped"
+
+
+def test_a_key_is_asked_for_everywhere_but_at_health() -> None:
+    with fake_server(HttpLimits(api_keys=("sesame", "other"))) as server:
+        good = openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame", max_retries=0)
+        bad = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
+
+        assert good.completions.create(model="fake", prompt="a", max_tokens=1).choices
+        with pytest.raises(openai.AuthenticationError) as caught:
+            bad.models.list()
+        assert caught.value.code == "invalid_api_key"
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        for path in ("/metrics", "/v1/models", "/nowhere"):
+            assert httpx.get(server.url + path).status_code == 401
+        assert (
+            httpx.get(f"{server.url}/metrics", headers={"Authorization": "Bearer other"}).status_code == 200
+        )
+
+
+def test_too_many_requests_are_told_to_come_back() -> None:
+    with fake_server(HttpLimits(max_live_requests=2)) as server:
+        api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+        with pytest.raises(openai.BadRequestError):
+            api.completions.create(model="fake", prompt="a", n=3)
+        server.ranks.before_step = lambda: time.sleep(0.01)
+        stream = api.completions.create(model="fake", prompt="a", max_tokens=400, stream=True, n=2)
+        with pytest.raises(openai.RateLimitError) as caught:
+            api.completions.create(model="fake", prompt="a")
+        assert caught.value.response.headers["Retry-After"] == "1"
+        stream.close()
+        server.ranks.before_step = lambda: None
+        server.wait_until_idle()
+        assert api.completions.create(model="fake", prompt="a", n=2, max_tokens=1).choices
+        server.wait_until_idle()
+
+
+def test_without_a_template_there_is_no_chat() -> None:
+    with fake_server(has_template=False) as server:
+        api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+        with pytest.raises(openai.BadRequestError) as caught:
+            api.chat.completions.create(model="fake", messages=HELLO)  # type: ignore[arg-type]
+        assert caught.value.code == "no_chat_template"
+
+
+def test_the_openapi_document_describes_the_bodies(server: FakeServer) -> None:
+    document = httpx.get(f"{server.url}/openapi.json").json()
+
+    body = document["paths"]["/v1/completions"]["post"]["requestBody"]
+    assert body["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/CompletionRequest"}
+    assert "prompt" in document["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert CONTEXT == 500

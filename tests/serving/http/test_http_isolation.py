@@ -1,0 +1,162 @@
+"""What one user's requests tell, or do, to another's: prompts reused, failures counted."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from phasewise.serving.http.http_settings import HttpLimits, ServedModel
+from phasewise.serving.sandbox.confined import Bounds
+from phasewise.serving.text.chat import Conversations
+from tests.support.servers.fake_engine import encode
+from tests.support.servers.fake_server import FakeServer, fake_server
+from tests.support.servers.rude_clients import until
+
+PROMPT = "a prompt that no other client must learn " * 8
+KEYS = ("first key", "second key")
+
+
+def n_computed(server: FakeServer, key: str = "", **fields: object) -> int:
+    """Prompt tokens that were computed for one request, not copied."""
+    before = len(server.ranks.batches)
+    answer = httpx.post(
+        f"{server.url}/v1/completions",
+        json={"model": "fake", "prompt": PROMPT, "max_tokens": 1, **fields},
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+    )
+    assert answer.status_code == 200, answer.text
+    server.wait_until_idle()
+    return sum(batch.n_tokens for batch in server.ranks.batches[before:] if batch.phase == "prefill")
+
+
+def test_a_prompt_is_reused_within_a_key_and_never_across_keys() -> None:
+    with fake_server(HttpLimits(api_keys=KEYS)) as server:
+        whole = n_computed(server, KEYS[0])
+        again = n_computed(server, KEYS[0])
+        others = n_computed(server, KEYS[1])
+
+    assert whole == others == len(PROMPT)
+    assert again < whole / 2
+
+
+def test_a_salt_isolates_within_a_key_too() -> None:
+    with fake_server() as server:
+        mine = [n_computed(server, cache_salt="mine") for _ in range(2)]
+        others = [n_computed(server, cache_salt="yours"), n_computed(server)]
+
+    assert mine[0] == others[0] == others[1] == len(PROMPT)
+    assert mine[1] < mine[0] / 2
+
+
+@pytest.mark.parametrize("digits", [10, 4299, 4300])
+@pytest.mark.parametrize("field", ["max_tokens", "top_k", "best_of", "n"])
+def test_an_integer_of_thousands_of_digits_is_a_mistake_of_the_sender(field: str, digits: int) -> None:
+    with fake_server() as server:
+        body = f'{{"model":"fake","prompt":"a","{field}":{"9" * digits}}}'
+        answer = httpx.post(f"{server.url}/v1/completions", content=body)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+
+
+def test_a_failure_that_nobody_foresaw_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError("surprise")
+
+    monkeypatch.setattr("phasewise.serving.http.routes.app.completion_requests", fails)
+    with fake_server() as server:
+        answer = httpx.post(f"{server.url}/v1/completions", json={"model": "fake", "prompt": "a"})
+        metrics = httpx.get(f"{server.url}/metrics").text
+
+    assert answer.status_code == 500
+    assert 'phasewise_http_responses_total{path="/v1/completions",status="500"} 1.0' in metrics
+
+
+def many(server: FakeServer, n: int, key: str, **fields: object) -> httpx.Response:
+    return httpx.post(
+        f"{server.url}/v1/completions",
+        json={"model": "fake", "prompt": "a", "n": n, "ignore_eos": True, **fields},
+        headers={"Authorization": f"Bearer {key}"},
+        timeout=60,
+    )
+
+
+def test_one_key_leaves_places_for_the_others() -> None:
+    limits = HttpLimits(
+        api_keys=KEYS, max_live_requests=32, max_waiting_requests=32, max_sequences_per_key=24
+    )
+    with fake_server(limits) as server, ThreadPoolExecutor() as clients:
+        server.ranks.before_step = lambda: time.sleep(0.002)
+        greedy = [clients.submit(many, server, 12, KEYS[0], max_tokens=100) for _ in range(2)]
+        until(lambda: server.client.n_live == 24, "two requests hold their key's share")
+
+        refused = many(server, 1, KEYS[0], max_tokens=1)
+        served = many(server, 8, KEYS[1], max_tokens=1)
+        too_many = many(server, 25, KEYS[1], max_tokens=1)
+
+        assert [one.result().status_code for one in greedy] == [200, 200]
+        assert many(server, 24, KEYS[0], max_tokens=1).status_code == 200
+    assert (refused.status_code, served.status_code, too_many.status_code) == (429, 200, 400)
+    assert int(refused.headers["retry-after"]) >= 1
+
+
+def test_a_backlog_of_one_key_costs_another_one_turn() -> None:
+    """The engine computes one answer at a time; eleven of one key wait when the other key's request comes."""
+    with fake_server(HttpLimits(api_keys=KEYS), max_sequences=1) as server, ThreadPoolExecutor() as clients:
+        server.ranks.before_step = lambda: time.sleep(0.002)
+        greedy = clients.submit(many, server, 12, KEYS[0], max_tokens=50)
+        until(lambda: server.engine.scheduler.n_waiting == 11, "all but one of a key's requests wait")
+        metrics = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEYS[0]}"}).text
+        served = many(server, 1, KEYS[1], max_tokens=1)
+        n_left = server.client.n_live
+
+        assert greedy.result().status_code == served.status_code == 200
+    assert n_left >= 8
+    assert "phasewise_clients_waiting 1.0" in metrics
+
+
+def test_an_answer_that_takes_too_much_memory_ends_and_others_go_on() -> None:
+    with fake_server(HttpLimits(api_keys=KEYS, max_response_bytes=100_000)) as server:
+        refused = many(server, 16, KEYS[0], max_tokens=100, logprobs=20)
+        streamed = many(server, 2, KEYS[0], max_tokens=10, logprobs=20, stream=True)
+        served = many(server, 1, KEYS[1], max_tokens=20, logprobs=20)
+        server.wait_until_idle()
+
+    assert refused.status_code == 400
+    assert "bytes of memory" in refused.json()["error"]["message"]
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    assert served.status_code == 200
+
+
+ENDLESS_FOR_ONE = (
+    "{% if messages[0].content == 'endless' %}"
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    "{% endif %}{{ messages[0].content }}"
+)
+
+
+def test_a_template_ends_with_the_wait_of_its_client() -> None:
+    """The bound of 60 s is not met: another client's conversation is written once the first has left."""
+    conversations = Conversations(ENDLESS_FOR_ONE, {}, [], Bounds(seconds=60.0, memory_bytes=256 << 20))
+    conversations.start()
+
+    def model(served: ServedModel) -> ServedModel:
+        return replace(
+            served, encode_chat=lambda chat, patience: encode(conversations.write(chat, patience).text)
+        )
+
+    def chat(server: FakeServer, content: str, timeout_s: float) -> httpx.Response:
+        messages = [{"role": "user", "content": content}]
+        body = {"model": "fake", "messages": messages, "max_tokens": 2}
+        return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=timeout_s)
+
+    with closing(conversations), fake_server(model=model) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            chat(server, "endless", 0.5)
+        assert chat(server, "hello", 30.0).status_code == 200

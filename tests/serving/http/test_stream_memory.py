@@ -1,0 +1,87 @@
+"""What a streamed answer holds: what its reader has yet to take, up to a limit, and nothing that was sent."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from phasewise.serving.engine.messages import Answer, Submit
+from phasewise.serving.http.answers.client import AnswerStream, EngineClient
+from phasewise.serving.http.answers.openai_objects import ChatRendering, CompletionRendering, Rendering, Reply
+from phasewise.serving.http.answers.send_answer import _said
+from phasewise.serving.http.answers.sse_events import Events
+from phasewise.serving.http.http_settings import HttpLimits, ServedModel
+from phasewise.serving.sampling.sampling import SampledToken
+from tests.support.servers.fake_engine import ALPHABET, END, VOCAB_SIZE, encode, piece
+
+MODEL = ServedModel(("fake",), 0, 500, VOCAB_SIZE, frozenset({END}), encode, piece, None)
+REQUEST = Submit("one", (1, 2))
+
+
+def scored_pieces(n: int) -> Iterator[Answer]:
+    for place in range(n):
+        token_id = ALPHABET[place % 26]
+        reason = "length" if place == n - 1 else None
+        yield Answer("one", chr(token_id), (_scored(token_id),), place + 1, 0, reason)
+
+
+def _scored(token_id: int) -> SampledToken:
+    return SampledToken(token_id, -0.5, ((token_id, -0.5), (END, -1.5)))
+
+
+class Pieces:
+    """A stream whose pieces come one by one."""
+
+    closed = False
+
+    def __init__(self, n: int) -> None:
+        self._pieces = scored_pieces(n)
+        self.newest: SampledToken | None = None
+
+    async def take(self) -> list[tuple[int, Answer]]:
+        found = next(self._pieces, None)
+        if found is None:
+            return []
+        self.newest = found.tokens[0]
+        return [(0, found)]
+
+
+@pytest.mark.parametrize("kind", [CompletionRendering, ChatRendering])
+def test_what_was_sent_is_not_held(kind: type[CompletionRendering | ChatRendering]) -> None:
+    rendering: Rendering = kind("id", MODEL)
+    reply = Reply([REQUEST], [], 1, rendering, streamed=True, include_usage=True)
+
+    async def references() -> list[int]:
+        """To each token, while its event waits for the reader."""
+        stream = Pieces(30)
+        events = _said(Events(reply), stream.take(), stream, None)  # type: ignore[arg-type]
+        return [sys.getrefcount(stream.newest) async for _ in events]
+
+    counts = asyncio.run(references())
+
+    assert len(counts) == 31  # with the usage and the end, which are one
+    assert set(counts) == {2}  # the stream's own, and that of the call
+
+
+@pytest.mark.parametrize("most", [1, 7, 50])
+def test_no_more_is_held_than_may_be_unread(most: int) -> None:
+    overflows: list[int] = []
+
+    async def offer() -> list[int]:
+        stream = AnswerStream(
+            EngineClient(lambda message: None, HttpLimits()), [REQUEST], most, lambda: overflows.append(1)
+        )
+        held = []
+        for one in scored_pieces(60):
+            stream.put(one)
+            held.append(len(stream._arrived))
+        return held
+
+    held = asyncio.run(offer())
+
+    assert held[:most] == list(range(1, most + 1))
+    assert set(held[most:]) == {0}
+    assert overflows == [1]

@@ -1,0 +1,230 @@
+"""Connections that are idle, slow, too many or gone: they hold nothing that others need."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from phasewise.serving.http.http_settings import HttpLimits
+from tests.support.servers.fake_server import FakeServer, fake_server
+from tests.support.servers.rude_clients import completion, connect, n_descriptors, read_to_end, until
+
+HASTY = HttpLimits(
+    header_s=0.3, body_s=0.3, keep_alive_s=0.3, stalled_write_s=0.3, max_header_bytes=4096, max_connections=64
+)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with fake_server() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[FakeServer]:
+    with fake_server(HASTY) as running:
+        yield running
+
+
+def metric(server: FakeServer, line: str) -> float:
+    for one in httpx.get(f"{server.url}/metrics").text.splitlines():
+        if one.startswith(line + " "):
+            return float(one.split()[-1])
+    return 0.0
+
+
+def wait_until_nothing_is_left(server: FakeServer) -> None:
+    server.wait_until_idle()
+    until(lambda: server.client.n_answers == 0, "an answer is still being sent")
+
+
+def test_idle_connections_are_in_nobodys_way(server: FakeServer) -> None:
+    idle = [connect(server.url) for _ in range(200)]
+    until(lambda: len(server.connections.open) >= 200, "they were not accepted")
+
+    answers = [httpx.post(f"{server.url}/v1/completions", json={"model": "fake", "prompt": "a"})]
+
+    assert [answer.status_code for answer in answers] == [200]
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    for raw in idle:
+        raw.close()
+    until(lambda: not server.connections.open, "closed connections are still counted")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET /health HT",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{",
+        completion(max_tokens=1),
+        completion(max_tokens=1) + b"GET /heal",
+    ],
+    ids=["nothing", "half a line", "half a head", "half a body", "nothing more", "half a second one"],
+)
+def test_a_sender_that_takes_too_long_is_cut(hasty: FakeServer, sent: bytes) -> None:
+    with connect(hasty.url) as raw:
+        raw.sendall(sent)
+        said = read_to_end(raw)
+
+    if sent.startswith(b"GET"):
+        assert said.startswith(b"HTTP/1.1 408")
+    wait_until_nothing_is_left(hasty)
+
+
+def test_slow_bytes_win_no_time(hasty: FakeServer) -> None:
+    """Each byte of a head would start the clock anew, if the clock were that of an idle connection."""
+    stop = threading.Event()
+    with connect(hasty.url) as raw:
+
+        def drip() -> None:
+            while not stop.wait(0.05):
+                try:
+                    raw.sendall(b"x")
+                except OSError:
+                    return
+
+        raw.sendall(b"GET / HTTP/1.1\r\nHost: ")
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        said = read_to_end(raw)
+        stop.set()
+        dripping.join()
+
+    assert said == b"" or said.startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize("end", [b"", b"\r\n\r\n"], ids=["begun", "whole"])
+def test_a_head_that_is_too_large(hasty: FakeServer, end: bytes) -> None:
+    with connect(hasty.url) as raw:
+        raw.sendall(b"GET / HTTP/1.1\r\nHost: a\r\nX-Long: " + b"a" * 8000 + end)
+        head, _, body = read_to_end(raw).partition(b"\r\n\r\n")
+
+    assert head.startswith(b"HTTP/1.1 431")
+    assert json.loads(body)["error"]["code"] == "header_too_large"
+
+
+def test_what_is_no_http_is_told_so_in_our_shape(hasty: FakeServer) -> None:
+    with connect(hasty.url) as raw:
+        raw.sendall(b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n")
+        head, _, body = read_to_end(raw).partition(b"\r\n\r\n")
+
+    assert head.startswith(b"HTTP/1.1 400")
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+def test_a_connection_too_many_is_told_to_come_back() -> None:
+    with fake_server(HttpLimits(max_connections=5)) as server:
+        held = [connect(server.url) for _ in range(5)]
+        until(lambda: len(server.connections.open) == 5, "they were not accepted")
+        with connect(server.url) as one_more:
+            said = read_to_end(one_more)
+        for raw in held:
+            raw.close()
+        until(lambda: not server.connections.open, "closed connections are still counted")
+
+        assert said.startswith(b"HTTP/1.1 503")
+        assert b"retry-after: " in said.lower()
+        assert metric(server, 'phasewise_requests_rejected_total{reason="too_many_connections"}') == 1
+        assert metric(server, 'phasewise_http_responses_total{path="none",status="503"}') == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("how", ["closed", "reset", "half closed"])
+def test_clients_that_leave_take_all_with_them(server: FakeServer, stream: bool, how: str) -> None:
+    httpx.get(f"{server.url}/health")
+    before = n_descriptors()
+    for _ in range(25):
+        with connect(server.url) as raw:
+            raw.sendall(completion(max_tokens=400, stream=stream, n=2))
+            if stream:
+                raw.recv(1)
+            else:
+                until(lambda: server.client.n_live > 0, "it was not sent on")
+            if how == "reset":
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+            elif how == "half closed":
+                raw.shutdown(socket.SHUT_WR)
+                read_to_end(raw)
+
+    wait_until_nothing_is_left(server)
+    until(lambda: n_descriptors() <= before, f"{n_descriptors()} descriptors are open, {before} were")
+
+
+def test_a_client_that_leaves_while_it_waits_leaves_the_queue(server: FakeServer) -> None:
+    go_on = threading.Event()
+    server.ranks.before_step = lambda: go_on.wait(10)
+    sent = [connect(server.url) for _ in range(8)]
+    for raw in sent:
+        raw.sendall(completion(max_tokens=400))
+    until(lambda: server.client.n_live == 8, "they were not sent on")
+    for raw in sent:
+        raw.close()
+    until(lambda: server.client.n_live == 0, "the server did not notice that they left")
+    go_on.set()
+
+    wait_until_nothing_is_left(server)
+
+
+def test_a_reader_that_is_too_far_behind_is_cut_and_the_others_are_not() -> None:
+    limits = HttpLimits(max_pieces_unread=200, stalled_write_s=60)
+    with fake_server(limits) as server, connect(server.url, receive_bytes=4096) as slow:
+        slow.sendall(completion(max_tokens=490, stream=True, logprobs=5, n=8, temperature=0))
+        answer = httpx.post(
+            f"{server.url}/v1/completions",
+            json={"model": "fake", "prompt": "a", "max_tokens": 150, "stream": True, "ignore_eos": True},
+            timeout=30,
+        )
+        until(lambda: metric(server, "phasewise_slow_readers_cut_total") == 1, "the slow reader goes on")
+        wait_until_nothing_is_left(server)
+
+        assert answer.text.endswith("data: [DONE]\n\n")
+        assert b"[DONE]" not in read_to_end(slow)
+
+
+def test_a_reader_that_stands_still_is_cut() -> None:
+    """An answer that has ended, and fits what may be unread, must not stay in memory for ever."""
+    limits = replace(HASTY, max_pieces_unread=10**6)
+    with fake_server(limits) as server, connect(server.url, receive_bytes=4096) as slow:
+        slow.sendall(completion(max_tokens=490, stream=True, logprobs=5, n=8, temperature=0))
+        until(lambda: metric(server, "phasewise_slow_readers_cut_total") == 1, "it holds its answer")
+        wait_until_nothing_is_left(server)
+
+
+@pytest.mark.parametrize("end", ["close", "keep-alive"])
+def test_an_answer_that_nobody_fetches_does_not_keep_its_connection(end: str) -> None:
+    """Whole, sent and over: what the reader has not taken must not stay in memory for ever."""
+    with fake_server(HASTY) as server, connect(server.url, receive_bytes=4096) as slow:
+        whole = completion(max_tokens=490, logprobs=5, n=8, temperature=0)
+        slow.sendall(whole.replace(b"Host: a", b"Host: a\r\nConnection: " + end.encode()))
+        wait_until_nothing_is_left(server)
+        until(lambda: not server.connections.open, "it waits for ever")
+
+
+def test_a_slow_reader_that_reads_gets_it_all() -> None:
+    with fake_server(HASTY) as server, connect(server.url, receive_bytes=65536) as slow:
+        whole = completion(max_tokens=490, logprobs=5, n=4, temperature=0)
+        slow.sendall(whole.replace(b"Host: a", b"Host: a\r\nConnection: close"))
+        said = b""
+        while part := slow.recv(65536):
+            said += part
+            time.sleep(0.02)
+
+        assert json.loads(said.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 4 * 490
+
+
+def test_connections_are_counted(server: FakeServer) -> None:
+    held = [connect(server.url) for _ in range(3)]
+    until(lambda: len(server.connections.open) == 3, "they were not accepted")
+
+    assert metric(server, "phasewise_connections") == 4  # and the one that asks
+    for raw in held:
+        raw.close()

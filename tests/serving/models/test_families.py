@@ -1,0 +1,191 @@
+"""A tiny model of every family, from a Hugging Face directory and from GGUF, beside what transformers
+computes of it.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from phasewise.cython_kernels import isa, packing
+from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.loaders import load_model
+from phasewise.serving.models.packed_model import STACKS, PackedModel
+from phasewise.topology import read_machine
+from phasewise.tuner.plans import RankCores, ServicePlan, default_plan
+from tests.support.models import family_models as families
+from tests.support.models import reference_models as layout
+from tests.support.tiers import isas
+
+pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
+from phasewise.serving.ranks.open_ranks import KvMemory, LocalRanks, RankOptions, Ranks, open_ranks
+
+BOUND = 1e-3
+"""Largest difference, as a share of the row's largest logit."""
+
+INT8_BOUND = 5e-2
+"""Between instruction sets, which add in different orders: rows near a step of eight bits round either
+way."""
+
+WRITERS = {"safetensors": families.write_family_hf, "gguf": families.write_family_gguf}
+
+
+def packed(name: str, kind: str, folder: Path, weight_format: str = "f32") -> PackedModel:
+    file = folder / (name if kind == "safetensors" else f"{name}.gguf")
+    WRITERS[kind](file, name)
+    model = load_model(str(file), weight_format, cache_dir=folder / "cache")
+    context_length = families.FAMILY_CASES[name].context_length
+    return replace(model, config=replace(model.config, context_length=context_length))
+
+
+def opened(model: PackedModel, kv_slots: int = 256, sequences: int = 8) -> LocalRanks:
+    machine = read_machine()
+    plans: dict[Any, Any] = {phase: default_plan(machine, phase) for phase in ("prefill", "decode")}
+    return LocalRanks(
+        model, plans, RankOptions(KvMemory(kv_slots), max_batch_tokens=1024, max_sequences=sequences)
+    )
+
+
+def greedy(ranks: Ranks, prompt: list[int], n_steps: int, chunk: int = 1 << 30) -> np.ndarray:
+    """Logits [n_steps, vocabulary]: after the prompt, then after each chosen token."""
+    rows: list[np.ndarray] = []
+    for start in range(0, len(prompt), chunk):
+        piece = prompt[start : start + chunk]
+        found = ranks.forward(
+            Batch("prefill", (SequenceSlice(piece, start, 0, start + len(piece) == len(prompt)),))
+        )
+    rows.append(found[0].copy())
+    for at in range(len(prompt), len(prompt) + n_steps - 1):
+        step = SequenceSlice([int(rows[-1].argmax())], at, 0, True)
+        rows.append(ranks.forward(Batch("decode", (step,)))[0].copy())
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("name", families.FAMILY_CASES)
+def test_every_family_computes_what_transformers_does(name: str, kind: str, tmp_path: Path) -> None:
+    expected = np.load(layout.FIXTURES / "families.npz")
+
+    with closing(opened(packed(name, kind, tmp_path))) as ranks:
+        for at, prompt in enumerate(families.family_prompts(name)):
+            logits = greedy(ranks, prompt, families.N_GREEDY, chunk=1 << 30 if at else 4)
+
+            kept = expected[f"{name}/{at}/logits"]
+            error = np.abs(logits[list(families.CHECKED_STEPS)] - kept).max(axis=1) / np.abs(kept).max(axis=1)
+            assert error.max() <= BOUND, error
+            assert logits.argmax(axis=1).tolist() == expected[f"{name}/{at}/tokens"].tolist()
+
+
+@pytest.mark.parametrize("name", families.FAMILY_CASES)
+def test_every_family_is_the_same_on_all_instruction_sets(name: str, tmp_path: Path) -> None:
+    """In float32 what transformers computes; in int8 what the lowest of them gives, within its rounding."""
+    expected = np.load(layout.FIXTURES / "families.npz")[f"{name}/1/logits"][:1]
+    prompt = families.family_prompts(name)[1]
+    models = {kind: packed(name, "safetensors", tmp_path, kind) for kind in ("f32", "int8")}
+    lowest = None
+    for isa_name in isas():
+        with isa.using(isa_name):
+            rows = {}
+            for kind, model in models.items():
+                with closing(opened(model)) as ranks:
+                    rows[kind] = greedy(ranks, prompt, 1)
+        lowest = rows["int8"] if lowest is None else lowest
+        assert np.abs(rows["f32"] - expected).max() <= BOUND * np.abs(expected).max(), isa_name
+        assert np.abs(rows["int8"] - lowest).max() <= INT8_BOUND * np.abs(lowest).max(), isa_name
+
+
+@pytest.mark.parametrize("name", families.FAMILY_CASES)
+def test_no_row_depends_on_the_others_of_its_step(name: str, tmp_path: Path) -> None:
+    """Whole prompts, chunks and single tokens, alone and in company: the same bits."""
+    model = packed(name, "safetensors", tmp_path, "int8")
+    prompts = [families.family_prompts(name)[1][:n] for n in (80, 41, 7)]
+    with closing(opened(model)) as ranks:
+        alone = [greedy(ranks, prompt, 1)[0] for prompt in prompts]
+        by_token = greedy(ranks, prompts[1], 1, chunk=1)[0]
+        bases = [0, 96, 160]
+        slices = tuple(SequenceSlice(p, 0, base, True) for p, base in zip(prompts, bases, strict=True))
+        together = ranks.forward(Batch("prefill", slices)).copy()
+        steps = tuple(SequenceSlice([5], len(p), base, True) for p, base in zip(prompts, bases, strict=True))
+        decoded = ranks.forward(Batch("decode", steps)).copy()
+        singly = [ranks.forward(Batch("decode", (step,)))[0].copy() for step in steps]
+
+    assert (together == np.stack(alone)).all()
+    assert (by_token == alone[1]).all()
+    assert (decoded == np.stack(singly)).all()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "olmo2", "granitemoe-shared", "gpt-oss"])
+def test_two_ranks_compute_the_same_bits_as_one(name: str, tmp_path: Path) -> None:
+    model = packed(name, "safetensors", tmp_path, "int8")
+    prompt = families.family_prompts(name)[1]
+    two = (RankCores((0,)), RankCores((1,)))  # unpinned: any cores
+    plans: dict[Any, Any] = {phase: ServicePlan(phase, two) for phase in ("prefill", "decode")}
+    with (
+        closing(opened(model)) as one,
+        closing(open_ranks(model, plans, RankOptions(KvMemory(256), 512, 8, pinned=False))) as ranks,
+    ):
+        expected, found = greedy(one, prompt, 4), greedy(ranks, prompt, 4)
+
+    assert (found == expected).all()
+
+
+def test_weights_of_experts_that_no_row_chooses_are_not_read(tmp_path: Path) -> None:
+    """With a router of zeros the first experts are chosen; the others' weights are then made NaN."""
+    model = packed("olmoe", "safetensors", tmp_path)
+    experts = model.config.experts
+    assert experts is not None
+    weights = {name: replace(weight, values=weight.values.copy()) for name, weight in model.weights.items()}
+    for name, weight in weights.items():
+        weight.values[...] *= 0 if name.endswith("router") else 1
+    prompt = families.family_prompts("olmoe")[1]
+    with closing(opened(replace(model, weights=weights, file=None))) as ranks:
+        expected = greedy(ranks, prompt, 3)
+    for name, weight in weights.items():
+        if name.endswith(STACKS):
+            weight.values[len(weight.values) * experts.chosen // experts.count :] = np.nan
+
+    with closing(opened(replace(model, weights=weights, file=None))) as ranks:
+        found = greedy(ranks, prompt, 3)
+
+    assert np.isfinite(expected).all()
+    assert (found == expected).all()
+
+
+def test_mxfp4_experts_of_safetensors_are_the_numbers_of_the_format(tmp_path: Path) -> None:
+    """Codes and exponents drawn at random, in the layout of published gpt-oss checkpoints."""
+    folder = tmp_path / "gpt-oss"
+    drawn = families.write_mxfp4_hf(folder)
+
+    model = load_model(str(folder), "native", cache_dir=tmp_path / "cache")
+
+    for layer in range(4):
+        up, down = (model.weights[f"layers.{layer}{name}"] for name in STACKS)
+        assert (up.kind, down.kind) == ("mxfp4", "mxfp4")
+        interleaved = drawn[f"{layer}.gate_up_proj"]
+        expected = np.concatenate([interleaved[:, ::2], interleaved[:, 1::2]], axis=1).reshape(-1, 64)
+        assert (packing.unpack(up) == expected).all()
+        assert (packing.unpack(down) == drawn[f"{layer}.down_proj"].reshape(-1, 64)).all()
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_language_model_of_a_larger_gemma_is_read(prefix: str, tmp_path: Path) -> None:
+    alone = packed("gemma3", "safetensors", tmp_path)
+    folder = families.write_family_hf(tmp_path / "larger", "gemma3")
+    config = {"model_type": "gemma3", "text_config": families.FAMILY_CASES["gemma3"].fields}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {name.replace("model.", prefix, 1): w for name, w in families.family_weights("gemma3").items()}
+    weights["vision_tower.patches.weight"] = np.ones((4, 4, 3, 3), np.float32)
+    save_file(weights, folder / "model.safetensors")
+
+    found = load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
+
+    assert replace(found.config, context_length=256) == alone.config
+    assert all((found.vectors[name] == vector).all() for name, vector in alone.vectors.items())
+    assert all((found.weights[name].values == weight.values).all() for name, weight in alone.weights.items())

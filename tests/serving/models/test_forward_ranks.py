@@ -1,0 +1,257 @@
+"""A step divided over ranks gives the bits of one; threads of one process stand in for those of the ranks."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.cython_kernels import isa
+from phasewise.cython_kernels._native import Program, Team
+from phasewise.cython_kernels.division import Division, Teams
+from phasewise.cython_kernels.errors import GroupFailed
+from phasewise.serving.batch import SequenceSlice
+from phasewise.serving.models.forward import AUTO, Capacity, build_program
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.models.schedules import ScheduleLookup
+from tests.serving.models.test_forward import (
+    MODELS,
+    SLOTS,
+    DefaultSchedules,
+    RandomSchedules,
+    make_model,
+    random_ids,
+    sliced,
+)
+from tests.support.tiers import examples
+
+STEP_TOKENS = 256
+
+
+class Ranks:
+    """Every rank's program over one memory; those from 1 on serve in threads of their own."""
+
+    def __init__(
+        self,
+        model: PackedModel,
+        teams: Teams,
+        schedules: Sequence[Sequence[ScheduleLookup]] = (),
+        ring_slots: int = 0,
+        kv_format: str = AUTO,
+    ) -> None:
+        self.teams, self.kv_format = teams, kv_format
+        self.ring_slots = ring_slots
+        self.endings: dict[int, BaseException | None] = {}
+        self._memory: mmap.mmap | None = None
+        n_ranks = max(map(len, teams))
+        self.programs = [
+            self._build(model, rank, schedules[rank] if schedules else ()) for rank in range(n_ranks)
+        ]
+        self.logits = np.asarray(self.programs[0])
+        self.own_teams = [self._open_teams(rank) for rank in range(n_ranks)]
+        self.servers = [threading.Thread(target=self._serve, args=(rank,)) for rank in range(1, n_ranks)]
+        for server in self.servers:
+            server.start()
+
+    def _build(self, model: PackedModel, rank: int, schedules: Sequence[ScheduleLookup]) -> Program:
+        own = max(team[rank] for team in self.teams if rank < len(team))
+        capacity = Capacity(
+            SLOTS, STEP_TOKENS, 16, STEP_TOKENS, own, self.kv_format, ring_slots=self.ring_slots
+        )
+        division = Division(self.teams, rank)
+        return build_program(model, capacity, None, schedules, division, self._share)
+
+    def _share(self, size: int) -> memoryview:
+        if self._memory is None:
+            self._memory = mmap.mmap(-1, size)
+        return memoryview(self._memory)
+
+    def _open_teams(self, rank: int) -> list[Team | None]:
+        return [Team(None, members=team[rank]) if rank < len(team) else None for team in self.teams]
+
+    def _serve(self, rank: int) -> None:
+        try:
+            self.programs[rank].serve(self.own_teams[rank])
+            self.endings[rank] = None
+        except GroupFailed as error:
+            self.endings[rank] = error
+
+    def run(self, slices: Sequence[SequenceSlice], table: int = 0, every_row: bool = False) -> np.ndarray:
+        rows = self.programs[0].run(self.own_teams[0][table], slices, every_row=every_row, table=table)
+        return self.logits[:rows].copy()
+
+    def close(self) -> None:
+        self.programs[0].stop()
+        for server in self.servers:
+            server.join(10)
+        assert not any(server.is_alive() for server in self.servers)
+
+
+@contextmanager
+def ranks(*arguments: Any) -> Iterator[Ranks]:
+    opened = Ranks(*arguments)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+class OneRank:
+    def __init__(
+        self, model: PackedModel, schedules: Sequence[ScheduleLookup] = (), kv_format: str = AUTO
+    ) -> None:
+        self.team = Team(None, members=1)
+        capacity = Capacity(SLOTS, STEP_TOKENS, 16, STEP_TOKENS, 1, kv_format)
+        self.program = build_program(model, capacity, None, schedules)
+        self.logits = np.asarray(self.program)
+
+    def run(self, slices: Sequence[SequenceSlice], every_row: bool = False) -> np.ndarray:
+        return self.logits[: self.program.run(self.team, slices, every_row=every_row)].copy()
+
+
+def prompts(model: PackedModel) -> list[SequenceSlice]:
+    """One in two chunks of positions; one of a single token, whose logits are not wanted."""
+    lengths, bases, wanted = (140, 1, 60), (0, 200, 333), (True, False, True)
+    return [
+        sliced(random_ids(n, model, n), base=base, wants_logits=wants)
+        for n, base, wants in zip(lengths, bases, wanted, strict=True)
+    ]
+
+
+def decode_steps(model: PackedModel, count: int) -> list[list[SequenceSlice]]:
+    """The next tokens of the prompts, together and alone."""
+    steps = []
+    for i, token in enumerate(random_ids(count, model, 9)):
+        batch = [sliced([token], len(p.token_ids) + i, p.slot_base) for p in prompts(model)]
+        steps.append(batch)
+        if i % 2:
+            steps[-1] = batch[:2]
+    return steps
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16", "q8", "q4"])
+@pytest.mark.parametrize("teams", [((1, 1), (1, 1)), ((2, 1), (1, 1, 1)), ((1, 1, 1, 1), (3,))], ids=str)
+def test_ranks_give_the_bits_of_one(teams: Teams, kind: str) -> None:
+    """Prefill and decode divided otherwise; a decode batch and a single sequence."""
+    model = make_model("llama", kind)
+    one = OneRank(model)
+    with ranks(model, teams) as many:
+        assert (many.run(prompts(model), 0) == one.run(prompts(model))).all()
+        for step in decode_steps(model, 4):
+            assert (many.run(step, 1) == one.run(step)).all()
+
+
+@pytest.mark.parametrize("kv_format", ["f16", "int8", "int4", "int16"])
+def test_ranks_give_the_bits_of_one_in_every_format_of_keys_and_values(kv_format: str) -> None:
+    model = make_model("llama")
+    one = OneRank(model, (), kv_format)
+    with ranks(model, ((2, 1), (1, 1, 1)), (), 0, kv_format) as many:
+        assert (many.run(prompts(model), 0) == one.run(prompts(model))).all()
+        for step in decode_steps(model, 2):
+            assert (many.run(step, 1) == one.run(step)).all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_shape_of_model_is_divided(name: str) -> None:
+    """Uneven KV heads, one KV head for two ranks, heads and vocabularies that are no multiple of a panel."""
+    model = make_model(name)
+    one = OneRank(model)
+    with ranks(model, ((1, 1), (1, 2))) as many:
+        assert (many.run(prompts(model), 0, True) == one.run(prompts(model), True)).all()
+        for step in decode_steps(model, 2):
+            assert (many.run(step, 1) == one.run(step)).all()
+
+
+@pytest.mark.parametrize("isa_name", isa.usable())
+def test_the_other_ranks_follow_the_first_ones_instruction_set(isa_name: str) -> None:
+    model = make_model("llama", "q8")
+    with ranks(model, ((1, 1), (1, 1)), (), 0, "f16") as many, isa.using(isa_name):
+        want = OneRank(model, (), "f16").run(prompts(model))
+        assert (many.run(prompts(model)) == want).all()
+
+
+@examples(15)
+@given(
+    sizes=st.tuples(*[st.lists(st.integers(1, 2), min_size=1, max_size=4)] * 2).filter(
+        lambda sizes: max(map(len, sizes)) > 1
+    ),
+    kind=st.sampled_from(("f32", "q4")),
+    k_parts=st.sampled_from((1, 3)),
+    seed=st.integers(0, 1000),
+)
+def test_a_change_of_ranks_at_every_step_changes_nothing(
+    sizes: tuple[list[int], list[int]], kind: str, k_parts: int, seed: int
+) -> None:
+    """Any table for any step, chunks of a prompt included; each rank with schedules of its own."""
+    model, rng = make_model("separate-parts", kind), np.random.default_rng(seed)
+    teams = tuple(map(tuple, sizes))
+    schedules = [
+        [RandomSchedules(seed + 2 * rank + table, k_parts) for table in range(2)] for rank in range(4)
+    ]
+    one = OneRank(model, [DefaultSchedules(k_parts)])
+    ids, done = random_ids(200, model), 0
+    with ranks(model, teams, schedules) as many:
+        while done < len(ids):
+            count = int(rng.choice((1, 1, 2, 8, 9, 40)))
+            step = [sliced(ids[done : done + count], done, 70)]
+            assert (many.run(step, int(rng.integers(2))) == one.run(step)).all()
+            done += count
+
+
+def test_keys_and_values_moved_by_rank_0_serve_all() -> None:
+    model = make_model("llama")
+    with ranks(model, ((1, 1), (1, 1))) as many:
+        ids = random_ids(40, model)
+        want = many.run([sliced(ids)])
+        many.run([sliced(ids[:-1])])
+        many.programs[0].copy_kv(many.own_teams[0][0], 0, 500, 39)
+
+        assert (many.run([sliced(ids[-1:], 39, 500)], 1) == want).all()
+
+
+def test_a_step_out_of_range_reaches_no_rank() -> None:
+    model = make_model("llama")
+    with ranks(model, ((1, 1), (1, 1))) as many:
+        with pytest.raises(ValueError, match="outside the KV slots"):
+            many.run([sliced([1], start=SLOTS)])
+
+        assert (many.run(prompts(model)) == OneRank(model).run(prompts(model))).all()
+
+
+def test_a_rank_that_fails_ends_the_step_of_all() -> None:
+    """Rank 2 never comes: the others wait inside the step until somebody says that it is lost."""
+    model = make_model("llama")
+    many = Ranks(model, ((2, 2, 1), (1,)))
+    many.programs[0].stop()
+    for server in many.servers:
+        server.join()
+    server = threading.Thread(target=many._serve, args=(1,))
+    server.start()
+    threading.Timer(0.2, many.programs[2].fail).start()
+
+    for _ in range(2):
+        with pytest.raises(GroupFailed, match="failed or ended"):
+            many.run(prompts(model))
+    server.join(10)
+    assert isinstance(many.endings[1], GroupFailed)
+    with pytest.raises(GroupFailed):
+        many.programs[2].serve(many.own_teams[2])
+
+
+def test_ranks_tell_where_their_threads_ran() -> None:
+    model = make_model("llama")
+    with ranks(model, ((2, 1), (1,))) as many:
+        assert many.programs[0].observed(0) == [(-1, -1), (-1,)]
+        for _ in range(2):  # what a rank tells after a step is certainly there after the next
+            many.run(prompts(model))
+
+        assert all(cpu >= 0 for cpus in many.programs[0].observed(0) for cpu in cpus)
+        assert many.programs[0].observed(1) == [(-1,)]
+        assert many.programs[0].misplaced(0) == 0

@@ -1,0 +1,260 @@
+"""ProcessRanks opened again after a death: the same tokens, whenever it came, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.errors import RankLost, RanksError
+from phasewise.serving.loaders import load_model
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.ranks import process_ranks
+from phasewise.serving.ranks.process_ranks import ProcessRanks
+from phasewise.serving.ranks.ranks_contract import KvMemory, RankOptions
+from tests.serving.ranks.test_ranks_processes import (
+    BOUND_S,
+    ONE,
+    TWO,
+    alive,
+    descriptors,
+    eventually,
+    opened,
+    plans,
+    shared_mappings,
+    token_by_token,
+)
+from tests.support.models.reference_forward import tiny_config, tiny_model
+from tests.support.models.tiny_models import TinyShape, write_tiny_gguf
+from tests.support.tiers import first_is_smoke
+
+STEP = Batch("decode", (SequenceSlice([1], 0, 0, True),))
+
+
+@pytest.fixture(scope="module")
+def in_memory() -> PackedModel:
+    return tiny_model(tiny_config(n_heads=8, n_kv_heads=4, hidden=128, ffn=176))
+
+
+@pytest.fixture(scope="module")
+def in_file(tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
+    folder = tmp_path_factory.mktemp("eight")
+    shape = TinyShape(hidden=128, ffn=224, n_heads=16, n_kv_heads=8)
+    path = write_tiny_gguf(folder / "eight.gguf", types="Q8_0", shape=shape)
+    return load_model(str(path), "native", folder / "cache")
+
+
+@pytest.fixture
+def two(in_memory: PackedModel) -> Iterator[ProcessRanks]:
+    ranks = open_two(in_memory)
+    yield ranks
+    ranks.close()
+
+
+def open_two(model: PackedModel) -> ProcessRanks:
+    ranks = opened(model, ONE, TWO)
+    assert isinstance(ranks, ProcessRanks)
+    return ranks
+
+
+def kill(ranks: ProcessRanks, how: signal.Signals = signal.SIGKILL) -> None:
+    """The ranks of other processes; what comes of it is known when this returns."""
+    for pid in ranks.pids.values():
+        os.kill(pid, how)
+    assert eventually(lambda: ranks.lost is not None)
+
+
+def tokens(ranks: ProcessRanks) -> np.ndarray:
+    return token_by_token(ranks, ("decode", "prefill"), 6)
+
+
+@pytest.mark.parametrize("model_name", ["in_memory", "in_file"])
+def test_ranks_opened_again_compute_the_same(model_name: str, request: pytest.FixtureRequest) -> None:
+    """Twice, for what the first opening kept must survive the second."""
+    ranks = open_two(request.getfixturevalue(model_name))
+    wanted, pids = tokens(ranks), [ranks.pids]
+    for _ in range(2):
+        kill(ranks)
+        with pytest.raises(RankLost, match=r"rank 1 \(pid \d+\) was killed by SIGKILL"):
+            ranks.forward(STEP)
+        ranks.reopen()
+        pids.append(ranks.pids)
+        assert ranks.lost is None
+        assert (tokens(ranks) == wanted).all()
+    ranks.close()
+
+    assert len({pid for by_rank in pids for pid in by_rank.values()}) == 3
+
+
+def test_the_packed_file_may_be_gone_by_then(in_file: PackedModel, tmp_path: Path) -> None:
+    """What the first processes inherited is kept, not looked up again."""
+    assert in_file.file is not None
+    hidden = tmp_path / "elsewhere"
+    ranks = open_two(in_file)
+    wanted = tokens(ranks)
+    in_file.file.path.rename(hidden)
+    try:
+        kill(ranks)
+        ranks.reopen()
+        assert (tokens(ranks) == wanted).all()
+    finally:
+        hidden.rename(in_file.file.path)
+        ranks.close()
+
+
+def test_ranks_that_live_may_be_opened_again_too(two: ProcessRanks) -> None:
+    wanted, before = tokens(two), two.pids
+    two.reopen()
+
+    assert (tokens(two) == wanted).all()
+    assert not any(map(alive, before.values()))
+
+
+def step_until_late(ranks: ProcessRanks, n_copied: int) -> None:
+    """With a migration of `n_copied` slots before each step."""
+    deadline = time.monotonic() + BOUND_S
+    while time.monotonic() < deadline:
+        ranks.copy_kv(0, 256, n_copied)
+        ranks.forward(STEP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", first_is_smoke(["copy_kv", "forward"]))
+def test_killed_at_any_time_of_a_step(two: ProcessRanks, what: str) -> None:
+    """At moments that no test can choose: spread over the time that steps take."""
+    wanted = tokens(two)
+    for delay_s in np.linspace(0.0, 0.004, 5):
+        killer = threading.Timer(delay_s, lambda: os.kill(two.pids[1], signal.SIGKILL))
+        killer.start()
+        with pytest.raises(RankLost):
+            step_until_late(two, n_copied=200 if what == "copy_kv" else 0)
+        killer.join()
+        two.reopen()
+        assert (tokens(two) == wanted).all()
+
+
+def test_a_rank_that_hangs_is_taken_for_dead(in_memory: PackedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_ranks, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(process_ranks, "LEARN_S", 0.3)
+    ranks = open_two(in_memory)
+    wanted, pid = tokens(ranks), ranks.pids[1]
+    os.kill(pid, signal.SIGSTOP)
+
+    with pytest.raises(RankLost, match=rf"rank 1 \(pid {pid}\) did not come to meet the other ranks"):
+        ranks.forward(STEP)
+    ranks.reopen()
+    assert not alive(pid)
+    assert (tokens(ranks) == wanted).all()
+    ranks.close()
+
+
+def test_signals_for_a_whole_service_are_the_engines_to_answer(two: ProcessRanks) -> None:
+    wanted = tokens(two)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(two.pids[1], number)
+
+    assert (tokens(two) == wanted).all()
+    assert two.lost is None
+
+
+def test_killed_while_it_starts_again_is_an_error_and_not_the_end(two: ProcessRanks) -> None:
+    wanted, first = tokens(two), set(children())
+    kill(two)
+    stop = threading.Event()
+
+    def kill_what_starts() -> None:
+        while not stop.wait(0.01):
+            for pid in set(children()) - first:
+                os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_what_starts)
+    killer.start()
+    with pytest.raises(RanksError, match=r"rank 1 \(pid \d+\) was killed by SIGKILL while it started"):
+        two.reopen()
+    stop.set()
+    killer.join()
+    two.reopen()
+    assert (tokens(two) == wanted).all()
+
+
+def children() -> list[int]:
+    """Processes that this one has started. A thread may end while its folder is read."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def test_whoever_watches_is_told_once_for_each_death(two: ProcessRanks) -> None:
+    told: list[str | None] = []
+    two.watch(lambda: told.append(two.lost))
+    kill(two)
+    two.reopen()
+    kill(two)
+
+    assert eventually(lambda: len(told) == 2)
+    assert all(reason and "SIGKILL" in reason for reason in told)
+
+
+def test_closed_ranks_are_not_opened_again(two: ProcessRanks) -> None:
+    two.close()
+    with pytest.raises(RanksError, match="closed"):
+        two.reopen()
+
+
+def test_no_death_leaves_anything_behind(in_memory: PackedModel) -> None:
+    """Descriptors, mappings of what was shared, processes and threads are as many after each of them."""
+    before = set(children())
+    ranks = open_two(in_memory)
+    held = []
+    for _ in range(3):
+        tokens(ranks)
+        kill(ranks)
+        with pytest.raises(RankLost) as caught:
+            ranks.forward(STEP)
+        ranks.reopen()
+        gc.collect()
+        n_children = len(set(children()) - before)
+        held.append((len(descriptors()), len(shared_mappings()), n_children, threading.active_count()))
+        assert caught.value.__cause__ is None
+    ranks.close()
+    ranks.close()
+    gc.collect()
+
+    assert len(set(held)) == 1, held
+    assert not set(children()) - before
+
+
+def test_every_rank_has_its_memory_at_the_start_and_when_started_anew(
+    in_memory: PackedModel,
+) -> None:
+    def shared_bytes(pid: int) -> int:
+        status = Path(f"/proc/{pid}/status").read_text()
+        return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssShmem"))
+
+    ranks = ProcessRanks(
+        in_memory, plans(ONE, TWO), RankOptions(KvMemory(1 << 17, touched=True), 100, 3, pinned=False)
+    )
+    kv_bytes = ranks.kv_slots * ranks.kv_bytes_per_slot
+    try:
+        for number in (None, signal.SIGKILL):
+            if number is not None:
+                os.kill(ranks.pids[1], number)
+                with pytest.raises(RankLost):
+                    ranks.forward(STEP)
+                ranks.reopen()
+            assert kv_bytes > 60 << 20
+            assert kv_bytes <= shared_bytes(os.getpid()) < 2 * kv_bytes
+            assert kv_bytes <= shared_bytes(ranks.pids[1])
+    finally:
+        ranks.close()

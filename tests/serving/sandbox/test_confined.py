@@ -1,0 +1,167 @@
+"""Jobs in a process of their own: bounded in time and memory, ended with the wait for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phasewise.serving.grammar.guides import TokenView
+from phasewise.serving.sandbox.confined import (
+    Abandoned,
+    Bounds,
+    ConfinedProcess,
+    JobRefused,
+    Overrun,
+    Patience,
+)
+from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
+from tests.support.servers.rude_clients import until
+
+TOKENS = TokenView(VOCAB_SIZE, frozenset({END}), frozenset({END}), piece, encode)
+ROOMY = Bounds(seconds=30.0, memory_bytes=1 << 30)
+MIB = 1 << 20
+
+
+def job(schema: object) -> bytes:
+    return json.dumps(("json_schema", json.dumps(schema))).encode()
+
+
+HARMLESS = job({"type": "object"})
+ENDLESS = job({"allOf": [{"type": "string", "pattern": f".*a.{{{at}}}b.*"} for at in range(30)]})
+REFUSED = job({"not": {}})
+
+
+@pytest.fixture
+def started() -> Iterator[list[ConfinedProcess]]:
+    processes: list[ConfinedProcess] = []
+    yield processes
+    for process in processes:
+        process.close()
+
+
+def opened(started: list[ConfinedProcess], bounds: Bounds) -> ConfinedProcess:
+    process = ConfinedProcess("grammar", TOKENS.as_told(), bounds)
+    started.append(process)
+    process.start()
+    return process
+
+
+def descendants() -> set[int]:
+    found = [os.getpid()]
+    for pid in found:
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            try:
+                found += map(int, task.read_text().split())
+            except OSError:  # it has just ended
+                continue
+    return set(found[1:])
+
+
+def peak_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def test_a_job_that_takes_too_long_is_ended_and_the_next_is_served(started: list[ConfinedProcess]) -> None:
+    process = opened(started, Bounds(seconds=0.3, memory_bytes=4 << 30))
+    began = time.monotonic()
+
+    with pytest.raises(Overrun, match=r"more than 0\.3 s"):
+        process.ask(ENDLESS)
+
+    assert time.monotonic() - began < 5.0
+    assert int(process.ask(HARMLESS)) >= 0
+
+
+def test_a_job_that_wants_too_much_memory_is_ended(started: list[ConfinedProcess]) -> None:
+    """Measured from outside: no process ever had more than it had before, and what is allowed."""
+    process = opened(started, Bounds(seconds=30.0, memory_bytes=64 * MIB))
+    process.ask(HARMLESS)
+    peaks: dict[int, int] = {}
+    before = max(map(peak_bytes, descendants()))
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.is_set():
+            for pid in descendants():
+                try:
+                    peaks[pid] = peak_bytes(pid)
+                except (OSError, IndexError):
+                    continue
+            over.wait(0.01)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    with pytest.raises(Overrun, match="too much memory"):
+        process.ask(ENDLESS)
+    over.set()
+    watching.join()
+
+    assert max(peaks.values()) < before + 80 * MIB
+    assert int(process.ask(HARMLESS)) >= 0
+
+
+def test_a_job_ends_with_the_wait_for_it(started: list[ConfinedProcess]) -> None:
+    process, patience = opened(started, ROOMY), Patience()
+    threading.Timer(0.2, patience.end).start()
+    began = time.monotonic()
+
+    with pytest.raises(Abandoned):
+        process.ask(ENDLESS, patience)
+
+    assert time.monotonic() - began < 10.0
+    with pytest.raises(Abandoned):
+        process.ask(HARMLESS, patience)
+    assert int(process.ask(HARMLESS)) >= 0
+
+
+def test_what_the_job_refuses_is_told_in_its_words(started: list[ConfinedProcess]) -> None:
+    process = opened(started, ROOMY)
+
+    with pytest.raises(JobRefused, match="cannot be used"):
+        process.ask(REFUSED)
+
+
+def test_a_process_that_was_killed_is_started_again(started: list[ConfinedProcess]) -> None:
+    others = descendants()
+    process = opened(started, ROOMY)
+    killed = descendants() - others
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+
+    assert int(process.ask(HARMLESS)) >= 0
+    assert not killed & descendants()
+
+
+def test_nothing_is_left_of_it(started: list[ConfinedProcess]) -> None:
+    before = descendants()
+    process = opened(started, ROOMY)
+    n_descriptors = len(os.listdir("/proc/self/fd"))
+
+    process.close()
+
+    until(lambda: descendants() == before, "its processes have ended")
+    assert len(os.listdir("/proc/self/fd")) < n_descriptors
+
+
+def test_only_one_job_runs_at_a_time(started: list[ConfinedProcess]) -> None:
+    process, patience = opened(started, ROOMY), Patience()
+
+    def wait() -> None:
+        with pytest.raises(Abandoned):
+            process.ask(ENDLESS, patience)
+
+    first = threading.Thread(target=wait)
+    first.start()
+    time.sleep(0.1)
+    with pytest.raises(TimeoutError):
+        process.ask(HARMLESS, turn_s=0.1)
+    patience.end()
+    first.join()

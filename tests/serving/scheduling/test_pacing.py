@@ -1,0 +1,152 @@
+"""Chunks keep the promise of a time per token, as far as steps are what they were."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from phasewise.serving.scheduling.pacing import FIRST_TOKENS, PROMPT_SHARE, Pacing
+
+MS = 1_000_000
+
+
+def seen(promise_ms: float, decode_ms: float, token_ms: float, most_tokens: int = 2048) -> Pacing:
+    """After a few steps on a machine of constant pace."""
+    pacing = Pacing(int(promise_ms * MS), most_tokens)
+    for _ in range(5):
+        pacing.observe("prefill", 100, int(100 * token_ms * MS))
+        pacing.observe("decode", 8, int(decode_ms * MS))
+    return pacing
+
+
+def chunk(pacing: Pacing, n_answering: int = 8) -> int:
+    """Tokens of the next chunk, once the answers have had their decode steps."""
+    while (tokens := pacing.pace(n_answering).chunk_tokens) == 0:
+        pacing.observe("decode", n_answering, max(1, int(pacing._decode_ns)))
+    return tokens
+
+
+@given(
+    promise_ms=st.floats(1, 1000),
+    decode_ms=st.floats(0.1, 1000),
+    token_ms=st.floats(0.01, 10),
+    most_tokens=st.integers(16, 4096),
+)
+def test_a_chunk_and_a_decode_step_fit_into_the_promise_where_it_can_be_kept(
+    promise_ms: float, decode_ms: float, token_ms: float, most_tokens: int
+) -> None:
+    """Where they cannot with 16 tokens, and half of the promise for prompts, chunks are not cut to crumbs."""
+    pacing = seen(promise_ms, decode_ms, token_ms, most_tokens)
+    tokens = chunk(pacing)
+
+    assert 1 <= tokens <= most_tokens
+    left_ms = promise_ms - decode_ms
+    if left_ms >= decode_ms * 1.001 and left_ms >= 16.001 * token_ms:
+        assert tokens * token_ms + decode_ms <= promise_ms * 1.001
+    elif left_ms < decode_ms * 0.999:
+        fair_ms = decode_ms * PROMPT_SHARE / (1 - PROMPT_SHARE)
+        assert (tokens + 1) * token_ms >= fair_ms * 0.999 or tokens == most_tokens
+    assert pacing.is_kept == (decode_ms <= promise_ms)
+
+
+@given(
+    decode_ms=st.floats(60, 1000),
+    fixed_ms=st.floats(0, 500),
+    token_ms=st.floats(0.01, 10),
+    rows=st.integers(1, 32),
+)
+def test_where_the_promise_cannot_be_kept_prompts_have_their_share_of_the_time(
+    decode_ms: float, fixed_ms: float, token_ms: float, rows: int
+) -> None:
+    """However long a chunk takes, and however little of that its tokens are: prompts get their share within a
+    decode step and a chunk, and the answers get the rest."""
+    assume(512 * token_ms >= 3 * decode_ms)  # a chunk can take as long as its share
+    pacing = Pacing(100 * MS, 2048)
+    pacing.observe("prefill", 512, int((fixed_ms + 512 * token_ms) * MS))
+    pacing.observe("decode", rows, int(decode_ms * MS))
+    times = {"prefill": 0.0, "decode": 0.0}
+    longest_ms, last = 0.0, "decode"
+    for _ in range(400):
+        tokens = pacing.pace(rows).chunk_tokens
+        if last == "prefill" or tokens == 0:
+            last, took_ms, n_tokens = "decode", decode_ms, rows
+        else:
+            last, took_ms, n_tokens = "prefill", fixed_ms + tokens * token_ms, tokens
+            longest_ms = max(longest_ms, took_ms)
+        pacing.observe("prefill" if last == "prefill" else "decode", n_tokens, int(took_ms * MS))
+        times[last] += took_ms
+
+    whole_ms = sum(times.values())
+    slack_ms = 2 * (longest_ms + decode_ms)
+    assert times["prefill"] <= (PROMPT_SHARE + 0.1) * whole_ms + slack_ms
+    assert times["prefill"] >= 0.5 * whole_ms - slack_ms
+
+
+@pytest.mark.parametrize(("fixed_ms", "token_ms"), [(0, 3), (60, 3), (200, 1)])
+def test_a_chunk_computes_prompts_nearly_as_fast_as_larger_ones(fixed_ms: float, token_ms: float) -> None:
+    """A step of few tokens may take nearly as long as one of many: a crumb would waste it."""
+    pacing = Pacing(100 * MS, 2048)
+    pacing.observe("prefill", 512, int((fixed_ms + 512 * token_ms) * MS))
+    for _ in range(60):
+        pacing.observe("decode", 8, 131 * MS)
+        tokens = chunk(pacing)
+        pacing.observe("prefill", tokens, int((fixed_ms + tokens * token_ms) * MS))
+
+    cost_ms = fixed_ms / tokens + token_ms
+    assert cost_ms <= 1.2 * (fixed_ms / 512 + token_ms)
+
+
+@given(times=st.lists(st.floats(1, 1000), min_size=32, max_size=32), n_answering=st.integers(2, 32))
+def test_as_many_rows_as_give_most_tokens_a_second(times: list[float], n_answering: int) -> None:
+    """Among all answers, powers of two and the middles between them: whatever steps of so many rows take."""
+    pacing = Pacing(100 * MS, 2048)
+    pacing.observe("prefill", 100, 100 * MS)
+    for _ in range(40):
+        rows = pacing.pace(n_answering).rows or n_answering
+        assert 1 <= rows <= n_answering
+        pacing.observe("decode", rows, int(times[rows - 1] * MS))
+
+    tried = {1, 2, 3, 4, 6, 8, 12, 16, 24, n_answering}
+    rates = {rows: rows / times[rows - 1] for rows in tried if rows <= n_answering}
+    chosen = pacing.pace(n_answering).rows or n_answering
+    assert rates[chosen] * 1.051 >= max(rates.values())
+
+
+def test_the_promise_is_used_and_not_only_kept() -> None:
+    assert 75 <= chunk(seen(100, 20, 1)) <= 80
+
+
+def test_where_nobody_waits_for_a_token_a_step_is_as_long_as_pays() -> None:
+    slow, fast = seen(100, 20, 1), seen(100, 20, 0.01)
+
+    assert chunk(slow, 0) == FIRST_TOKENS - 12  # half a second
+    assert chunk(fast, 0) == 2048
+
+
+def test_before_anything_was_seen_a_step_is_of_the_middle_size() -> None:
+    assert chunk(Pacing(100 * MS, 2048)) == FIRST_TOKENS
+    assert chunk(Pacing(100 * MS, 64), 0) == 64
+
+
+@pytest.mark.parametrize("fixed_ms", [0, 5, 30])
+def test_steps_with_a_fixed_cost_end_at_the_promise(fixed_ms: int) -> None:
+    """Time is not proportional to tokens; the chunk still settles where chunk and decode step fill it."""
+    pacing = Pacing(100 * MS, 2048)
+    pacing.observe("decode", 8, 20 * MS)
+    took_ms = 0.0
+    for _ in range(60):
+        tokens = chunk(pacing)
+        took_ms = fixed_ms + 0.5 * tokens
+        pacing.observe("prefill", tokens, int(took_ms * MS))
+
+    assert 70 <= took_ms <= 85
+
+
+def test_a_machine_that_gets_slower_gets_smaller_chunks() -> None:
+    pacing = seen(100, 20, 1)
+    before = chunk(pacing)
+    for _ in range(8):
+        pacing.observe("prefill", 80, 160 * MS)
+
+    assert chunk(pacing) < 0.6 * before

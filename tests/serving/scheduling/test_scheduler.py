@@ -1,0 +1,205 @@
+"""Continuous batching: tokens are conserved, slots have one owner, age decides, everybody ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from phasewise.serving.batch import Batch
+from phasewise.serving.errors import ContextLengthExceeded, QueueFull, RequestError
+from phasewise.serving.scheduling.scheduler import Scheduler
+from phasewise.serving.scheduling.scheduler_terms import SchedulerError
+from tests.support.scheduled import POLICIES, Turns, make, request, turn
+
+STOP = 7
+
+
+def test_prompts_share_a_batch_up_to_its_tokens_and_a_long_one_is_cut() -> None:
+    scheduler = make(tokens=32)
+    scheduler.add(request("a", 20))
+    scheduler.add(request("b", 30))
+
+    first, _ = turn(scheduler)
+    assert first is not None
+    assert [(len(piece.token_ids), piece.wants_logits) for piece in first.slices] == [(20, True), (12, False)]
+    assert list(first.slices[1].token_ids) == list(request("b", 30).prompt_token_ids[:12])
+
+    second, _ = turn(scheduler)
+    third, _ = turn(scheduler)
+    assert second is not None
+    assert third is not None
+    assert (second.phase, second.request_ids) == ("decode", ("a",))
+    assert (third.phase, third.request_ids) == ("prefill", ("b",))
+    assert list(third.slices[0].token_ids) == list(request("b", 30).prompt_token_ids[12:])
+
+
+def test_running_answers_get_a_token_between_two_chunks_of_a_prompt() -> None:
+    scheduler = make(tokens=10)
+    scheduler.add(request("a", 5, 100))
+    turn(scheduler)
+    scheduler.add(request("b", 35, 5))
+
+    phases = [batch.phase for batch, _ in (turn(scheduler) for _ in range(8)) if batch is not None]
+
+    assert phases == ["decode", "prefill"] * 4
+    assert scheduler.counts.phase_switches == 8
+
+
+def test_a_chunk_is_as_large_as_it_is_told_and_no_larger_than_the_limit() -> None:
+    scheduler = make(tokens=32)
+    scheduler.add(request("a", 100))
+
+    sizes = []
+    for chunk_tokens in (7, 1000, 0, None):
+        batch = scheduler.next_batch(chunk_tokens)
+        assert batch is not None
+        sizes.append(batch.n_tokens)
+        scheduler.commit(batch, [1] * batch.n_logits)
+
+    assert sizes == [7, 32, 1, 32]
+
+
+def test_nobody_overtakes_the_head_of_the_queue() -> None:
+    scheduler = make("static", n_slots=112, context=100)
+    scheduler.add(request("a", 50, 10))
+    scheduler.add(request("big", 50, 10))
+    scheduler.add(request("small", 5, 5))
+
+    turn(scheduler)
+
+    assert scheduler.n_running == 1
+    assert scheduler.n_waiting == 2
+
+
+def test_a_stop_token_ends_a_request_in_its_step_and_frees_it() -> None:
+    scheduler = make()
+    scheduler.add(request("a", 5, 50, stop=STOP))
+
+    _, first = turn(scheduler)
+    _, second = turn(scheduler, STOP)
+
+    assert [out.finish_reason for out in first + second] == [None, "stop"]
+    assert scheduler.pool.stats().slots_used == 0
+    assert scheduler.next_batch() is None
+
+
+@pytest.mark.parametrize("n_steps", [0, 1, 2])
+@pytest.mark.parametrize("end", [Scheduler.abort, lambda scheduler, name: scheduler.finish(name, 0)])
+def test_an_end_frees_at_once_wherever_the_request_is(
+    n_steps: int, end: Callable[[Scheduler, str], object]
+) -> None:
+    scheduler = make(sequences=1)
+    scheduler.add(request("a", 50, 50))
+    scheduler.add(request("b"))
+    for _ in range(n_steps):
+        turn(scheduler)
+
+    end(scheduler, "a")
+    scheduler.check()
+    assert scheduler.pool.stats().slots_used == 0
+    assert not scheduler.abort("a")
+    batch, _ = turn(scheduler)
+    assert batch is not None
+    assert batch.request_ids == ("b",)
+
+
+def test_a_request_aborted_during_its_step_is_passed_over() -> None:
+    scheduler = make()
+    for name in "abc":
+        scheduler.add(request(name))
+    batch = scheduler.next_batch()
+    assert batch is not None
+
+    scheduler.abort("b")
+    outs = scheduler.commit(batch, [1, 2, 3])
+
+    assert [(out.request_id, out.token_id) for out in outs] == [("a", 1), ("c", 3)]
+
+
+def test_a_failed_step_loses_its_own_requests_only() -> None:
+    scheduler = make(sequences=2)
+    for name in "abc":
+        scheduler.add(request(name))
+    batch = scheduler.next_batch()
+    assert batch is not None
+
+    assert scheduler.discard(batch) == ("a", "b")
+
+    scheduler.check()
+    assert scheduler.request_ids() == ("c",)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_oldest_goes_on_and_whoever_came_last_gives_way(policy: str) -> None:
+    """Every decode step gives the oldest answer a token, however short of slots the others are."""
+    scheduler = make(policy, n_slots=512, context=512, sequences=8)
+    turns = Turns(scheduler)
+    for name in "abcdefgh":
+        scheduler.add(request(name, 60, 300))
+
+    while scheduler.has_work:
+        oldest = min(scheduler.request_ids())
+        before = turns.got.get(oldest, 0)
+        batch = turns.take()
+        if batch is not None and batch.phase == "decode" and before:
+            assert turns.got[oldest] == before + 1
+
+    assert turns.got == dict.fromkeys("abcdefgh", 300)
+    assert list(turns.ended) == sorted(turns.ended)
+    if policy in ("paged", "odma"):
+        assert scheduler.counts.preemptions > 0
+
+
+def test_what_was_preempted_goes_on_with_the_answer_it_had() -> None:
+    scheduler = make("paged", n_slots=384, context=384, sequences=2)
+    turns = Turns(scheduler)
+    scheduler.add(request("old", 100, 200))
+    scheduler.add(request("young", 100, 200))
+
+    while not scheduler.counts.preemptions:
+        turns.take()
+    n_before = turns.got["young"]
+    assert 0 < n_before < 200
+    assert scheduler.request_ids() == ("old", "young")
+
+    turns.run()
+    assert turns.got == {"old": 200, "young": 200}
+
+
+def test_what_can_never_run_is_refused_with_the_numbers() -> None:
+    scheduler = make(n_slots=48, context=100)
+
+    with pytest.raises(ContextLengthExceeded, match=r"48 tokens here \(the KV cache holds no more\), but 51"):
+        scheduler.add(request("a", 41, 10))
+    with pytest.raises(ContextLengthExceeded, match="this model's maximum context length is 20 tokens, but"):
+        make(context=20).add(request("a", 20, 1))
+    with pytest.raises(RequestError, match="no tokens"):
+        scheduler.add(request("a", 0))
+    with pytest.raises(RequestError, match="max_tokens"):
+        scheduler.add(request("a", 5, 0))
+    assert not scheduler.has_work
+
+
+def test_a_full_queue_refuses_but_what_was_accepted_before() -> None:
+    scheduler = make(max_waiting=1)
+    scheduler.add(request("a"))
+
+    with pytest.raises(QueueFull):
+        scheduler.add(request("b"))
+    scheduler.requeue(request("c"))
+    assert scheduler.request_ids() == ("a", "c")
+
+
+def test_misuse_is_told() -> None:
+    scheduler = make()
+    scheduler.add(request("a"))
+    with pytest.raises(SchedulerError, match="here already"):
+        scheduler.add(request("a"))
+    batch = scheduler.next_batch()
+    assert batch is not None
+
+    with pytest.raises(SchedulerError, match="neither committed"):
+        scheduler.next_batch()
+    with pytest.raises(SchedulerError, match="gave last"):
+        scheduler.commit(Batch("decode", ()), [])

@@ -1,0 +1,309 @@
+"""Whatever comes in whatever order: what holds for the scheduler under every pool policy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.serving.engine.engine import Engine
+from phasewise.serving.engine.messages import Answer, Submit
+from phasewise.serving.pools.contract import Estimate
+from phasewise.serving.sampling.sampling import GREEDY
+from phasewise.serving.scheduling.request import Request
+from phasewise.serving.scheduling.scheduler import Scheduler
+from phasewise.serving.scheduling.scheduler_terms import MOST_PREEMPTIONS
+from tests.support.scheduled import POLICIES, Turns, any_pool, make
+from tests.support.servers.fake_engine import END, AttentiveRanks, make_engine, run_all, text_of
+from tests.support.tiers import examples
+
+CONTEXT = 320
+N_SLOTS = 384  # three pages; the longest request fits, and little beside it
+
+lengths = st.tuples(st.integers(1, 150), st.integers(1, 150))  # prompt, answer
+shared = st.tuples(st.integers(0, 2), st.integers(0, 100))  # a common beginning, and how much of it
+estimates = st.none() | st.builds(Estimate, st.floats(1, 200), st.floats(0, 1))
+asked = st.lists(st.tuples(lengths, shared, estimates), min_size=1, max_size=8)
+
+
+CLIENTS = st.sampled_from(["a", "ab", "abc", "aaab"])
+"""Whose request each is, in turn."""
+
+
+def requests_of(
+    asked: list[tuple[tuple[int, int], tuple[int, int], Estimate | None]], clients: str = "a"
+) -> list[Request]:
+    requests = []
+    for index, ((n_prompt, n_answer), (group, n_shared), estimate) in enumerate(asked):
+        ids = np.arange(n_prompt) * 7 % 250
+        ids[n_shared:] += index
+        prompt = tuple(int(one) for one in (ids + group) % END)
+        client = clients[index % len(clients)]
+        requests.append(Request(str(index), prompt, n_answer, estimate=estimate, client=client))
+    return requests
+
+
+def submit(request: Request) -> Submit:
+    ids, most = request.prompt_token_ids, request.max_tokens
+    return Submit(
+        request.request_id,
+        ids,
+        most,
+        GREEDY,
+        ignore_eos=True,
+        estimate=request.estimate,
+        client=request.client,
+    )
+
+
+def attentive_engine(**options: object) -> Engine:
+    ranks = AttentiveRanks(successor=lambda token_id: token_id, kv_slots=4096)
+    sizes = {"kv_slots": N_SLOTS, "context_length": CONTEXT} | options
+    return make_engine(ranks, **sizes)  # type: ignore[arg-type]
+
+
+def alone(request: Request) -> list[int]:
+    """The tokens that the request gets when it is the only one, computed whole and without a scheduler."""
+    ranks = AttentiveRanks()
+    seen = list(request.prompt_token_ids)
+    for _ in range(request.max_tokens):
+        seen.append(ranks.choose_by(np.array(seen)))
+    return seen[len(request.prompt_token_ids) :]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@examples(40)
+@given(asked=asked, data=st.data())
+def test_answers_under_load_are_those_of_the_request_alone(
+    policy: str,
+    asked: list[tuple[tuple[int, int], tuple[int, int], Estimate | None]],
+    data: st.DataObject,
+) -> None:
+    """Chunks, company, growth, migration, preemption for room or for another client's share, reuse, turns at
+    decode steps and aborts change no token of anybody else."""
+    reuse = data.draw(st.booleans(), label="reuse")
+    engine = attentive_engine(
+        pool=any_pool(policy, N_SLOTS, CONTEXT),
+        max_sequences=data.draw(st.integers(1, 8)),
+        prefix_reuse=reuse,
+    )
+    requests = requests_of(asked, data.draw(CLIENTS, label="clients"))
+    got: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    arriving, aborted = list(requests), set()
+    chunk = data.draw(st.integers(1, 64), label="chunk")
+    rows = data.draw(st.none() | st.integers(1, 8), label="rows")
+    step = 0
+    engine._pace = lambda: (chunk if step % 7 else 0, rows)  # type: ignore[method-assign]
+
+    for step in range(20_000):
+        if arriving and (step % 3 == 0 or not engine.has_work):
+            engine.submit(submit(arriving.pop(0)))
+        if step % 40 == 39 and engine.has_work and data.draw(st.booleans(), label="abort"):
+            victim = data.draw(st.sampled_from(engine.scheduler.request_ids()))
+            engine.abort(victim)
+            aborted.add(victim)
+        if not engine.has_work and not arriving:
+            break
+        for out in engine.step().outs:
+            assert isinstance(out, Answer), out
+            got[out.request_id] += [token.token_id for token in out.tokens]
+        engine.scheduler.check()
+        engine.scheduler.pool.refresh()
+
+    assert not engine.has_work
+    assert engine.scheduler.pool.stats().slots_used == 0
+    for request in requests:
+        expected = alone(request)
+        found = got[request.request_id]
+        assert found == (expected[: len(found)] if request.request_id in aborted else expected)
+
+
+class HalfDone(AttentiveRanks):
+    """Ranks that fail at one copy, when some of its step's copies were made."""
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__(successor=lambda token_id: token_id, kv_slots=4096)
+        self.copies_left = fails_at
+
+    def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
+        self.copies_left -= 1
+        if self.copies_left == 0:
+            raise ValueError("no such slots")
+        super().copy_kv(source_slot, target_slot, n_slots)
+
+
+@examples(60)
+@given(
+    asked=asked,
+    fails_at=st.integers(1, 12),
+    policy=st.sampled_from(POLICIES),
+    reuse=st.booleans(),
+    clients=CLIENTS,
+)
+def test_who_was_to_be_moved_by_a_step_that_failed_is_computed_again(
+    asked: list[tuple[tuple[int, int], tuple[int, int], Estimate | None]],
+    fails_at: int,
+    policy: str,
+    reuse: bool,
+    clients: str,
+) -> None:
+    """Requests outside the failed batch end with the answers that they get alone."""
+    pool = any_pool(policy, N_SLOTS, CONTEXT)
+    engine = make_engine(
+        HalfDone(fails_at), pool=pool, kv_slots=N_SLOTS, context_length=CONTEXT, prefix_reuse=reuse
+    )
+    requests = requests_of(asked, clients)
+    for request in requests:
+        engine.submit(submit(request))
+    got: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    failed = set()
+
+    while engine.has_work:
+        for out in engine.step().outs:
+            if isinstance(out, Answer):
+                got[out.request_id] += [token.token_id for token in out.tokens]
+            else:
+                failed.add(out.request_id)
+        engine.scheduler.check()
+
+    for request in requests:
+        if request.request_id not in failed:
+            assert got[request.request_id] == alone(request)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@examples(40)
+@given(asked=asked, chunk=st.integers(1, 64), sequences=st.integers(1, 8))
+def test_everybody_ends_within_a_bound_that_the_work_before_gives(
+    policy: str,
+    asked: list[tuple[tuple[int, int], tuple[int, int], Estimate | None]],
+    chunk: int,
+    sequences: int,
+) -> None:
+    """No starvation. Every step computes something; no request is preempted more often than is allowed."""
+    scheduler = make(policy, n_slots=N_SLOTS, context=CONTEXT, sequences=sequences)
+    turns = Turns(scheduler)
+    requests = requests_of(asked)
+    for request in requests:
+        scheduler.add(request)
+    preempted: dict[str, int] = {}
+
+    while scheduler.has_work:
+        oldest = min(map(int, scheduler.request_ids()))
+        running = [one.request_id for one in scheduler._running]
+        assert turns.take(chunk) is not None
+        assert not running or str(oldest) in running or int(running[0]) > oldest
+        for one in scheduler._waiting:
+            preempted[one.request_id] = one.n_preempted
+
+    assert turns.got == {request.request_id: request.max_tokens for request in requests}
+    assert all(times <= MOST_PREEMPTIONS + 1 for times in preempted.values())
+    # A token is computed at most once for each time that its request is placed; a step computes one at least.
+    work = sum(request.most_tokens for request in requests)
+    assert turns.n_steps <= (MOST_PREEMPTIONS + 2) * work
+
+
+def naive_steps(requests: list[Request]) -> int:
+    """One request after the other, its prompt in one step: what no scheduler may be slower than."""
+    return sum(request.max_tokens for request in requests)
+
+
+@examples(60)
+@given(asked=asked, policy=st.sampled_from(POLICIES))
+def test_company_never_takes_more_steps_than_one_after_the_other(
+    asked: list[tuple[tuple[int, int], tuple[int, int], Estimate | None]], policy: str
+) -> None:
+    """Where slots are no concern, batching is never slower than a queue."""
+    scheduler = make(policy, n_slots=8 * CONTEXT, context=CONTEXT, tokens=2048, sequences=8)
+    turns = Turns(scheduler)
+    requests = requests_of(asked)
+    for request in requests:
+        scheduler.add(request)
+
+    turns.run()
+
+    if not scheduler.counts.preemptions:
+        assert turns.n_steps <= naive_steps(requests)
+
+
+def test_equal_prompts_are_computed_once() -> None:
+    """`n` choices: the first computes the prompt, the others wait for it and copy."""
+    engine = attentive_engine(max_batch_tokens=32, max_sequences=4, kv_slots=4096)
+    prompt = tuple(range(100))
+    asked = [Request(str(index), prompt, 10) for index in range(4)]
+
+    outs = run_all(engine, *map(submit, asked))
+
+    ranks = engine.ranks
+    assert isinstance(ranks, AttentiveRanks)
+    computed = sum(batch.n_tokens for batch in ranks.batches if batch.phase == "prefill")
+    assert computed == 100 + 3 * 4
+    assert engine.scheduler.counts.prefix_hits == 3
+    assert engine.scheduler.counts.prefix_tokens_reused == 3 * 96
+    assert len({text_of(pieces) for pieces in outs.values()}) == 1
+
+
+def test_a_conversation_goes_on_where_it_ended() -> None:
+    """The next prompt holds the last answer; none of it is computed again while its slots are untouched."""
+    engine = attentive_engine(kv_slots=4096, max_batch_tokens=512)
+    first = Request("1", tuple(range(50)), 30)
+    run_all(engine, submit(first))
+    second = Request("2", (*first.prompt_token_ids, *alone(first), 1, 2, 3), 5)
+
+    outs = run_all(engine, submit(second))["2"]
+
+    assert engine.scheduler.counts.prefix_tokens_reused == 64  # of 79 computed: whole panels
+    assert [token.token_id for out in outs if isinstance(out, Answer) for token in out.tokens] == alone(
+        second
+    )
+
+
+def test_reuse_can_be_switched_off() -> None:
+    engine = attentive_engine(kv_slots=4096, prefix_reuse=False)
+    same = [Request(str(index), tuple(range(100)), 3) for index in range(3)]
+
+    run_all(engine, *map(submit, same))
+
+    assert engine.scheduler.counts.prefix_hits == 0
+
+
+def test_what_was_written_over_is_not_believed() -> None:
+    """A request that fits nowhere else takes the slots of one that ended; the next finds nothing there."""
+    engine = attentive_engine(kv_slots=160, context_length=160, kv_policy="static", max_sequences=1)
+    first, other = Request("1", tuple(range(100)), 5), Request("2", tuple(range(100, 220)), 5)
+    again = Request("3", first.prompt_token_ids, 5)
+
+    for request in (first, other, again):
+        outs = run_all(engine, submit(request))[request.request_id]
+        got = [token.token_id for out in outs if isinstance(out, Answer) for token in out.tokens]
+        assert got == alone(request)
+    assert engine.scheduler.counts.prefix_hits == 0
+
+
+def test_lost_keys_and_values_are_forgotten() -> None:
+    engine = attentive_engine(kv_slots=4096)
+    same = Request("1", tuple(range(100)), 3)
+    run_all(engine, submit(same))
+
+    engine.scheduler.clear()
+    run_all(engine, submit(Request("2", same.prompt_token_ids, 3)))
+
+    assert engine.scheduler.counts.prefix_hits == 0
+
+
+def test_a_sibling_computes_for_itself_once_the_first_has_gone() -> None:
+    scheduler: Scheduler = make(tokens=32)
+    for name in "ab":
+        scheduler.add(Request(name, tuple(range(200)), 3))
+    turns = Turns(scheduler)
+    turns.take()
+    waiting = turns.take()
+    assert waiting is not None
+    assert waiting.request_ids == ("a",)
+
+    scheduler.abort("a")
+    turns.run()
+
+    assert turns.got == {"b": 3}
+    assert scheduler.counts.prefix_tokens_reused == 64

@@ -1,0 +1,216 @@
+"""Clients take turns: whatever one of them sends, the others wait for its next request alone."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.serving.batch import Batch
+from phasewise.serving.scheduling.request import LiveSequence, Request
+from phasewise.serving.scheduling.waiting_line import WaitingLine
+from tests.serving.scheduling.test_scheduler_laws import CONTEXT, N_SLOTS, asked, requests_of
+from tests.support.scheduled import POLICIES, Turns, make, request
+from tests.support.tiers import examples
+
+CLIENTS = "abcd"
+steps = st.lists(st.sampled_from([*CLIENTS, "take", "preempt", "remove"]), max_size=60)
+
+
+class FirstCome(WaitingLine):
+    """The reference for one client: a list in order of arrival, preempted requests at their old places."""
+
+    def __init__(self) -> None:
+        self._arrivals: dict[LiveSequence, int] = {}
+        self._list: list[LiveSequence] = []
+
+    def __len__(self) -> int:
+        return len(self._list)
+
+    def __iter__(self) -> Iterator[LiveSequence]:
+        return iter(self._list)
+
+    @property
+    def clients(self) -> set[str]:
+        return {one.request.client for one in self._list}
+
+    @property
+    def heads(self) -> Iterator[LiveSequence]:
+        return iter(self._list[:1])
+
+    def is_behind_older(self, sequence: LiveSequence) -> bool:
+        return any(one.admission is not None and one.age < sequence.age for one in self._list)
+
+    def join(self, sequence: LiveSequence) -> None:
+        self._arrivals[sequence] = len(self._arrivals)
+        self._list.append(sequence)
+
+    def rejoin(self, sequence: LiveSequence) -> None:
+        insort(self._list, sequence, key=self._arrivals.__getitem__)
+
+    def take(self, sequence: LiveSequence) -> None:
+        self._list.remove(sequence)
+
+    def remove(self, sequence: LiveSequence) -> None:
+        self._list.remove(sequence)
+
+
+def sequence(client: str, name: int) -> LiveSequence:
+    return LiveSequence(Request(str(name), (1,), 1, client=client))
+
+
+@examples(300)
+@given(steps=steps, data=st.data())
+def test_turns_keep_their_laws_whatever_comes_and_goes(steps: list[str], data: st.DataObject) -> None:
+    """Conservation; order of arrival within a client; a wait bounded by clients; preempted ones by age."""
+    line = WaitingLine()
+    waiting: dict[int, LiveSequence] = {}
+    bounds: dict[int, int] = {}  # requests never admitted that may still be admitted before
+    admitted: list[LiveSequence] = []
+
+    for name, step in enumerate(steps):
+        if step in CLIENTS:
+            new = waiting[name] = sequence(step, name)
+            n_own = sum(one.request.client == step and one.admission is None for one in line)
+            bounds[name] = n_own + (n_own + 1) * (len(CLIENTS) - 1)
+            line.join(new)
+        elif step == "take" and waiting:
+            one = next(line.heads)
+            line.take(one)
+            preempted = [other for other in waiting.values() if other.admission is not None]
+            if preempted:
+                assert one.admission == min(other.admission or 0 for other in preempted)
+            else:
+                own = [at for at, other in waiting.items() if other.request.client == one.request.client]
+                assert int(one.request_id) == min(own)
+                one.admission = name
+                for at, other in waiting.items():
+                    if other is not one:
+                        bounds[at] -= 1
+                        assert bounds[at] >= 0
+            del waiting[int(one.request_id)]
+            admitted.append(one)
+        elif step == "preempt" and admitted:
+            one = admitted.pop(data.draw(st.integers(0, len(admitted) - 1)))
+            waiting[int(one.request_id)] = one
+            line.rejoin(one)
+        elif step == "remove" and waiting:
+            gone = data.draw(st.sampled_from(sorted(waiting)))
+            line.remove(waiting.pop(gone))
+        assert len(line) == len(waiting)
+        assert set(line) == set(waiting.values())
+        assert line.n_clients == len(
+            {one.request.client for one in waiting.values() if one.admission is None}
+        )
+        heads = list(line.heads)
+        owners = [one.request.client for one in line]
+        assert [one.request.client for one in heads] == list(dict.fromkeys(owners))
+        assert set(heads) <= set(line)
+        assert line.clients == {one.request.client for one in heads}
+
+
+def test_who_does_not_wait_cannot_be_removed() -> None:
+    line = WaitingLine()
+    with pytest.raises(ValueError, match="does not wait"):
+        line.remove(sequence("a", 1))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@examples(30)
+@given(asked=asked, chunk=st.integers(1, 64), sequences=st.integers(1, 4), data=st.data())
+def test_one_client_alone_is_first_come_first_served(
+    policy: str, asked: list[tuple[object, ...]], chunk: int, sequences: int, data: st.DataObject
+) -> None:
+    """Batch for batch, with preemptions and aborts, what a list in order of arrival gives."""
+    requests = requests_of(asked)  # type: ignore[arg-type]
+    at_once = data.draw(st.integers(0, len(requests)), label="at once")
+    aborts = data.draw(st.dictionaries(st.integers(0, 60), st.integers(0, 7), max_size=3), label="aborts")
+    assert batches_of(policy, requests, chunk, sequences, at_once, aborts, WaitingLine()) == batches_of(
+        policy, requests, chunk, sequences, at_once, aborts, FirstCome()
+    )
+
+
+def batches_of(
+    policy: str,
+    requests: list[Request],
+    chunk: int,
+    sequences: int,
+    at_once: int,
+    aborts: dict[int, int],
+    line: WaitingLine,
+) -> list[Batch]:
+    scheduler = make(policy, n_slots=N_SLOTS, context=CONTEXT, sequences=sequences)
+    scheduler._waiting = line
+    turns, batches, arriving = Turns(scheduler), [], list(requests)
+    while arriving and at_once:
+        scheduler.add(arriving.pop(0))
+        at_once -= 1
+    for step in range(10_000):
+        if arriving and (step % 3 == 0 or not scheduler.has_work):
+            scheduler.add(arriving.pop(0))
+        if step in aborts:
+            scheduler.abort(str(aborts[step]))
+        batch = turns.take(chunk)
+        if batch is not None:
+            batches.append(batch)
+        elif not scheduler.has_work and not arriving:
+            return batches
+    raise AssertionError("10,000 steps do not end it")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@examples(30)
+@given(asked=asked, clients=st.text(CLIENTS, min_size=8, max_size=8), sequences=st.integers(1, 4))
+def test_requests_of_several_clients_all_end_whole(
+    policy: str, asked: list[tuple[object, ...]], clients: str, sequences: int
+) -> None:
+    scheduler = make(policy, n_slots=N_SLOTS, context=CONTEXT, sequences=sequences)
+    turns = Turns(scheduler)
+    requests = requests_of(asked)  # type: ignore[arg-type]
+    for one, client in zip(requests, clients, strict=False):
+        scheduler.add(replace(one, client=client))
+
+    turns.run()
+
+    assert turns.got == {one.request_id: one.max_tokens for one in requests}
+
+
+def test_a_backlog_of_one_client_costs_another_one_turn() -> None:
+    scheduler = make(sequences=2)
+    for index in range(40):
+        scheduler.add(replace(request(f"greedy {index}"), client="greedy"))
+    turns = Turns(scheduler)
+    turns.take()
+    scheduler.add(replace(request("other"), client="other"))
+    assert (scheduler.n_clients_waiting, scheduler.n_waiting) == (2, 39)
+
+    turns.run()
+
+    ended = turns.ended.index("other")
+    assert ended <= 4
+    assert Counter(turns.ended)["other"] == 1
+    greedy = [name for name in turns.ended if name != "other"]
+    assert greedy == [f"greedy {index}" for index in range(40)]
+
+
+def test_age_is_counted_from_the_first_admission() -> None:
+    """A request that had its turn is not preempted for one that came before it and had its turn later."""
+    scheduler = make("paged", n_slots=384, context=384, sequences=3)
+    scheduler.add(replace(request("greedy 0", 300, 1), client="greedy"))
+    for index in (1, 2):
+        scheduler.add(replace(request(f"greedy {index}", 5, 150), client="greedy"))
+    turns = Turns(scheduler)
+    turns.take()
+    scheduler.add(replace(request("other", 5, 123), client="other"))
+
+    while not scheduler.counts.preemptions:
+        assert turns.take() is not None
+
+    assert [one.request_id for one in scheduler._waiting] == ["greedy 2"]
+    turns.run()
+    assert turns.ended == ["greedy 0", "other", "greedy 1", "greedy 2"]

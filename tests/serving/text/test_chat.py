@@ -1,0 +1,186 @@
+"""Chat templates: the text that transformers renders, and an end to every template that will not end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.serving.errors import ModelError, RequestError
+from phasewise.serving.text.chat import special_tokens_of
+from phasewise.serving.text.chat_template import ChatTemplate, ChatTemplateError
+from tests.serving.text.test_tokenizer import default_model
+from tests.support.models.chat_templates import (
+    CONVERSATIONS,
+    MISTRAL_STYLE,
+    QWEN_STYLE,
+    SMOLLM2,
+    SPECIAL,
+    TEMPLATES,
+    chats_for,
+)
+from tests.support.models.tiny_models import tokenizer_json
+from tests.support.peers import ask
+
+
+def _render(template: ChatTemplate, chat: dict[str, Any]) -> str:
+    known = {"conversation", "add_generation_prompt", "tools"}
+    return template.render(
+        chat["conversation"],
+        chat["add_generation_prompt"],
+        chat.get("tools"),
+        {key: value for key, value in chat.items() if key not in known},
+    )
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_transformers_renders_the_same_text_now(name: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json())
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+
+    theirs = ask(
+        "transformers_chats",
+        "transformers",
+        folder=str(tmp_path),
+        template=TEMPLATES[name],
+        chats=chats_for(name),
+    )
+
+    template = ChatTemplate(TEMPLATES[name], SPECIAL)
+    assert [_render(template, chat) for chat in chats_for(name)] == theirs
+
+
+EXPECTED = Path(__file__).parents[2] / "data" / "reference" / "chats.json"
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_text_is_what_transformers_rendered(name: str) -> None:
+    template = ChatTemplate(TEMPLATES[name], SPECIAL)
+
+    assert [_render(template, chat) for chat in chats_for(name)] == json.loads(EXPECTED.read_text())[name]
+
+
+def test_the_default_models_own_template_is_the_one_compared_here() -> None:
+    from gguf import GGUFReader
+
+    path, tokenizer = default_model()
+    field = GGUFReader(path).fields["tokenizer.chat_template"]
+
+    assert field.contents() == SMOLLM2
+    special = special_tokens_of(tokenizer, 1, (2, 0))
+    assert special == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen"])
+@given(texts=st.lists(st.text(), min_size=1))
+def test_every_text_stands_in_the_prompt_as_it_is(name: str, texts: Sequence[str]) -> None:
+    messages = [{"role": "user", "content": text} for text in texts]
+
+    prompt = ChatTemplate(TEMPLATES[name], SPECIAL).render(messages)
+
+    turns = prompt.split("<|im_start|>user\n")[1:] if all("<|im" not in text for text in texts) else texts
+    assert len(turns) == len(texts)
+    assert all(text in turn for text, turn in zip(texts, turns, strict=True))
+
+
+def test_a_refusal_is_the_senders_mistake_and_says_why() -> None:
+    template = ChatTemplate(MISTRAL_STYLE, SPECIAL)
+
+    with pytest.raises(ChatTemplateError, match="roles must alternate") as refused:
+        template.render([{"role": "assistant", "content": "I begin"}])
+
+    assert isinstance(refused.value, RequestError)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for x in y %}",
+        "{{ a b }}",
+        "{% endif %}",
+        "{{ 'x' | nofilter }}",
+        "{{" + "(" * 9999,
+        "x" * (1 << 21),
+    ],
+)
+def test_what_is_no_template_is_refused_once_at_the_start(source: str) -> None:
+    with pytest.raises(ModelError, match="template cannot be read"):
+        ChatTemplate(source, {})
+
+
+def _again(first: str, then: str) -> str:
+    return (
+        f"{{% set ns=namespace(x={first}) %}}{{% for i in range(99) %}}{{% set ns.x={then} %}}{{% endfor %}}"
+    )
+
+
+_NESTED = "{% set a=['x'*1000]*1000 %}{% set b=[a]*1000 %}{% set c=[b]*1000 %}"
+HOSTILE = {
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "recursive loop": "{% for i in range(9) recursive %}{{ loop(range(9)) }}{% endfor %}",
+    "a huge range": "{{ range(10**9) | list }}",
+    "repetition": "{{ 'a' * 10**12 }}",
+    "repetition of a list": "{{ [0] * 10**12 }}",
+    "a power": "{{ 10 ** (10 ** 10) }}",
+    "products": _again("3", "ns.x * ns.x"),
+    "doubling with ~": _again("'a'", "ns.x ~ ns.x"),
+    "doubling with +": _again("'a'", "ns.x + ns.x"),
+    "doubling a list": _again("[1]", "ns.x + ns.x"),
+    "padding": "{{ 'a'.ljust(10**12) }}",
+    "padding of safe text": "{{ ('a' | safe).ljust(10**12) }}",
+    "a width in format": "{{ '{:999999999}'.format(1) }}",
+    "a nested width": "{{ '{:{}}'.format(1, 10**9) }}",
+    "a width in %": "{{ '%999999999d' % 1 }}",
+    "a width from an argument": "{{ '%*d' % (10**9, 1) }}",
+    "a width in the time": "{{ strftime_now('%999999999Y') }}",
+    "a width behind a name in parentheses": "{{ '%((a)b)999999999d' % {'(a)b': 1} }}",
+    "a width behind an escape": "{{ '%%%999999999d' % 1 }}",
+    "a precision": "{{ '%.999999999f' % 1 }}",
+    "many widths": "{{ ('%999d' * 300000) % 1 }}",
+    "percent signs": "{{ ('%(' * 3000000) % 1 }}",
+    "colons": "{{ ('{' ~ ':' * 200000).format() }}",
+    "bytes": "{{ (1).to_bytes(10**10, 'big') }}",
+    "a list in itself, printed": _NESTED + "{{ c }}",
+    "a list in itself, as JSON": _NESTED + "{{ c | tojson }}",
+    "a list in itself, joined": _NESTED + "{{ c ~ '' }}",
+    "a list in itself, in capitals": _NESTED + "{{ c | upper }}",
+    "a constant often": "{% set x %}{% for i in range(99999) %}" + "y" * 500_000 + "{% endfor %}{% endset %}",
+    "indenting": "{{ 'a' | indent(10**10) }}",
+    "replacing": "{{ ('a' * 60000) | replace('a', 'b' * 60000) }}",
+    "the method replace": "{{ ('a' * 60000).replace('a', 'b' * 60000) }}",
+    "joining": "{{ 'x'.join(['y' * 60000] * 60000) }}",
+    "a long separator": "{{ range(90000) | map('string') | join('x' * 90000) }}",
+    "Python's insides": "{{ messages.__class__.__mro__ }}",
+    "Python's insides by filter": "{{ (''|attr('__class__')).__mro__ }}",
+    "changing the messages": "{{ messages.append(1) }}",
+    "another template": "{% include 'x' %}",
+    "filler": "{{ lipsum(n=10**9) }}",
+    "an absent name": "{{ x.y.z }}",
+}
+
+
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_template_ends_in_one_clear_line(source: str) -> None:
+    template = ChatTemplate(source, {})
+
+    with pytest.raises(ChatTemplateError) as stopped:
+        template.render(CONVERSATIONS[0])
+
+    assert "\n" not in str(stopped.value)
+    assert len(str(stopped.value)) < 400
+
+
+def test_a_long_conversation_is_no_hostile_one() -> None:
+    """A thousand turns, half a million characters, through the template with the most work per turn."""
+    turns = [{"role": ("user", "assistant")[at % 2], "content": "word " * 100} for at in range(1001)]
+
+    prompt = ChatTemplate(QWEN_STYLE, SPECIAL).render(turns)
+
+    assert prompt.count("word ") == 100_100

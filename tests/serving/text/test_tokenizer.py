@@ -1,0 +1,259 @@
+"""Token ids beside llama.cpp's and transformers', and the laws of turning tokens back into text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.serving.text.tokenizer import DetokenizeStream, Tokenizer, tokenizer_from_gguf
+from tests.support.models.mixed_text import mixed_lines
+from tests.support.models.tiny_vocabs import (
+    TINY_VOCABULARIES,
+    byte_level_metadata,
+    sentence_piece_metadata,
+    write_vocabulary,
+)
+from tests.support.models.token_blocks import BLOCK, N_LINES, block_hashes
+from tests.support.peers import ask
+from tests.support.tiers import n_examples
+
+FIXTURE = Path(__file__).parents[2] / "data" / "reference" / "tokens.json"
+DEFAULT_MODEL = "smollm2-135m-instruct"
+N_LIVE_LINES = n_examples(1000, soak=10_000)
+
+
+@cache
+def tokenizer(name: str) -> Tokenizer:
+    return Tokenizer.from_json(tokenizer_from_gguf(TINY_VOCABULARIES[name]()))
+
+
+@cache
+def default_model() -> tuple[Path, Tokenizer]:
+    """The default model's file and its tokenizer; skips where the file is not."""
+    from phasewise.serving.loaders import open_source
+    from phasewise.serving.loaders.fetching.registry import KNOWN, known_path
+    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
+
+    root = cache_root()
+    path = known_path(KNOWN[DEFAULT_MODEL], root)
+    if not path.is_file():
+        pytest.skip(f"the default model is not here; `phasewise models pull {DEFAULT_MODEL}` fetches it")
+    with open_source(locate(str(path), root, print)) as source:
+        return path, Tokenizer.from_json(source.tokenizer_json(), source.config)
+
+
+def _assert_blocks(found: Tokenizer, name: str) -> None:
+    n_blocks = n_examples(N_LINES // BLOCK)
+    lines = list(itertools.islice(mixed_lines(N_LINES), n_blocks * BLOCK))
+    hashes = block_hashes([found.encode(line, add_special=True) for line in lines])
+    expected = json.loads(FIXTURE.read_text())["blocks"][name][:n_blocks]
+    differing = [at for at, (ours, theirs) in enumerate(zip(hashes, expected, strict=True)) if ours != theirs]
+    assert not differing, (
+        f"llama.cpp cuts some of lines {differing[0] * BLOCK} to {differing[0] * BLOCK + BLOCK} otherwise"
+    )
+
+
+@pytest.mark.parametrize("name", TINY_VOCABULARIES)
+def test_ten_thousand_lines_are_cut_as_by_llama_cpp(name: str) -> None:
+    """The vocabularies' tokens cross the borders of words, so the pre-tokenizer must be right as well."""
+    _assert_blocks(tokenizer(name), name)
+
+
+def test_the_default_model_cuts_ten_thousand_lines_as_llama_cpp_does() -> None:
+    _assert_blocks(default_model()[1], DEFAULT_MODEL)
+
+
+@pytest.mark.parametrize("add_special", [False, True])
+@pytest.mark.parametrize("name", TINY_VOCABULARIES)
+def test_llama_cpp_gives_the_same_ids_now(name: str, add_special: bool, tmp_path: Path) -> None:
+    path = tmp_path / "vocabulary.gguf"
+    write_vocabulary(path, TINY_VOCABULARIES[name]())
+    lines = list(mixed_lines(N_LIVE_LINES, seed=3))
+
+    theirs = ask("llama_cpp_tokens", "llama_cpp", gguf=str(path), texts=lines, add_special=add_special)
+
+    assert [tokenizer(name).encode(line, add_special) for line in lines] == theirs
+
+
+def test_llama_cpp_gives_the_same_ids_for_the_default_model_now() -> None:
+    path, ours = default_model()
+    lines = list(mixed_lines(N_LIVE_LINES, seed=5))
+
+    theirs = ask("llama_cpp_tokens", "llama_cpp", gguf=str(path), texts=lines, add_special=True)
+
+    assert [ours.encode(line, add_special=True) for line in lines] == theirs
+
+
+@pytest.mark.parametrize("add_special", [False, True])
+@pytest.mark.parametrize("name", ["smollm", "llama-bpe", "qwen2", "sentence-pieces", "metaspace"])
+def test_transformers_gives_the_same_ids_for_a_tokenizer_json_now(
+    name: str, add_special: bool, tmp_path: Path
+) -> None:
+    """And the same text for what is valid UTF-8."""
+    text = _with_metaspace() if name == "metaspace" else tokenizer_from_gguf(TINY_VOCABULARIES[name]())
+    (tmp_path / "tokenizer.json").write_text(text)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    ours, lines = Tokenizer.from_json(text), list(mixed_lines(N_LIVE_LINES, seed=11))
+
+    theirs = ask(
+        "transformers_tokens", "transformers", folder=str(tmp_path), texts=lines, add_special=add_special
+    )
+
+    ids = [ours.encode(line, add_special) for line in lines]
+    assert ids == theirs["ids"]
+    decoded = [ours.decode(line_ids, from_start=True) for line_ids in ids]
+    assert decoded == theirs["texts"]
+
+
+def _with_metaspace() -> str:
+    """A SentencePiece-style tokenizer.json as newer converters write it, without a normalizer."""
+    fields = json.loads(tokenizer_from_gguf(sentence_piece_metadata()))
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+    return json.dumps(fields | {"normalizer": None, "pre_tokenizer": metaspace})
+
+
+EVERY_KIND = pytest.mark.parametrize("name", ["smollm", "tekken", "sentence-pieces", "sentence-pieces-bare"])
+
+
+def _stream(ours: Tokenizer, ids: Sequence[int], **options: bool) -> list[str]:
+    stream = DetokenizeStream(ours, **options)
+    return [*map(stream.push, ids), stream.flush()]
+
+
+@EVERY_KIND
+@given(text=st.text())
+def test_text_comes_back_from_its_tokens(name: str, text: str) -> None:
+    ours = tokenizer(name)
+
+    ids = ours.encode(text, add_special=False)
+
+    assert ours.decode(ids, skip_special=False, from_start=True) == text
+
+
+@EVERY_KIND
+@given(ids=st.lists(st.integers(-2, 2500)), skip_special=st.booleans(), from_start=st.booleans())
+def test_pieces_of_a_stream_add_up_to_the_whole(
+    name: str, ids: list[int], skip_special: bool, from_start: bool
+) -> None:
+    """Any ids, those without a name included."""
+    ours, options = tokenizer(name), {"skip_special": skip_special, "from_start": from_start}
+
+    pieces = _stream(ours, ids, **options)
+
+    assert "".join(pieces) == ours.decode(ids, **options)
+
+
+@EVERY_KIND
+def test_a_stream_never_gives_out_part_of_a_character(name: str) -> None:
+    """A replacement character would be one: valid text has none on the way."""
+    ours, text = tokenizer(name), "a😀 é\u0301 日本 👩‍👩‍👧 \U0001f1e9\U0001f1ea"
+    ids = ours.encode(text, add_special=False)
+
+    pieces = _stream(ours, ids, from_start=True)
+
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_an_unfinished_character_ends_as_a_replacement() -> None:
+    ours = tokenizer("smollm")
+    first_byte = ours.encode("\U0001f600", add_special=False)[0]
+    stream = DetokenizeStream(ours)
+
+    assert stream.push(first_byte) == ""
+    assert stream.flush() == "\ufffd"
+    assert stream.flush() == ""
+
+
+def test_special_tokens_are_read_in_text_but_not_written() -> None:
+    ours = tokenizer("smollm")
+    ids = ours.encode("<|im_start|>a<|im_end|><|user made|>", add_special=False)
+
+    assert ids[0] == ours.id_of("<|im_start|>")
+    assert ours.decode(ids) == "a<|user made|>"
+    assert ours.decode(ids, skip_special=False) == "<|im_start|>a<|im_end|><|user made|>"
+
+
+def test_an_answer_keeps_its_first_space_and_a_text_loses_the_one_it_got() -> None:
+    ours = tokenizer("sentence-pieces")
+    ids = ours.encode("the of", add_special=False)
+
+    assert ours.decode(ids) == " the of"
+    assert ours.decode(ids, from_start=True) == "the of"
+
+
+def test_beginning_and_end_stand_where_the_metadata_say() -> None:
+    bare, both = tokenizer("sentence-pieces-bare"), _with_flags(add_bos_token=True, add_eos_token=True)
+
+    assert bare.encode("", add_special=True) == [2]
+    assert both.encode("", add_special=True) == [1, 2]
+    assert both.encode("", add_special=False) == []
+    assert tokenizer("llama-bpe").encode("", add_special=True) == [1]
+    assert tokenizer("qwen2").encode("", add_special=True) == []
+
+
+def _with_flags(**flags: bool) -> Tokenizer:
+    settings = {f"tokenizer.ggml.{key}": value for key, value in flags.items()}
+    return Tokenizer.from_json(tokenizer_from_gguf(byte_level_metadata("smollm") | settings))
+
+
+@EVERY_KIND
+def test_half_a_surrogate_pair_reads_as_a_replacement_character(name: str) -> None:
+    ours = tokenizer(name)
+
+    assert ours.encode("a\ud800b", add_special=False) == ours.encode("a\ufffdb", add_special=False)
+    assert ours.encode("\ud83d\ude00", add_special=False) == ours.encode("\U0001f600", add_special=False)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("unit", ["a", " ", "\n", "1", "é", "the of and ", "\x00", "'"])
+def test_a_long_text_is_cut_in_time_that_grows_with_its_length(name: str, unit: str) -> None:
+    """No assertion on time: a quadratic cut of these would run for minutes."""
+    text = unit * (200_000 // len(unit))
+
+    ids = tokenizer(name).encode(text, add_special=False)
+
+    assert tokenizer(name).decode(ids, from_start=True) == text
+
+
+def test_an_end_marker_that_a_file_calls_normal_is_found_whole_and_written_out() -> None:
+    """As llama.cpp finds it; but an answer that contains it, such as HTML, keeps it."""
+    metadata = byte_level_metadata("qwen2")
+    tokens, kinds = [*_listed(metadata, "tokens"), "<EOT>"], [*_listed(metadata, "token_type"), 1]
+    changed = metadata | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    ours = Tokenizer.from_json(tokenizer_from_gguf(changed))
+
+    ids = ours.encode("a<EOT>b", add_special=False)
+
+    assert len(tokens) - 1 in ids
+    assert ours.decode(ids) == "a<EOT>b"
+
+
+def test_a_byte_that_the_vocabulary_lacks_is_dropped_but_stays_a_border() -> None:
+    """The tokens to its left and right do not join; llama.cpp does the same."""
+    metadata = byte_level_metadata("gpt-2")
+    hole, joined = "\u0100", ["e s", "s t"]  # U+0100 writes the byte 0
+    tokens = [token for token in _listed(metadata, "tokens") if hole not in str(token)]
+    kinds = [2, 3, 3, 3, 3, 4, *[1] * (len(tokens) - 6)]
+    changed = metadata | {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": joined,
+    }
+    ours = Tokenizer.from_json(tokenizer_from_gguf(changed))
+
+    assert [ours.token(at) for at in ours.encode("es", add_special=False)] == ["es"]
+    assert [ours.token(at) for at in ours.encode("e\x00s", add_special=False)] == ["e", "s"]
+
+
+def _listed(metadata: dict[str, object], key: str) -> list[object]:
+    values = metadata[f"tokenizer.ggml.{key}"]
+    assert isinstance(values, list)
+    return values

@@ -1,0 +1,108 @@
+"""Our C built for another machine, or for an emulated unit of this one, as programs that tests run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from phasewise.cython_kernels.packing import KINDS, PackedWeight
+from tests.support.kernels.gemm_reference import Array
+
+ROOT = Path(__file__).resolve().parents[3]
+HERE = ROOT / "tests" / "cython_kernels" / "programs"
+"""Where the C of the tests is."""
+
+KERNELS = ROOT / "cython_kernels"
+COMMON_FLAGS = [
+    "-O2",
+    "-std=gnu11",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-pthread",
+]
+
+
+def isa_flags(machine: str) -> dict[str, list[str]]:
+    """What each isa/<name>.c of a machine is compiled with, by the build's own list."""
+    listed: dict[str, str] = json.loads((KERNELS / "isa" / "flags.json").read_text())[machine]
+    return {isa: flags.split() for isa, flags in listed.items()}
+
+
+def compile_all(compiler: str, sources: dict[Path, list[str]], out: Path) -> list[Path]:
+    """Each source with its own flags, a warning being an error; the objects."""
+
+    def compile_one(source: Path) -> Path:
+        target = out / f"{source.stem}.o"
+        flags = [*COMMON_FLAGS, *sources[source]]
+        subprocess.run([compiler, *flags, "-I", KERNELS, "-c", source, "-o", target], check=True)
+        return target
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        return list(pool.map(compile_one, sources))
+
+
+def link(compiler: str, objects: list[Path], program: Path, *flags: str) -> Path:
+    subprocess.run([compiler, "-static", "-pthread", *flags, *objects, "-lm", "-o", program], check=True)
+    return program
+
+
+def common_sources() -> list[Path]:
+    """The C that is compiled once, whatever the instruction set."""
+    per_isa = {KERNELS / "families", KERNELS / "families" / "rows", KERNELS / "isa"}
+    return sorted(
+        path for path in KERNELS.rglob("*.c") if path.name != "_native.c" and path.parent not in per_isa
+    )
+
+
+def link_emulated(out: Path, isa_source: str, machine: str, wrapped: str) -> str:
+    """one_product.c with an emulated instruction set in the place of its isa/*.c, of a machine with it.
+
+    `wrapped`: the linker's flags for what the machine answers in place of the host. Skips without gcc.
+    """
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc to compile the emulation with")
+    own = [HERE / f"{name}.c" for name in ("one_product", isa_source, machine)]
+    sources = [*own, KERNELS / "isa" / "portable.c", *common_sources()]
+    objects = compile_all("gcc", {path: [] for path in sources}, out)
+    return str(link("gcc", objects, out / "one_product", wrapped))
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The part of a schedule that one thread sees."""
+
+    mr: int = 4
+    panels: int = 1
+    block_m: int = 64
+    block_n: int = 8
+    block_k: int = 128
+
+
+def product(
+    command: list[str], w: PackedWeight, x: Array, walk: Walk, path: int = -1, k_parts: int = 1
+) -> Array:
+    """y float32 [m, n] by one_product.c, run as `command`."""
+    scales = b"" if w.scales is None else w.scales.tobytes()
+    scale_bytes = 0 if w.scales is None else w.scales.itemsize
+    fields = (KINDS.index(w.kind), w.group, w.zero_point, scale_bytes, w.mins is not None)
+    fields = (*fields, path, w.top_exponent, k_parts)
+    blocks = (walk.mr, walk.panels, walk.block_m, walk.block_n, walk.block_k)
+    offsets = b"" if w.offsets is None else w.offsets.tobytes()
+    sizes = (w.n, w.k, x.shape[0], w.values.nbytes, len(scales), len(offsets))
+    mins = b"" if w.mins is None else w.mins.tobytes()
+    head = struct.pack("<13i6q", *fields, *blocks, *sizes)
+    operands = head + w.values.tobytes() + scales + mins + offsets + x.tobytes()
+    run = subprocess.run(command, input=operands, capture_output=True, check=True)
+    return np.frombuffer(run.stdout, dtype=np.float32).reshape(x.shape[0], w.n)

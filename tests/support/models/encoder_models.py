@@ -1,0 +1,422 @@
+"""Tiny random embedding models as sentence-transformers would save them: one directory for each kind.
+
+The same bits come out wherever this runs, so that tests can hold them against what sentence-transformers
+made of them (tests/data/make_embeddings.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.support.models.reference_models import raw_values
+from tests.support.models.tiny_models import safetensors_bytes
+
+Arrays = dict[str, np.ndarray]
+
+HIDDEN, FFN, HEADS, LAYERS, CONTEXT, MAX_TOKENS = 48, 80, 4, 2, 96, 64
+KV_HEADS, HEAD_DIM = 2, 16  # of the decoder
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+ROBERTA_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
+TEXTS = (
+    "the cat sat on the mat",
+    "",
+    "A dog.",
+    "unusualwords naïve 北京 ☕ !?",
+    "one two three four five six seven " * 2,
+)
+PAIRS = (("the cat", "sat on a mat"), ("what is a dog?", "a dog is not a cat. " * 4), ("", "cat"))
+
+
+@dataclass(frozen=True)
+class EncoderCase:
+    """`config`: fields of config.json; `pooling`: of 1_Pooling/config.json, None for a cross-encoder."""
+
+    model_type: str
+    architecture: str
+    pooling: str | None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    normalised: bool = True
+
+
+_SIZES = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": FFN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": CONTEXT,
+}
+_ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+CASES: dict[str, EncoderCase] = {
+    "bert": EncoderCase("bert", "BertModel", "mean", {"layer_norm_eps": 1e-12}),
+    "bert-cls": EncoderCase(
+        "bert", "BertModel", "cls", {"layer_norm_eps": 1e-6, "hidden_act": "gelu_new"}, normalised=False
+    ),
+    "xlm-roberta": EncoderCase(
+        "xlm-roberta",
+        "XLMRobertaModel",
+        "mean",
+        {
+            "layer_norm_eps": 1e-5,
+            "type_vocab_size": 1,
+            "pad_token_id": 1,
+            "max_position_embeddings": CONTEXT + 2,
+        },
+    ),
+    "nomic-bert": EncoderCase(
+        "nomic_bert", "NomicBertModel", "mean", {"hidden_act": "silu", "layer_norm_eps": 1e-12}
+    ),
+    "qwen3": EncoderCase(
+        "qwen3",
+        "Qwen3Model",
+        "lasttoken",
+        {
+            "num_key_value_heads": KV_HEADS,
+            "head_dim": HEAD_DIM,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "tie_word_embeddings": True,
+        },
+    ),
+    "cross-bert": EncoderCase(
+        "bert", "BertForSequenceClassification", None, {"layer_norm_eps": 1e-12, **_ONE_LABEL}
+    ),
+    "cross-roberta": EncoderCase(
+        "roberta",
+        "RobertaForSequenceClassification",
+        None,
+        {
+            "layer_norm_eps": 1e-5,
+            "type_vocab_size": 1,
+            "pad_token_id": 1,
+            "max_position_embeddings": CONTEXT + 2,
+            **_ONE_LABEL,
+        },
+    ),
+}
+
+
+def words() -> list[str]:
+    """WordPiece's vocabulary: letters, a few words, and the marks around texts."""
+    letters = [chr(letter) for letter in range(ord("a"), ord("z") + 1)]
+    signs = list("0123456789.,!?-'")
+    text = "the cat sat on mat dog one two three four five six seven what is not of to in"
+    return [
+        *SPECIAL,
+        *letters,
+        *(f"##{letter}" for letter in letters),
+        *signs,
+        *text.split(),
+        "##words",
+        "北",
+    ]
+
+
+def pieces() -> list[tuple[str, float]]:
+    """XLM-R's kind of vocabulary: pieces with scores, the marks first."""
+    letters = [chr(letter) for letter in range(ord("a"), ord("z") + 1)]
+    known = ["▁the", "▁cat", "▁dog", "▁one", "▁two", "▁three", "at", "ou", "er", "▁s", "▁", ".", "?", "A"]
+    scored = [(piece, -2.0 - at / 8) for at, piece in enumerate(known)]
+    scored += [(letter, -6.0 - at / 16) for at, letter in enumerate(letters)]
+    return [(token, 0.0) for token in ROBERTA_SPECIAL] + scored
+
+
+def tokenizer_of(name: str) -> Any:
+    """A tokenizers.Tokenizer as such a model has it; BERT's pads and truncates, as MiniLM's file says."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+    if name in ("xlm-roberta", "cross-roberta"):
+        made = tokenizers.Tokenizer(models.Unigram(pieces(), unk_id=3))
+        made.normalizer = normalizers.NFKC()
+        made.pre_tokenizer = pre_tokenizers.Metaspace()
+        made.decoder = decoders.Metaspace()
+        made.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+        )
+        made.add_special_tokens(list(ROBERTA_SPECIAL))
+        return made
+    vocabulary = {word: at for at, word in enumerate(words())}
+    made = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer()
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    if name == "qwen3":
+        made.post_processor = processors.TemplateProcessing(single="$A [SEP]", special_tokens=[("[SEP]", 3)])
+        made.decoder = decoders.Metaspace()
+    else:
+        made.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+        )
+    made.add_special_tokens(list(SPECIAL))
+    if name == "bert":
+        made.enable_truncation(32)
+        made.enable_padding(length=32)
+    return made
+
+
+def encoder_weights(name: str) -> Arrays:
+    """Every tensor by its published name, float32."""
+    return {key: raw_values(f"{name} {key}", shape) for key, shape in _shapes(name).items()}
+
+
+def _shapes(name: str) -> dict[str, tuple[int, ...]]:
+    case = CASES[name]
+    n_tokens = len(pieces()) if "roberta" in name else len(words())
+    if name == "qwen3":
+        return _qwen3_shapes(n_tokens)
+    f = {**_SIZES, **case.config}
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (n_tokens, HIDDEN),
+        "embeddings.token_type_embeddings.weight": (f.get("type_vocab_size", 2), HIDDEN),
+    }
+    if name == "nomic-bert":
+        return shapes | _nomic_shapes()
+    shapes |= {
+        "embeddings.position_embeddings.weight": (f["max_position_embeddings"], HIDDEN),
+        **_norm("embeddings.LayerNorm"),
+    }
+    for layer in range(LAYERS):
+        stem = f"encoder.layer.{layer}"
+        for part in ("query", "key", "value"):
+            shapes |= _linear(f"{stem}.attention.self.{part}", HIDDEN, HIDDEN)
+        shapes |= _linear(f"{stem}.attention.output.dense", HIDDEN, HIDDEN)
+        shapes |= _norm(f"{stem}.attention.output.LayerNorm")
+        shapes |= _linear(f"{stem}.intermediate.dense", FFN, HIDDEN)
+        shapes |= _linear(f"{stem}.output.dense", HIDDEN, FFN)
+        shapes |= _norm(f"{stem}.output.LayerNorm")
+    if name == "cross-roberta":
+        shapes = {f"roberta.{key}": shape for key, shape in shapes.items()}
+        return (
+            shapes | _linear("classifier.dense", HIDDEN, HIDDEN) | _linear("classifier.out_proj", 1, HIDDEN)
+        )
+    shapes |= _linear("pooler.dense", HIDDEN, HIDDEN)
+    if name == "cross-bert":
+        return {f"bert.{key}": shape for key, shape in shapes.items()} | _linear("classifier", 1, HIDDEN)
+    return shapes
+
+
+def _linear(name: str, n: int, k: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (n, k), f"{name}.bias": (n,)}
+
+
+def _norm(name: str) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (HIDDEN,), f"{name}.bias": (HIDDEN,)}
+
+
+def _nomic_shapes() -> dict[str, tuple[int, ...]]:
+    shapes = _norm("emb_ln")
+    for layer in range(LAYERS):
+        stem = f"encoder.layers.{layer}"
+        shapes |= {
+            f"{stem}.attn.Wqkv.weight": (3 * HIDDEN, HIDDEN),
+            f"{stem}.attn.out_proj.weight": (HIDDEN, HIDDEN),
+            f"{stem}.mlp.fc11.weight": (FFN, HIDDEN),
+            f"{stem}.mlp.fc12.weight": (FFN, HIDDEN),
+            f"{stem}.mlp.fc2.weight": (HIDDEN, FFN),
+            **_norm(f"{stem}.norm1"),
+            **_norm(f"{stem}.norm2"),
+        }
+    return shapes
+
+
+def _qwen3_shapes(n_tokens: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (n_tokens, HIDDEN), "norm.weight": (HIDDEN,)}
+    for layer in range(LAYERS):
+        stem = f"layers.{layer}"
+        shapes |= {
+            f"{stem}.self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
+            f"{stem}.self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{stem}.self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{stem}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+            f"{stem}.self_attn.q_norm.weight": (HEAD_DIM,),
+            f"{stem}.self_attn.k_norm.weight": (HEAD_DIM,),
+            f"{stem}.mlp.gate_proj.weight": (FFN, HIDDEN),
+            f"{stem}.mlp.up_proj.weight": (FFN, HIDDEN),
+            f"{stem}.mlp.down_proj.weight": (HIDDEN, FFN),
+            f"{stem}.input_layernorm.weight": (HIDDEN,),
+            f"{stem}.post_attention_layernorm.weight": (HIDDEN,),
+        }
+    return shapes
+
+
+def write_encoder(folder: Path, name: str, changes: Mapping[str, Any] | None = None) -> Path:
+    """The model's directory. changes: fields of config.json."""
+    case = CASES[name]
+    n_tokens = len(pieces()) if "roberta" in name else len(words())
+    fields = {"hidden_act": "gelu", **_SIZES, **case.config}
+    fields |= {"model_type": case.model_type, "architectures": [case.architecture], "vocab_size": n_tokens}
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "config.json", {**fields, **(changes or {})})
+    weights = encoder_weights(name)
+    if name == "bert":  # as old checkpoints have it
+        weights["embeddings.position_ids"] = np.arange(CONTEXT, dtype=np.int64).reshape(1, -1)
+    (folder / "model.safetensors").write_bytes(mixed_safetensors(weights))
+    (folder / "tokenizer.json").write_text(tokenizer_of(name).to_str(), encoding="utf-8")
+    marks = ROBERTA_SPECIAL if "roberta" in name else SPECIAL
+    _write(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": CONTEXT,
+            "pad_token": marks[1] if "roberta" in name else marks[0],
+            "padding_side": "left" if name == "qwen3" else "right",
+            "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+        },
+    )
+    if case.pooling is not None:
+        _write_modules(folder, case)
+    return folder
+
+
+def mixed_safetensors(weights: Mapping[str, np.ndarray]) -> bytes:
+    """A safetensors file of float32 and int64 tensors."""
+    from safetensors.numpy import save
+
+    if all(values.dtype == np.float32 for values in weights.values()):
+        return safetensors_bytes(weights)
+    return bytes(save(dict(weights), metadata={"format": "pt"}))
+
+
+def _write_modules(folder: Path, case: EncoderCase) -> None:
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if case.normalised else [])]
+    paths = ["", "1_Pooling", "2_Normalize"]
+    entries = [
+        {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for at, (kind, path) in enumerate(zip(kinds, paths, strict=False))
+    ]
+    (folder / "modules.json").write_text(json.dumps(entries), encoding="utf-8")
+    _write(folder / "sentence_bert_config.json", {"max_seq_length": MAX_TOKENS, "do_lower_case": False})
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    _write(
+        folder / "1_Pooling" / "config.json",
+        {
+            "word_embedding_dimension": HIDDEN,
+            "pooling_mode_cls_token": case.pooling == "cls",
+            "pooling_mode_mean_tokens": case.pooling == "mean",
+            "pooling_mode_lasttoken": case.pooling == "lasttoken",
+        },
+    )
+
+
+def _write(path: Path, fields: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(fields), encoding="utf-8")
+
+
+GGUF_OF = {
+    "bert": "bert",
+    "bert-cls": "bert",
+    "xlm-roberta": "bert",
+    "nomic-bert": "nomic-bert",
+    "cross-bert": "bert",
+}
+
+
+def write_encoder_gguf(path: Path, name: str) -> Path:
+    """The same model as llama.cpp's converter would write it."""
+    import gguf
+
+    case, weights = CASES[name], encoder_weights(name)
+    f = {**_SIZES, **case.config}
+    writer = gguf.GGUFWriter(str(path), GGUF_OF[name])
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(FFN)
+    writer.add_block_count(LAYERS)
+    writer.add_head_count(HEADS)
+    writer.add_layer_norm_eps(float(f["layer_norm_eps"]))
+    writer.add_causal_attention(False)
+    pooling = {"mean": 1, "cls": 2, None: 4}[case.pooling]
+    writer.add_uint32(f"{GGUF_OF[name]}.pooling_type", pooling)
+    if name == "nomic-bert":
+        writer.add_rope_freq_base(1000.0)
+    _write_gguf_vocabulary(writer, name)
+    for theirs, values in weights.items():
+        converted = _gguf_tensor(name, theirs, values)
+        if converted is not None:
+            writer.add_tensor(*converted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _write_gguf_vocabulary(writer: Any, name: str) -> None:
+    if name == "xlm-roberta":
+        writer.add_tokenizer_model("t5")
+        writer.add_token_list([token for token, _ in pieces()])
+        writer.add_token_scores([score for _, score in pieces()])
+        writer.add_token_types([3 if at < len(ROBERTA_SPECIAL) else 1 for at in range(len(pieces()))])
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(2)
+        writer.add_unk_token_id(3)
+        return
+    writer.add_tokenizer_model("bert")
+    marked = [
+        token if token in SPECIAL else token[2:] if token.startswith("##") else f"\u2581{token}"
+        for token in words()
+    ]
+    writer.add_token_list(marked)
+    writer.add_token_types([3 if token in SPECIAL else 1 for token in words()])
+    writer.add_bos_token_id(2)
+    writer.add_sep_token_id(3)
+    writer.add_unk_token_id(1)
+
+
+def _gguf_tensor(name: str, theirs: str, values: np.ndarray) -> tuple[str, np.ndarray] | None:
+    key = theirs.removeprefix("bert.")
+    if key.startswith("pooler.") and CASES[name].pooling is not None:
+        return None
+    names = {
+        "embeddings.word_embeddings.weight": "token_embd.weight",
+        "embeddings.position_embeddings.weight": "position_embd.weight",
+        "embeddings.token_type_embeddings.weight": "token_types.weight",
+        "pooler.dense.weight": "cls.weight",
+        "pooler.dense.bias": "cls.bias",
+        "classifier.weight": "cls.output.weight",
+        "classifier.bias": "cls.output.bias",
+    }
+    if key == "embeddings.position_embeddings.weight" and name == "xlm-roberta":
+        values = values[2:]
+    for of in ("embeddings.LayerNorm", "emb_ln"):
+        names |= {f"{of}.{part}": f"token_embd_norm.{part}" for part in ("weight", "bias")}
+    if key in names:
+        return names[key], np.atleast_1d(values.squeeze())
+    layer, _, rest = (
+        key.removeprefix("encoder.").removeprefix("layers.").removeprefix("layer.").partition(".")
+    )
+    stem, _, part = rest.rpartition(".")
+    of = {
+        "attention.self.query": "attn_q",
+        "attention.self.key": "attn_k",
+        "attention.self.value": "attn_v",
+        "attention.output.dense": "attn_output",
+        "attention.output.LayerNorm": "attn_output_norm",
+        "intermediate.dense": "ffn_up",
+        "output.dense": "ffn_down",
+        "output.LayerNorm": "layer_output_norm",
+        "attn.Wqkv": "attn_qkv",
+        "attn.out_proj": "attn_output",
+        "mlp.fc11": "ffn_up",
+        "mlp.fc12": "ffn_gate",
+        "mlp.fc2": "ffn_down",
+        "norm1": "attn_output_norm",
+        "norm2": "layer_output_norm",
+    }
+    return f"blk.{layer}.{of[stem]}.{part}", values
+
+
+def poison_weights(folder: Path) -> None:
+    """Make half of the weights of a directory NaN."""
+    path = folder / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    n_values = len(raw) // 8
+    raw[-4 * n_values :] = b"\xff\xff\xff\x7f" * n_values
+    path.write_bytes(raw)

@@ -1,0 +1,452 @@
+"""A tiny random model of every family, as a Hugging Face directory and as a GGUF file, from the same raw
+bits.
+
+Tensors have the names of published checkpoints. The GGUF side takes its tensor names and metadata keys from
+the gguf package; what llama.cpp's converter does to values beside that (interleaving, splitting, adding one)
+is written here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.support.models import tiny_models
+from tests.support.models.reference_models import raw_values
+from tests.support.models.tiny_models import TinyShape
+
+Arrays = dict[str, np.ndarray]
+
+N_GREEDY = 64
+CHECKED_STEPS = (0, 1, 31, 63)
+SHAPE = TinyShape()
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": SHAPE.vocab_size,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+@dataclass(frozen=True)
+class FamilyCase:
+    """`config`: config.json beyond the common fields; `gguf`: the architecture's name there. Of prompts
+    longer than `context_length` there is no reference: LongRoPE has its short factors up to there."""
+
+    model_type: str
+    gguf: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    interleaved: bool = False
+    unit_norms: bool = False
+    prompt_lengths: tuple[int, ...] = (9, 90)
+    context_length: int = 256
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {**_COMMON, "model_type": self.model_type, **self.config}
+
+
+_GEMMA = {
+    "head_dim": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 24,
+    "tie_word_embeddings": True,
+    "sliding_window": 24,
+}
+_FACTORS = {
+    "short_factor": [1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0],
+    "long_factor": [1.0, 1.1, 1.3, 1.8, 2.5, 3.5, 5.0, 8.0],
+}
+_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}
+_GRANITE = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 4.0,
+}
+
+FAMILY_CASES: dict[str, FamilyCase] = {
+    "gemma2": FamilyCase(
+        "gemma2",
+        "gemma2",
+        {**_GEMMA, "num_hidden_layers": 4, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0,
+         "query_pre_attn_scalar": 16},
+        unit_norms=True,
+    ),
+    "gemma3": FamilyCase(
+        "gemma3_text",
+        "gemma3",
+        {**_GEMMA, "num_hidden_layers": 7, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+         "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "query_pre_attn_scalar": 16},
+        unit_norms=True,
+    ),
+    "phi3": FamilyCase("phi3", "phi3", {"partial_rotary_factor": 0.75, "sliding_window": 40}),
+    "phi3-longrope": FamilyCase(
+        "phi3",
+        "phi3",
+        {"original_max_position_embeddings": 32, "rope_scaling": {"type": "longrope", **_FACTORS}},
+        prompt_lengths=(40, 90),
+    ),
+    "phi3-shortrope": FamilyCase(
+        "phi3",
+        "phi3",
+        {"original_max_position_embeddings": 160, "rope_scaling": {"type": "longrope", **_FACTORS}},
+        context_length=160,
+    ),
+    "olmo2": FamilyCase("olmo2", "olmo2"),
+    "granite": FamilyCase("granite", "granite", _GRANITE, interleaved=True),
+    "smollm3": FamilyCase(
+        "smollm3", "smollm3", {"num_hidden_layers": 4, "rope_theta": 5e6, "tie_word_embeddings": True},
+        interleaved=True,
+    ),
+    "llama-yarn": FamilyCase(
+        "llama",
+        "llama",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+        interleaved=True,
+    ),
+    "qwen3-yarn": FamilyCase(
+        "qwen3",
+        "qwen3",
+        {"head_dim": 32, "rope_theta": 1e6,
+         "rope_scaling": {"rope_type": "yarn", "factor": 2.5, "original_max_position_embeddings": 100}},
+    ),
+    "mixtral": FamilyCase(
+        "mixtral", "llama", {**_EXPERTS, "sliding_window": None, "rope_theta": 1e6}, interleaved=True
+    ),
+    "qwen3moe": FamilyCase(
+        "qwen3_moe",
+        "qwen3moe",
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16,
+         "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    "olmoe": FamilyCase(
+        "olmoe", "olmoe",
+        {"num_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 32, "num_key_value_heads": 4},
+    ),
+    "granitemoe": FamilyCase("granitemoe", "granitemoe", {**_GRANITE, **_EXPERTS}, interleaved=True),
+    "granitemoe-shared": FamilyCase(
+        "granitemoeshared", "granitemoe", {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 80},
+        interleaved=True,
+    ),
+    "gpt-oss": FamilyCase(
+        "gpt_oss",
+        "gpt-oss",
+        {**_EXPERTS, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 24, "attention_bias": True,
+         "rope_theta": 150000.0, "swiglu_limit": 7.0,
+         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                          "truncate": False, "original_max_position_embeddings": 64}},
+    ),
+}  # fmt: skip
+
+
+N_LONG_PROMPT = 8192
+_LONG_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 2048}
+LONG_CASES: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window": 200},
+    "gemma3": {"sliding_window": 300},
+    "phi3": {"sliding_window": 500},
+    "llama-yarn": {"rope_scaling": _LONG_YARN},
+    "qwen3-yarn": {"rope_scaling": _LONG_YARN},
+    "gpt-oss": {
+        "sliding_window": 128,
+        "rope_scaling": {**_LONG_YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    },
+}
+"""Families with windows and YaRN at a context beyond both: what is changed in their config.json."""
+
+
+def write_long_hf(folder: Path, name: str) -> Path:
+    """A Hugging Face directory of one of LONG_CASES."""
+    changes = {"max_position_embeddings": 16384, **LONG_CASES[name]}
+    return write_family_hf(folder, name, changes)
+
+
+def long_prompt(name: str) -> list[int]:
+    """Token ids of the prompt of one of LONG_CASES."""
+    drawn = np.random.PCG64(list(LONG_CASES).index(name)).random_raw(N_LONG_PROMPT)
+    return (drawn % np.uint64(SHAPE.vocab_size)).astype(int).tolist()
+
+
+def family_weights(name: str) -> Arrays:
+    """Every tensor in float32 by the name that published checkpoints give it."""
+    shapes = _shapes(FAMILY_CASES[name])
+    values = {tensor: raw_values(f"{name}/{tensor}", shape) for tensor, shape in shapes.items()}
+    if FAMILY_CASES[name].fields["tie_word_embeddings"]:  # else every token would predict itself
+        values["model.embed_tokens.weight"] *= np.float32(0.05)
+    if FAMILY_CASES[name].unit_norms:
+        values |= {tensor: value - 1 for tensor, value in values.items() if "norm" in tensor}
+    return values
+
+
+def _shapes(case: FamilyCase) -> dict[str, tuple[int, ...]]:
+    f = case.fields
+    hidden, n_heads, kv = f["hidden_size"], f["num_attention_heads"], f["num_key_value_heads"]
+    head_dim = f.get("head_dim", hidden // n_heads)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (f["vocab_size"], hidden)}
+    for i in range(f["num_hidden_layers"]):
+        layer = _attention_shapes(
+            case.model_type, hidden, n_heads * head_dim, kv * head_dim, head_dim, n_heads
+        )
+        layer |= _feed_forward_shapes(case.model_type, f)
+        shapes |= {f"model.layers.{i}.{tensor}": shape for tensor, shape in layer.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not f["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (f["vocab_size"], hidden)
+    return shapes
+
+
+def _attention_shapes(
+    kind: str, hidden: int, q: int, kv: int, head_dim: int, n_heads: int
+) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"self_attn.o_proj.weight": (hidden, q)}
+    if kind == "phi3":
+        shapes["self_attn.qkv_proj.weight"] = (q + 2 * kv, hidden)
+    else:
+        shapes |= {
+            f"self_attn.{name}_proj.weight": (n, hidden) for name, n in (("q", q), ("k", kv), ("v", kv))
+        }
+    if kind in ("gemma3_text", "qwen3", "qwen3_moe"):
+        shapes |= {f"self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
+    if kind in ("olmo2", "olmoe"):
+        shapes |= {"self_attn.q_norm.weight": (q,), "self_attn.k_norm.weight": (kv,)}
+    if kind == "gpt_oss":
+        sizes = (("q", q), ("k", kv), ("v", kv), ("o", hidden))
+        shapes |= {f"self_attn.{name}_proj.bias": (n,) for name, n in sizes}
+        shapes["self_attn.sinks"] = (n_heads,)
+    norms = ["post_attention_layernorm"] + (["input_layernorm"] if kind != "olmo2" else [])
+    if kind in ("gemma2", "gemma3_text"):
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    if kind == "olmo2":
+        norms += ["post_feedforward_layernorm"]
+    return shapes | {f"{name}.weight": (hidden,) for name in norms}
+
+
+def _feed_forward_shapes(kind: str, f: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, ffn = f["hidden_size"], f.get("moe_intermediate_size", f["intermediate_size"])
+    n = f.get("num_experts", f.get("num_local_experts", 0))
+    if kind == "phi3":
+        return {"mlp.gate_up_proj.weight": (2 * ffn, hidden), "mlp.down_proj.weight": (hidden, ffn)}
+    if kind in ("granitemoe", "granitemoeshared"):
+        shapes = {
+            "block_sparse_moe.router.layer.weight": (n, hidden),
+            "block_sparse_moe.input_linear.weight": (n, 2 * ffn, hidden),
+            "block_sparse_moe.output_linear.weight": (n, hidden, ffn),
+        }
+        if shared := f.get("shared_intermediate_size"):
+            shapes["shared_mlp.input_linear.weight"] = (2 * shared, hidden)
+            shapes["shared_mlp.output_linear.weight"] = (hidden, shared)
+        return shapes
+    if kind == "gpt_oss":
+        return {
+            "mlp.router.weight": (n, hidden),
+            "mlp.router.bias": (n,),
+            "mlp.experts.gate_up_proj": (n, hidden, 2 * ffn),
+            "mlp.experts.gate_up_proj_bias": (n, 2 * ffn),
+            "mlp.experts.down_proj": (n, ffn, hidden),
+            "mlp.experts.down_proj_bias": (n, hidden),
+        }
+    if kind == "mixtral":
+        of_one = {"w1": (ffn, hidden), "w3": (ffn, hidden), "w2": (hidden, ffn)}
+        return {"block_sparse_moe.gate.weight": (n, hidden)} | {
+            f"block_sparse_moe.experts.{e}.{name}.weight": shape
+            for e in range(n)
+            for name, shape in of_one.items()
+        }
+    names = {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
+    if kind in ("qwen3_moe", "olmoe"):
+        of_all = {f"mlp.experts.{e}.{name}.weight": shape for e in range(n) for name, shape in names.items()}
+        return {"mlp.gate.weight": (n, hidden), **of_all}
+    return {f"mlp.{name}.weight": shape for name, shape in names.items()}
+
+
+def family_prompts(name: str) -> list[list[int]]:
+    """Token ids of a model's prompts."""
+    return [
+        (np.random.PCG64(length).random_raw(length) % np.uint64(SHAPE.vocab_size)).astype(int).tolist()
+        for length in FAMILY_CASES[name].prompt_lengths
+    ]
+
+
+def write_family_hf(folder: Path, name: str, changes: Mapping[str, Any] | None = None) -> Path:
+    """A Hugging Face directory in float32; `changes` replace fields of config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = {**FAMILY_CASES[name].fields, **(changes or {})}
+    (folder / "config.json").write_text(json.dumps(fields))
+    (folder / "tokenizer.json").write_text(tiny_models.tokenizer_json(SHAPE))
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(tiny_models.safetensors_bytes(family_weights(name)))
+    return folder
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""The numbers of MXFP4's codes (OCP Microscaling Formats 1.0, section 5.3.3)."""
+
+
+def write_mxfp4_hf(folder: Path) -> Arrays:
+    """A gpt-oss whose experts are in MXFP4, as published; what they mean, by "layer.part"."""
+    from safetensors.numpy import save_file
+
+    write_family_hf(folder, "gpt-oss", {"hidden_size": 64, "intermediate_size": 64})
+    rng = np.random.default_rng(5)
+    n_experts, shapes = 8, {"gate_up_proj": (128, 64), "down_proj": (64, 64)}
+    weights, drawn = family_weights("gpt-oss"), {}
+    for layer in range(4):
+        stem = f"model.layers.{layer}.mlp.experts."
+        for part, (n, k) in shapes.items():
+            del weights[f"{stem}{part}"]
+            codes = rng.integers(0, 16, (n_experts, n, k), dtype=np.uint8)
+            exponents = rng.integers(120, 126, (n_experts, n, k // 32), dtype=np.uint8)
+            weights[f"{stem}{part}_bias"] = rng.standard_normal((n_experts, n)).astype(np.float32)
+            weights[f"{stem}{part}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).reshape(
+                n_experts, n, k // 32, 16
+            )
+            weights[f"{stem}{part}_scales"] = exponents
+            drawn[f"{layer}.{part}"] = E2M1[codes] * np.repeat(2.0 ** (exponents - 127.0), 32, axis=2)
+    save_file(weights, folder / "model.safetensors")
+    return drawn
+
+
+# ---- GGUF
+# ------------------------------------------------------------------------------------------------------------
+
+
+def write_family_gguf(path: Path, name: str) -> Path:
+    """The same model as llama.cpp's converter would write it, in float32."""
+    import gguf
+
+    case, f = FAMILY_CASES[name], FAMILY_CASES[name].fields
+    writer = gguf.GGUFWriter(path, case.gguf)
+    _write_settings(writer, case, f)
+    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == case.gguf)
+    names = gguf.get_tensor_name_map(arch, f["num_hidden_layers"])
+    for tensor, values in _converted(case, f, family_weights(name)).items():
+        theirs = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
+        assert theirs is not None, tensor
+        writer.add_tensor(theirs, np.ascontiguousarray(values, np.float32))
+    scaling = f.get("rope_scaling") or {}
+    if "short_factor" in scaling:
+        for kind in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(scaling[f"{kind}_factor"], np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None:
+    head_dim = f.get("head_dim", f["hidden_size"] // f["num_attention_heads"])
+    writer.add_block_count(f["num_hidden_layers"])
+    writer.add_context_length(f["max_position_embeddings"])
+    writer.add_embedding_length(f["hidden_size"])
+    writer.add_feed_forward_length(f["intermediate_size"])
+    writer.add_head_count(f["num_attention_heads"])
+    writer.add_head_count_kv(f["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(f["rms_norm_eps"])
+    writer.add_rope_freq_base(f.get("rope_theta", 1e4))
+    writer.add_rope_dimension_count(int(head_dim * f.get("partial_rotary_factor", 1.0)))
+    if f.get("sliding_window"):
+        writer.add_sliding_window(f["sliding_window"])
+    if n_experts := f.get("num_experts", f.get("num_local_experts")):
+        writer.add_expert_count(n_experts)
+        writer.add_expert_used_count(f["num_experts_per_tok"])
+    if shared := f.get("shared_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(shared)
+    if case.model_type in ("qwen3_moe", "gpt_oss"):
+        writer.add_expert_feed_forward_length(f.get("moe_intermediate_size", f["intermediate_size"]))
+    if case.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(f["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(f["final_logit_softcapping"])
+    if "embedding_multiplier" in f:
+        writer.add_embedding_scale(f["embedding_multiplier"])
+        writer.add_residual_scale(f["residual_multiplier"])
+        writer.add_attention_scale(f["attention_multiplier"])
+        writer.add_logit_scale(f["logits_scaling"])
+    _write_scaling(writer, f)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(
+        [*tiny_models.vocabulary(SHAPE)[:-1], "ab"]
+    )  # the writer takes no empty list of merges
+    writer.add_token_types([3] * 3 + [1] * 256 + [5] * (SHAPE.vocab_size - 260) + [1])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
+
+
+def _write_scaling(writer: Any, f: Mapping[str, Any]) -> None:
+    import gguf
+
+    scaling = f.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(scaling["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    if kind == "longrope":
+        original = f["original_max_position_embeddings"]
+        factor = f["max_position_embeddings"] / original
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(factor) / math.log(original)))
+
+
+def _converted(case: FamilyCase, f: Mapping[str, Any], weights: Arrays) -> Arrays:
+    """Tensors as the converter changes them, by names that the gguf package knows."""
+    out: Arrays = {}
+    stacks: dict[str, list[np.ndarray]] = {}
+    for name, values in weights.items():
+        heads = {"q": f["num_attention_heads"], "k": f["num_key_value_heads"]}.get(
+            name.rpartition("_proj")[0][-1:], 0
+        )
+        if case.interleaved and heads and ".self_attn." in name:
+            values = tiny_models.interleave_heads(values, heads)
+        if case.unit_norms and "norm" in name:
+            values = values + 1
+        if name.endswith(".sinks"):
+            out[f"{name}.weight"] = values
+        elif case.model_type == "gpt_oss" and ".experts." in name:
+            out |= _gpt_oss_experts(name, values)
+        elif case.gguf == "granitemoe" and "input_linear" in name:
+            part = "shared_expert" if "shared_mlp" in name else "experts"
+            mlp = f"{name.rpartition('.input_linear')[0].rpartition('.')[0]}.mlp.{part}"
+            gate, up = np.split(values, 2, axis=-2)
+            out[f"{mlp}.gate_proj.weight"], out[f"{mlp}.up_proj.weight"] = gate, up
+        elif (parts := name.split(".experts."))[0] != name:
+            rest = parts[1].split(".", 1)[1]
+            stacks.setdefault(f"{parts[0]}.experts.{rest}", []).append(values)
+        else:
+            out[name] = values
+    return out | {name: np.stack(values) for name, values in stacks.items()}
+
+
+def _gpt_oss_experts(name: str, values: np.ndarray) -> Arrays:
+    suffix = ".bias" if name.endswith("_bias") else ".weight"
+    stem = name.removesuffix("_bias")
+    if suffix == ".weight":
+        values = values.swapaxes(1, 2)
+    if "down_proj" in stem:
+        return {f"{stem}{suffix}": values}
+    gate_up = stem.removesuffix("gate_up_proj")
+    return {f"{gate_up}gate_proj{suffix}": values[:, ::2], f"{gate_up}up_proj{suffix}": values[:, 1::2]}

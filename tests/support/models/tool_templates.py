@@ -1,0 +1,142 @@
+"""Chat templates of ours, one for each format of tool calls, and conversations that they write out."""
+
+# ruff: noqa: E501 (templates)
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+from phasewise.serving.text.chat_template import ChatTemplate
+from phasewise.serving.tools.parts import Call, Part, Reasoning, Text, written
+
+HERMES = """{%- if tools %}{{- '<|im_start|>system\\n<tools>' }}
+{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}{{- '\\n</tools><|im_end|>\\n' }}{%- endif %}
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.reasoning_content %}{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}{%- endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}{%- if not loop.first or message.content %}{{- '\\n' }}{%- endif %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}{%- endfor %}
+{{- '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+LLAMA_JSON = """{%- if tools %}{{- tools | tojson }}{%- endif %}{#- <|python_tag|> -#}
+{%- for message in messages %}{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}{%- if not loop.first %}{{- '; ' }}{%- endif %}
+{{- '{"name": "' + call.function.name + '", "parameters": ' }}
+{{- call.function.arguments | tojson }}{{- '}' }}{%- endfor %}{{- '<|eot_id|>' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+
+PYTHONIC = """{%- if tools %}{{- tools | tojson }}{%- endif %}{#- [func_name1(params_name1=value)] -#}
+{%- for message in messages %}{{- '<|header_start|>' + message.role + '<|header_end|>\\n\\n' }}
+{{- message.content }}
+{%- if message.tool_calls %}{{- '[' }}
+{%- for call in message.tool_calls %}{%- if not loop.first %}{{- ', ' }}{%- endif %}{{- call.function.name + '(' }}
+{%- for key, value in call.function.arguments.items() %}{%- if not loop.first %}{{- ', ' }}{%- endif %}
+{{- key + '=' }}{{- value | tojson }}{%- endfor %}{{- ')' }}{%- endfor %}{{- ']' }}{%- endif %}
+{{- '<|eot|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|header_start|>assistant<|header_end|>\\n\\n' }}
+{%- endif %}"""
+
+MISTRAL_LIST = """{%- if tools %}{{- '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{%- for message in messages %}{%- if message.role == 'user' %}{{- '[INST] ' + message.content + '[/INST]' }}
+{%- else %}{{- message.content }}{%- if message.tool_calls %}{{- '[TOOL_CALLS] [' }}
+{%- for call in message.tool_calls %}{%- if not loop.first %}{{- ', ' }}{%- endif %}
+{{- '{"name": "' + call.function.name + '", "arguments": ' }}{{- call.function.arguments | tojson }}
+{{- ', "id": "' + call.id + '"}' }}{%- endfor %}{{- ']' }}{%- endif %}{{- eos_token }}{%- endif %}{%- endfor %}"""
+
+MISTRAL_NAMED = """{%- if tools %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{%- for message in messages %}{%- if message.role == 'user' %}{{- '[INST]' + message.content + '[/INST]' }}
+{%- else %}{{- message.content }}{%- for call in message.tool_calls or [] %}
+{{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' }}{{- call.function.arguments | tojson }}{%- endfor %}
+{{- eos_token }}{%- endif %}{%- endfor %}"""
+
+GPT_OSS = """{%- if tools %}{{- tools | tojson }}{%- endif %}
+{%- for message in messages %}{%- if message.role == 'user' %}
+{{- '<|start|>user<|message|>' + message.content + '<|end|>' }}{%- else %}{{- '<|start|>assistant' }}
+{%- if message.reasoning_content %}
+{{- '<|channel|>analysis<|message|>' + message.reasoning_content + '<|end|><|start|>assistant' }}{%- endif %}
+{%- if message.tool_calls %}{%- if message.content %}
+{{- '<|channel|>commentary<|message|>' + message.content + '<|end|><|start|>assistant' }}{%- endif %}
+{%- for call in message.tool_calls %}{%- if not loop.first %}{{- '<|start|>assistant' }}{%- endif %}
+{{- '<|channel|>commentary to=functions.' + call.function.name + ' <|constrain|>json<|message|>' }}
+{{- call.function.arguments | tojson }}{{- '<|call|>' }}{%- endfor %}
+{%- else %}{{- '<|channel|>final<|message|>' + message.content + '<|return|>' }}{%- endif %}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+
+ENDS = ("<|im_end|>\n", "<|eot_id|>", "<|eot|>", "</s>", "<|call|>", "<|return|>")
+
+TEMPLATES = {
+    "hermes": HERMES,
+    "llama3-json": LLAMA_JSON,
+    "pythonic": PYTHONIC,
+    "mistral": MISTRAL_LIST,
+    "mistral-named": MISTRAL_NAMED,
+    "gpt-oss": GPT_OSS,
+}
+NAMES = frozenset({"get_weather", "search-web", "f", "set.value"})
+_ARGUMENTS: list[dict[str, Any]] = [
+    {},
+    {"city": "Paris"},
+    {"city": "São Paulo", "unit": None, "days": 3},
+    {"q": 'quotes " and \\ and \n lines', "n": -1.5},
+    {"q": "</tool_call> [TOOL_CALLS] ]) }} {"},
+    {"a": {"b": [1, 2, {"c": "d"}], "e": {}}, "f": []},
+    {"on": True, "off": False, "big": 12345678901234567890, "small": 1e-9},
+    {"emoji": "🙂👩‍💻", "tab": "\t", "slash": "a/b"},
+    {"matrix": [[1, 2], [3, 4]], "empty": "", "spaces": "  a  "},
+    {"nested": [[[{"deep": [True, None]}]]]},
+    {"html": "<b>&amp;</b><!-- -->", "sql": "SELECT 'x'; --"},
+    {"backslashes": "C:\\\\temp\\\\", "quote_at_end": 'say "hi"'},
+    {"code": "def f(x):\n    return [x, '(']\n"},
+]
+
+
+class Pair(NamedTuple):
+    """An answer as a model of a format would write it, and what it says."""
+
+    format: str
+    answer: str
+    parts: list[Part]
+
+
+def pairs() -> list[Pair]:
+    """Answers of every format that its template wrote out, with one to three calls, text and thoughts."""
+    return [pair for name in TEMPLATES for pair in _pairs_of(name)]
+
+
+def _pairs_of(name: str) -> list[Pair]:
+    only_calls = name in ("llama3-json", "pythonic")
+    thoughts = ("", "Let me see.\n\nWhat is <asked>?") if name in ("hermes", "gpt-oss") else ("",)
+    texts = ("",) if only_calls else ("", "I look it up: 1 < 2 & [3].")
+    found = []
+    for (at, arguments), text, thought in itertools.product(enumerate(_ARGUMENTS), texts, thoughts):
+        names = sorted(NAMES)
+        calls = [
+            (names[(at + n) % len(names)], _ARGUMENTS[(at + n * 2) % len(_ARGUMENTS)] if n else arguments)
+            for n in range(1 + at % 3)
+        ]
+        if name == "gpt-oss":
+            calls = calls[:1]
+        found.append(_pair(name, text, thought, calls))
+    plain = ("Hello.", "Use {braces} and [lists](x)", "a\n\nb < c > d")
+    return found + [_pair(name, text, thoughts[-1], []) for text in plain]
+
+
+def _pair(name: str, text: str, thought: str, calls: list[tuple[str, dict[str, Any]]]) -> Pair:
+    template = ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"})
+    question = [{"role": "user", "content": "What?"}]
+    answer: dict[str, Any] = {"role": "assistant", "content": text, "reasoning_content": thought}
+    if calls:
+        answer["tool_calls"] = [
+            {"id": f"call{n}0000", "type": "function", "function": {"name": called, "arguments": arguments}}
+            for n, (called, arguments) in enumerate(calls)
+        ]
+    prompt = template.render(question)
+    said = template.render([*question, answer], add_generation_prompt=False).removeprefix(prompt)
+    for end in ENDS:
+        said = said.removesuffix(end)
+    parts: list[Part] = [Reasoning(thought)] if thought else []
+    parts += [Text(text)] if text else []
+    parts += [Call(called, written(arguments) or "") for called, arguments in calls]
+    return Pair(name, said, parts)

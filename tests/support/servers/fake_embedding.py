@@ -1,0 +1,152 @@
+"""Workers that need no process, whose vectors depend on the tokens alone; and a server over them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from phasewise.serving.embedding.client import EmbeddingClient
+from phasewise.serving.embedding.encoder.input_tokens import EncoderText, Tokens
+from phasewise.serving.embedding.protocol import Floats, inputs_from_bytes
+from phasewise.serving.embedding.queues import Depth, DeviceQueue, QueueManager
+from phasewise.serving.errors import RanksError, StepFailed
+from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.http.lifecycle import Lifecycle
+from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
+from phasewise.serving.http.routes.app import ServedEmbeddings, create_embedding_app
+from phasewise.serving.http.routes.embeddings import EmbeddingModel
+from phasewise.serving.http.transport.connections import Connections
+from phasewise.serving.http.transport.listening import TcpAddress
+from phasewise.serving.http.transport.server import HttpServer, Service
+from phasewise.serving.loaders import load_model
+from phasewise.serving.models.packed_model import PackedModel
+
+WIDTH = 8
+POISON = 66
+"""An input of this token alone makes its batch fail."""
+OVERFLOW = 1 << 20
+"""An input that begins with this token has a vector that is not finite."""
+
+
+def vector_of(one: Tokens, width: int = WIDTH) -> Floats:
+    """The vector that every fake worker gives an input."""
+    seed = sum((at + 1) * token for at, token in enumerate(one.ids)) + 7 * (one.second or 0)
+    vector = np.random.default_rng(seed).standard_normal(width).astype(np.float32)
+    if one.ids[0] == OVERFLOW:
+        vector[-1] = np.nan
+    return vector
+
+
+@dataclass(eq=False)
+class FakeWorker:
+    """`gate`: batches wait for it where it is there. `dies_at`: the batch during which it dies, from 1 on."""
+
+    width: int = WIDTH
+    delay_s: float = 0.0
+    dies_at: int | None = None
+    gate: asyncio.Event | None = None
+    n_batches: int = 0
+    seen: list[list[int]] = field(default_factory=list)
+    closed: bool = False
+    _lost: asyncio.Event | None = None
+
+    async def attach(self) -> None:
+        self._lost = asyncio.Event()
+
+    async def embed(self, body: bytes) -> Floats:
+        assert self._lost is not None
+        self.n_batches += 1
+        inputs = inputs_from_bytes(body)
+        self.seen += [one.ids for one in inputs]
+        if self.n_batches == self.dies_at:
+            self.die()
+        if self.gate is not None:
+            await self.gate.wait()
+        await asyncio.sleep(self.delay_s)
+        if self._lost.is_set():
+            raise RanksError("the worker was lost")
+        if any(one.ids == [POISON] for one in inputs):
+            raise StepFailed("a poisoned batch")
+        return np.stack([vector_of(one, self.width) for one in inputs])
+
+    async def lost(self) -> None:
+        assert self._lost is not None
+        await self._lost.wait()
+
+    def die(self) -> None:
+        assert self._lost is not None
+        self._lost.set()
+
+    def kill(self) -> None:
+        self.closed = True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def client_over(
+    workers: Sequence[FakeWorker],
+    depths: Sequence[tuple[int, int]] = ((100, 10_000),),
+    next_worker: Callable[[], FakeWorker] = FakeWorker,
+    slo_s: float | None = None,
+) -> EmbeddingClient:
+    """A client over these workers; those that die are replaced by `next_worker`'s."""
+    queues = [DeviceQueue(f"cpu:{at}", 1, Depth(*depths[at % len(depths)])) for at in range(len(workers))]
+    return EmbeddingClient(QueueManager(queues), [(next_worker, worker) for worker in workers], slo_s)
+
+
+@dataclass
+class EmbeddingServer:
+    """What a test may look at while the server runs."""
+
+    url: str
+    client: EmbeddingClient
+    workers: list[FakeWorker]
+    model: PackedModel
+    text: EncoderText
+    served: EmbeddingModel
+
+
+@contextlib.contextmanager
+def embedding_server(
+    directory: Path,
+    *,
+    workers: Sequence[FakeWorker] | None = None,
+    depths: Sequence[tuple[int, int]] = ((100, 10_000),),
+    limits: HttpLimits | None = None,
+) -> Iterator[EmbeddingServer]:
+    """A real server over fake workers, with the text of the tiny model in `directory`."""
+    model = load_model(str(directory), "f32", directory.parent / "cache")
+    text = EncoderText(model)
+    scores = model.config.encoder is not None and model.config.encoder.scores
+    own = list(workers or [FakeWorker(width=1 if scores else WIDTH)])
+    client = client_over(own, depths)
+    limits = limits or HttpLimits()
+    life = Lifecycle(client)
+    metrics = Metrics(Gauges(is_ready=lambda: life.is_ready))
+    connections = Connections(limits, metrics)
+    served = EmbeddingModel(("tiny", "alias"), 1_700_000_000, text, own[0].width, scores)
+    app = create_embedding_app(ServedEmbeddings(served, client), limits, life, metrics)
+    with TcpAddress("127.0.0.1", 0) as place:
+        server = HttpServer(Service(app, client, life, connections, lambda _line: None), place)
+        web = threading.Thread(target=server.run)
+        web.start()
+        while not server.started:
+            time.sleep(0.005)
+        try:
+            yield EmbeddingServer(place.url, client, own, model, text, served)
+        finally:
+            server.end(at_once=True)
+            web.join(20)
+            client.close()
+            assert not web.is_alive()
+
+
+__all__ = ["EmbeddingServer", "FakeWorker", "client_over", "embedding_server", "vector_of"]

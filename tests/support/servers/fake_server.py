@@ -1,0 +1,140 @@
+"""A real HTTP server over the fake engine, on a free loopback port."""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from phasewise.serving.drafts.contract import Drafter
+from phasewise.serving.engine.engine import Engine
+from phasewise.serving.engine.engine_thread import EngineThread
+from phasewise.serving.errors import ServingError
+from phasewise.serving.http.answers.client import EngineClient
+from phasewise.serving.http.http_settings import HttpLimits, ServedModel
+from phasewise.serving.http.lifecycle import Lifecycle
+from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
+from phasewise.serving.http.requests.body import BodyReader
+from phasewise.serving.http.routes.app import ServedEmbeddings, Surroundings, create_app
+from phasewise.serving.http.transport.connections import Connections
+from phasewise.serving.http.transport.listening import Address, TcpAddress
+from phasewise.serving.http.transport.server import HttpServer, Service
+from tests.support.servers.fake_engine import END, VOCAB_SIZE, FakeRanks, encode, make_engine, piece
+
+CONTEXT = 500
+
+
+def render_chat(messages: Sequence[dict[str, Any]]) -> str:
+    if any(message["content"] == "refuse me" for message in messages):
+        raise ServingError("the template refuses this content")
+    return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
+
+
+@dataclass
+class FakeServer:
+    """What a test may look at and turn while the server runs."""
+
+    url: str
+    engine: Engine
+    ranks: FakeRanks
+    client: EngineClient
+    thread: EngineThread
+    server: HttpServer
+    connections: Connections
+    life: Lifecycle
+    bodies: BodyReader
+    metrics: Metrics
+    said: list[str]
+    app: Any = field(repr=False, default=None)
+
+    def wait_until_idle(self, timeout_s: float = 10.0) -> None:
+        """Until the engine holds no request and no slot."""
+        deadline = time.monotonic() + timeout_s
+        while self.engine.has_work or self.client.n_live:
+            assert time.monotonic() < deadline, (
+                f"{self.client.n_live} live, {self.engine.scheduler.request_ids()}"
+            )
+            time.sleep(0.005)
+        self.engine.scheduler.check()
+        assert self.engine.scheduler.pool.stats().slots_used == 0
+
+
+@contextlib.contextmanager
+def fake_server(
+    limits: HttpLimits | None = None,
+    *,
+    has_template: bool = True,
+    address: Address | None = None,
+    tls: ssl.SSLContext | None = None,
+    model: Callable[[ServedModel], ServedModel] = lambda model: model,
+    max_sequences: int = 4,
+    ranks: FakeRanks | None = None,
+    context: int = CONTEXT,
+    surroundings: Surroundings | None = None,
+    drafter: Drafter | None = None,
+    embeddings: ServedEmbeddings | None = None,
+) -> Iterator[FakeServer]:
+    """`model`: what the served model is to be, made from the one that this server has."""
+    ranks = ranks or FakeRanks()
+    engine = make_engine(
+        ranks, context_length=context, kv_slots=4 * context, max_sequences=max_sequences, drafter=drafter
+    )
+    limits = limits or HttpLimits()
+    client = EngineClient(lambda message: thread.send(message), limits)
+    thread = EngineThread(engine, client.deliver)
+    life = Lifecycle(thread)
+    metrics = Metrics(
+        Gauges(
+            load=lambda: client.load,
+            n_connections=lambda: len(connections.open),
+            is_ready=lambda: life.is_ready,
+            n_ranks_replaced=lambda: thread.n_ranks_replaced,
+        )
+    )
+    connections = Connections(limits, metrics)
+    served = ServedModel(
+        ("fake", "alias"),
+        1_700_000_000,
+        context,
+        VOCAB_SIZE,
+        frozenset({END}),
+        encode,
+        piece,
+        (lambda chat, _patience: encode(render_chat(chat.messages))) if has_template else None,
+    )
+    surroundings = surroundings or Surroundings()
+    app = create_app(model(served), client, limits, life, metrics, surroundings, embeddings)
+    said: list[str] = []
+    with address or TcpAddress("127.0.0.1", 0) as place:
+        server = HttpServer(Service(app, client, life, connections, said.append), place, tls)
+        web = threading.Thread(target=server.run)
+        thread.start()
+        web.start()
+        while not server.started:
+            time.sleep(0.005)
+        running = FakeServer(
+            place.url,
+            engine,
+            ranks,
+            client,
+            thread,
+            server,
+            connections,
+            life,
+            app.state.bodies,
+            metrics,
+            said,
+            app,
+        )
+        try:
+            yield running
+        finally:
+            server.end(at_once=True)
+            web.join(20)
+            thread.stop()
+            client.close()
+            assert not web.is_alive()

@@ -1,0 +1,224 @@
+"""A program of its own, since Ray reads its environment when it is imported: `ray_serve.py MODEL`.
+
+`phasewise serve --cluster` on two nodes of a local Ray cluster: it answers, an instance is killed while it
+answers, it answers again. Prints what it saw as one JSON object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import zmq
+from ray.cluster_utils import Cluster
+
+from phasewise.cluster.real.instance_messages import CannotStart, Stop, write
+
+PHASEWISE = [sys.executable, "-m", "phasewise"]
+PROMPTS = ["abc " * 60, "b", "the cat " * 90]
+PATIENCE_S = 90.0
+
+
+def main(model: Path) -> dict[str, object]:
+    alone = {"--threads": "1"}
+    with serving(model, alone) as url:
+        whole = answers(url)
+    node = {"num_cpus": 2, "object_store_memory": 80 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    try:
+        cluster.add_node(**node)
+        refusals = refused(model, cluster.address)
+        asked = {"--cluster": cluster.address, "--prompt": "1x1", "--token": "1x1", "--split-above": "8"}
+        with serving(model, asked, "--spread") as url:
+            heard = strangers(url, cluster.address)
+            with serving(model, asked, "--spread") as other:  # on the same cluster
+                beside = [answers(url), answers(other)]
+                n_actors = len(status(cluster.address)["instances"])
+            found = seen(url, cluster.address)
+        return {
+            **found,
+            "whole": whole,
+            "refusals": refusals,
+            "beside": beside,
+            "n_actors": n_actors,
+            "n_ports": len(heard),
+            "after_strangers": heard,
+        }
+    finally:
+        cluster.shutdown()
+
+
+def seen(url: str, address: str) -> dict[str, object]:
+    first = answers(url)
+    pid = next(one["pid"] for one in status(address)["instances"] if one["role"] == "prompt")
+    with ThreadPoolExecutor(4) as pool:  # the prompt instance dies with requests on their way
+        going = [pool.submit(answers, url) for _ in range(4)]
+        os.kill(pid, signal.SIGKILL)
+        under_way = [one.result(PATIENCE_S) for one in going]
+    began_s = time.monotonic()
+    wait_until(lambda: new_prompt_instance(address, pid))
+    replaced_s = time.monotonic() - began_s
+    return {
+        "first": first,
+        "under_way": under_way,
+        "again": answers(url),
+        "replaced_s": replaced_s,
+        "metrics": httpx.get(f"{url}/metrics").text,
+    }
+
+
+def strangers(url: str, address: str) -> dict[int, list[str]]:
+    """The server's answers after strangers were at each TCP port of its front and instances, by port."""
+    own = {port_of(url)}
+    pids = [one["pid"] for one in status(address)["instances"]]
+    ports = {port for pid in (*pids, server_pid(url)) for port in listening_ports(pid)} - own
+    found = {}
+    for port in sorted(ports):
+        for raw in (b"GET / HTTP/1.1\r\n\r\n", bytes(4096), b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE", b""):
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection((node_of(address), port), 2.0) as there,
+            ):
+                there.sendall(raw)
+        with zmq.Context() as context:
+            for kind, name in ((zmq.DEALER, "prompt-0-1"), (zmq.PUSH, ""), (zmq.DEALER, "")):
+                false = context.socket(kind)
+                false.linger = 0
+                public, false.curve_secretkey = zmq.curve_keypair()
+                false.curve_publickey, (false.curve_serverkey, _) = public, zmq.curve_keypair()
+                if name:
+                    false.setsockopt_string(zmq.IDENTITY, name)
+                false.connect(f"tcp://{node_of(address)}:{port}")
+                for raw in (write(Stop()), write(CannotStart("a stranger says so")), b"{", bytes(1 << 16)):
+                    false.send(raw, zmq.NOBLOCK)
+                time.sleep(0.2)
+                false.close()
+        found[port] = answers(url)
+    return found
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+def node_of(address: str) -> str:
+    return address.rpartition(":")[0]
+
+
+def server_pid(url: str) -> int:
+    """The process that listens there."""
+    for path in Path("/proc").glob("[0-9]*"):
+        if port_of(url) in listening_ports(int(path.name)):
+            return int(path.name)
+    raise AssertionError(f"nothing listens on {url}")
+
+
+def listening_ports(pid: int) -> set[int]:
+    """TCP ports of one process, as /proc shows them."""
+    inodes = set()
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(link))
+    rows = [
+        row.split()
+        for name in ("tcp", "tcp6")
+        for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    listens = "0A"
+    return {
+        int(row[1].rpartition(":")[2], 16)
+        for row in rows
+        if row[3] == listens and f"socket:[{row[9]}]" in inodes
+    }
+
+
+def new_prompt_instance(address: str, old_pid: int) -> bool:
+    instances = status(address)["instances"]
+    return any(
+        one["role"] == "prompt" and one["pid"] not in (None, old_pid) and one["state"] == "running"
+        for one in instances
+    )
+
+
+def refused(model: Path, address: str) -> dict[str, tuple[int, str]]:
+    """What is said of wishes that cannot be met."""
+    command = [*PHASEWISE, "serve", str(model), "--port", "0", "--cluster"]
+    wrong = {
+        "placement": ([*command, address, "--mixed", "1x64"], {}),
+        "token": ([*command, address, "--mixed", "1x1"], {"RAY_AUTH_MODE": "disabled"}),
+        "false": ([*command, address, "--mixed", "1x1"], {"RAY_AUTH_TOKEN": "00" * 16}),
+    }
+    found = {}
+    for name, (asked, changes) in wrong.items():
+        done = subprocess.run(
+            asked, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **changes}
+        )
+        found[name] = done.returncode, done.stderr
+    return found
+
+
+def answers(url: str) -> list[str]:
+    return [
+        httpx.post(
+            f"{url}/v1/completions",
+            json={"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0, "seed": 1},
+            timeout=PATIENCE_S,
+        )
+        .raise_for_status()
+        .json()["choices"][0]["text"]
+        for prompt in PROMPTS
+    ]
+
+
+@contextlib.contextmanager
+def serving(model: Path, options: dict[str, str], *flags: str) -> Iterator[str]:
+    """The server's address, once it is ready."""
+    command = [*PHASEWISE, "serve", str(model), "--port", "0", "--kv-budget", "64M", *flags]
+    for name, value in options.items():
+        command += [name, value]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    lines = []
+    try:
+        for line in process.stderr:
+            lines.append(line)
+            if match := re.match(r"listening on (\S+)", line):
+                url = match[1]
+                break
+        else:
+            raise SystemExit("".join(lines))
+        wait_until(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        yield url
+    finally:
+        process.terminate()
+        process.stderr.close()
+        process.wait(30)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+def status(address: str) -> Any:
+    command = [*PHASEWISE, "cluster", "status", "--cluster", address, "--json"]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]))))

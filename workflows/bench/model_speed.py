@@ -1,0 +1,248 @@
+"""Throughput of a model, prefill and decode, with the machine's limits of the same minute."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from phasewise._version import __version__
+from phasewise._words import counted
+from phasewise.cython_kernels import isa
+from phasewise.serving.engine.throughput import (
+    Throughput,
+    Workload,
+    compute_kind,
+    flops,
+    measure,
+    streamed_bytes,
+)
+from phasewise.serving.ranks.open_ranks import STEP_TOKENS, KvMemory, RankOptions, Ranks
+from phasewise.serving.ranks.open_ranks import open_ranks as open_planned
+from phasewise.topology import core_signature, placement_signature, read_machine
+from phasewise.tuner.machine_limits import peak_flops, read_bandwidth
+from phasewise.tuner.roofline import peak_kinds
+from phasewise.workflows.errors import UsageError
+from phasewise.workflows.opening.open_model import OpenModel
+from phasewise.workflows.report import Report, silent
+
+if TYPE_CHECKING:
+    from phasewise.serving.models.packed_model import PackedModel
+    from phasewise.tuner.plans import Phase, ServicePlan
+
+MAX_BATCH_TOKENS = 2048
+
+
+def check_context(workloads: Sequence[Workload], context_length: int) -> None:
+    """UsageError where a test needs more positions than the model's context has."""
+    for one in workloads:
+        if one.positions > context_length:
+            raise UsageError(
+                f"{one.name} needs {one.positions} positions, the model's context has {context_length}"
+            )
+
+
+@dataclass(frozen=True)
+class OpenRanks:
+    """A model on open ranks, ready to be timed."""
+
+    model: PackedModel
+    plans: Mapping[Phase, ServicePlan]
+    ranks: Ranks
+
+    def cores(self, phase: Phase) -> tuple[int, ...]:
+        return self.plans[phase].cores
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """One test of a model: llama-bench's fields first, in its order, then ours.
+
+    Sample arrays appear in JSON only.
+    """
+
+    build_commit: str
+    build_number: int
+    cpu_info: str
+    gpu_info: str
+    backends: str
+    model_filename: str
+    model_type: str
+    model_size: int
+    model_n_params: int
+    n_batch: int
+    n_ubatch: int
+    n_threads: int
+    cpu_mask: str
+    cpu_strict: bool
+    poll: int
+    type_k: str
+    type_v: str
+    n_gpu_layers: int
+    n_cpu_moe: int
+    split_mode: str
+    main_gpu: int
+    no_kv_offload: bool
+    flash_attn: bool
+    devices: str
+    tensor_split: str
+    tensor_buft_overrides: str
+    use_mmap: bool
+    embeddings: bool
+    no_op_offload: int
+    no_host: bool
+    n_prompt: int
+    n_gen: int
+    n_depth: int
+    test_time: str
+    avg_ns: int
+    stddev_ns: int
+    avg_ts: float
+    stddev_ts: float
+    n_sequences: int
+    weight_format: str
+    isa: str
+    core_signature: str
+    placement_signature: str
+    flops_per_s: float
+    peak_flops_per_s: float
+    peak_fraction: float
+    bytes_per_s: float
+    """Bytes of weights and KV that decode streams, per second; 0 for a test with a prompt, which arithmetic
+    limits."""
+    read_limit_bytes_per_s: float
+    bandwidth_fraction: float
+    samples_ns: list[int] = field(default_factory=list)
+    samples_ts: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PhaseLimits:
+    """Prefill's limit and decode's limit on the cores of their plans."""
+
+    peak_flops_per_s: float
+    read_bytes_per_s: float
+
+
+@contextmanager
+def open_ranks(
+    found: OpenModel, workloads: Sequence[Workload], kv_format: str, batch_tokens: int = MAX_BATCH_TOKENS
+) -> Iterator[OpenRanks]:
+    """The model on its ranks, with room for the largest of `workloads` in prefill steps of `batch_tokens`."""
+    ranks = open_planned(
+        found.model,
+        found.plans,
+        RankOptions(
+            KvMemory(max(workload.kv_slots for workload in workloads), format=kv_format),
+            max_batch_tokens=batch_tokens,
+            max_sequences=max(workload.n_sequences for workload in workloads),
+            schedules=found.schedules,
+        ),
+    )
+    try:
+        yield OpenRanks(found.model, found.plans, ranks)
+    finally:
+        ranks.close()
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The repetitions of each test, in prefill steps of how many tokens at most; each size in turn."""
+
+    repetitions: int
+    warm_ups: int = 1
+    batch_tokens: tuple[int, ...] = (MAX_BATCH_TOKENS,)
+
+
+def bench_rows(
+    opened: OpenRanks, workloads: Sequence[Workload], timing: Timing, report: Report = silent
+) -> Iterator[ModelRow]:
+    """Time every workload, one after another, after the limits of the cores."""
+    report("measuring the limits of these cores ...")
+    limits = PhaseLimits(
+        max(peak_flops(kind, opened.cores("prefill")) for kind in peak_kinds(compute_kind(opened.model))),
+        read_bandwidth(opened.cores("decode"), opened.model.weight_bytes),
+    )
+    for batch_tokens in timing.batch_tokens:
+        for workload in workloads:
+            report(f"{workload.name}: {counted(timing.repetitions, 'run')} ...")
+            timed = measure(
+                opened.ranks,
+                workload,
+                opened.model.config.vocab_size,
+                batch_tokens,
+                timing.repetitions,
+                timing.warm_ups,
+            )
+            yield _row(opened, limits, timed, batch_tokens)
+
+
+def _row(opened: OpenRanks, limits: PhaseLimits, timed: Throughput, batch_tokens: int) -> ModelRow:
+    model, workload = opened.model, timed.workload
+    cores = opened.cores("prefill" if workload.n_prompt else "decode")
+    machine = read_machine()
+    flops_per_s = flops(model, workload) / timed.median_s
+    is_decode = workload.n_gen > 0 and workload.n_prompt == 0
+    streamed = streamed_bytes(model, workload, opened.ranks.kv_bytes_per_slot) if is_decode else 0.0
+    bytes_per_s = streamed / timed.median_s
+    return ModelRow(
+        build_commit=f"phasewise {__version__}",
+        build_number=0,
+        cpu_info=machine.cpu.name or machine.cpu.architecture or "unknown",
+        gpu_info="",
+        backends="CPU",
+        model_filename=str(model.source),
+        model_type=f"{model.name} {model.format}",
+        model_size=model.weight_bytes,
+        model_n_params=sum(w.n * w.k for w in model.weights.values())
+        + sum(v.size for v in model.vectors.values()),
+        n_batch=batch_tokens,
+        n_ubatch=STEP_TOKENS,
+        n_threads=len(cores),
+        cpu_mask=hex(sum(1 << core for core in cores)),
+        cpu_strict=True,
+        poll=0,
+        type_k=opened.ranks.kv_format,
+        type_v=opened.ranks.kv_format,
+        n_gpu_layers=0,
+        n_cpu_moe=0,
+        split_mode="none",
+        main_gpu=0,
+        no_kv_offload=False,
+        flash_attn=True,
+        devices="none",
+        tensor_split="0.00",
+        tensor_buft_overrides="none",
+        use_mmap=True,
+        embeddings=False,
+        no_op_offload=0,
+        no_host=False,
+        n_prompt=workload.n_prompt,
+        n_gen=workload.n_gen,
+        n_depth=workload.n_depth,
+        test_time=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        avg_ns=round(statistics.fmean(timed.samples_ns)),
+        stddev_ns=round(_deviation(timed.samples_ns)),
+        avg_ts=statistics.fmean(timed.samples_ts),
+        stddev_ts=_deviation(timed.samples_ts),
+        n_sequences=workload.n_sequences,
+        weight_format=model.format,
+        isa=isa.active(),
+        core_signature=core_signature(machine),
+        placement_signature=placement_signature(machine, cores),
+        flops_per_s=flops_per_s,
+        peak_flops_per_s=limits.peak_flops_per_s,
+        peak_fraction=flops_per_s / limits.peak_flops_per_s,
+        bytes_per_s=bytes_per_s,
+        read_limit_bytes_per_s=limits.read_bytes_per_s,
+        bandwidth_fraction=bytes_per_s / limits.read_bytes_per_s,
+        samples_ns=list(timed.samples_ns),
+        samples_ts=timed.samples_ts,
+    )
+
+
+def _deviation(samples: Sequence[float]) -> float:
+    return statistics.stdev(samples) if len(samples) > 1 else 0.0

@@ -1,0 +1,1 @@
+"""`phasewise simulate` and `phasewise provision`: the load, the simulation, the cheapest cluster."""

@@ -1,0 +1,179 @@
+"""The inputs of `phasewise simulate` and `phasewise provision`, made of text and files: arrivals, and step
+times that a tuning database has or that are modelled."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from phasewise._files import open_input
+from phasewise.cluster.errors import ClusterError
+from phasewise.cluster.simulated.arrivals import Draw, poisson
+from phasewise.cluster.simulated.recorded_steps import TimedStep, steps_of
+from phasewise.cluster.simulated.simulated_requests import Arrival
+from phasewise.tuner.config.trace import load_trace, read_trace
+from phasewise.tuner.config.trace_files import MAX_ROW_CHARS
+from phasewise.workflows.report import Report
+
+if TYPE_CHECKING:
+    from phasewise.cluster.simulated.steps import StepTimes
+    from phasewise.kerneldb.records import StepTime
+    from phasewise.tuner.config.lengths import Trace
+
+LENGTHS_FROM_DISTRIBUTION = 10_000
+"""Requests drawn from a distribution such as lognormal:..., to draw arrivals from."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """The requests of a load, and their times.
+
+    rate: requests/s, drawn anew for `duration_s` with lengths from the trace; None: the trace's own arrivals.
+    """
+
+    trace: str
+    rate: float | None = None
+    duration_s: float = 120.0
+    seed: int = 0
+    draw: Draw = "requests"
+
+
+def arrivals_of(load: Load) -> list[Arrival]:
+    """TraceError or ClusterError, one line, for a trace that has none."""
+    trace = lengths_of(load.trace)
+    if load.rate is not None:
+        lengths = [(one.prompt_tokens, one.output_tokens) for one in trace]
+        return poisson(lengths, load.rate, load.duration_s, load.seed, load.draw)
+    if any(one.arrival_s is None for one in trace):
+        raise ClusterError(f"{load.trace} states no arrivals: draw some with --rate")
+    prefixes = _prefix_ids(load.trace)
+    rows = [
+        (one.arrival_s or 0.0, one.prompt_tokens, one.output_tokens, prefixes.get(at, ()))
+        for at, one in enumerate(trace)
+    ]
+    rows.sort(key=lambda row: row[0])
+    return [Arrival(index, *row) for index, row in enumerate(rows)]
+
+
+def lengths_of(text: str) -> Trace:
+    """Every request of a file, or many of a distribution."""
+    if ":" in text and "/" in text.partition(":")[2] and not text.endswith((".csv", ".json", ".jsonl")):
+        return load_trace(text, LENGTHS_FROM_DISTRIBUTION)
+    return read_trace(text)
+
+
+def _prefix_ids(path: str) -> dict[int, tuple[int, ...]]:
+    """By index of the served requests of a Mooncake trace: what each block of their prompts holds."""
+    if not path.endswith(".jsonl"):
+        return {}
+    try:
+        with io.TextIOWrapper(open_input(path), encoding="utf-8-sig") as file:
+            if not file.readline(MAX_ROW_CHARS).lstrip().startswith("{"):  # a list, or CSV
+                return {}
+            file.seek(0)
+            return _block_ids(file, path)
+    except OSError as error:
+        raise ClusterError(f"{path} cannot be read again for its hash_ids: {error.strerror}") from None
+
+
+def _block_ids(lines: Iterable[str], path: str) -> dict[int, tuple[int, ...]]:
+    """`read_trace` has bounded the lines."""
+    found: dict[int, tuple[int, ...]] = {}
+    served = 0
+    for line in lines:
+        entry = json.loads(line) if line.strip() else None
+        if not isinstance(entry, dict) or not (entry.get("input_length") and entry.get("output_length")):
+            continue
+        ids = entry.get("hash_ids", [])
+        if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < 1 << 40 for one in ids):
+            raise ClusterError(f"{path}: hash_ids must be whole numbers from 0 on")
+        found[served] = tuple(ids)
+        served += 1
+    return found
+
+
+def steps_from_db(db: str | None, signature: str, report: Report) -> StepTimes:
+    """Step times that a tuning database keeps for a kind of machine.
+
+    signature: the beginning of its core signature, or `CORE@PLACEMENT`. Of several models or plans the one
+    with the most timed steps counts, and `report` is told. ClusterError where nothing fits.
+    """
+    from phasewise.kerneldb.store import open_store
+
+    core, _, placement = signature.partition("@")
+    with open_store(db) as store:
+        rows = [
+            row
+            for row in store.all_step_times()
+            if row.origin.machine.core_sig.startswith(core)
+            and row.origin.machine.placement_sig.startswith(placement)
+        ]
+    if not rows:
+        raise ClusterError(
+            f"the tuning database has no timed steps of a machine {signature!r:.60}: run phasewise "
+            "tune-config there, or import its database"
+        )
+    chosen, count = Counter(map(_kind_of, rows)).most_common(1)[0]
+    steps = [row for row in rows if _kind_of(row) == chosen]
+    others = len({_kind_of(row) for row in rows}) - 1
+    beside = f"; {others} other combinations are left out" if others else ""
+    report(f"step times of {chosen[2]} on {chosen[0]} @ {chosen[1]}: {count} timed steps{beside}")
+    return steps_of(
+        TimedStep(
+            row.step.phase, row.step.tokens, row.step.sequences, row.step.context, row.estimate_ns / 1e9
+        )
+        for row in steps
+    )
+
+
+def _kind_of(row: StepTime) -> tuple[str, str, str]:
+    machine = row.origin.machine
+    return machine.core_sig, machine.placement_sig, row.model_key
+
+
+PREFILL_TOKENS = (16, 64, 256, 512)
+DECODE_SEQUENCES = (1, 8, 32, 128)
+CONTEXTS = (64, 4096)
+MODELLED_STEPS = (
+    *(("prefill", tokens, 1, context) for tokens in PREFILL_TOKENS for context in (0, CONTEXTS[-1])),
+    *(("decode", 1, sequences, context) for sequences in DECODE_SEQUENCES for context in CONTEXTS),
+)
+"""Phase, tokens, sequences, context of the steps that stand for a described machine."""
+
+
+def steps_from_xml(xml: str, model: str, weight_format: str, report: Report) -> StepTimes:
+    """Step times that the modelled evaluator computes for a machine that need not exist.
+
+    xml: from lstopo. model: a model's name or file, or a `config.json`. The default plan is used: one rank
+    over all cores. TopologyError, ModelError or EvaluationError, one line each.
+    """
+    from pathlib import Path
+
+    from phasewise.topology import read_lstopo
+    from phasewise.tuner.config.modelled import ModelledEvaluator
+    from phasewise.tuner.config.steps import Step
+    from phasewise.tuner.plans import PHASES, default_plan
+    from phasewise.tuner.topotree import Configuration
+    from phasewise.workflows.opening.model_shape import shape_of_reference
+
+    machine = read_lstopo(Path(xml))
+    shape = shape_of_reference(model, weight_format, report)
+    evaluator = ModelledEvaluator(machine, shape)
+    timed = []
+    for phase in PHASES:
+        plan = default_plan(machine, phase)
+        with evaluator.open(Configuration(plan.ranks), phase) as timer:
+            timed += [
+                TimedStep(*step, timer(Step(phase, *step[1:])) / 1e9)
+                for step in MODELLED_STEPS
+                if step[0] == phase
+            ]
+    report(
+        f"step times of {shape.name} on {xml} are modelled; weight_bytes = {shape.weight_bytes}, "
+        f"kv_bytes_per_token = {shape.kv_bytes_per_slot}, n_layers = {shape.n_layers}"
+    )
+    return steps_of(timed)

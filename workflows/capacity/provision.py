@@ -1,0 +1,284 @@
+"""Provisioning: each design's cheapest cluster for a rate, or its fastest for a budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from phasewise._words import number, percent
+from phasewise.cluster.errors import ClusterError
+from phasewise.cluster.routing import Role
+from phasewise.cluster.simulated.arrivals import Draw, poisson
+from phasewise.cluster.simulated.metrics import Slo, Summary, broken, parse_slo, summarise
+from phasewise.cluster.simulated.provision import (
+    Cell,
+    Objective,
+    Outcome,
+    Search,
+    cheapest,
+    fastest,
+)
+from phasewise.cluster.simulated.simulate import ClusterSpec, MachineType, Pool, simulate
+from phasewise.cluster.simulated.simulated_requests import Arrival
+from phasewise.cluster.simulated.spec_file import DEFAULT_MODEL, MachineCatalogue, StepSources, read_machines
+from phasewise.cluster.simulated.steps import StepTimes
+from phasewise.workflows.capacity.load import lengths_of
+from phasewise.workflows.capacity.settings import ClusterInputs, ProvisionWish, reference_steps, step_sources
+from phasewise.workflows.report import Report
+
+NAMED_DESIGNS = {
+    "baseline": ("mixed:a100", "mixed:h100"),
+    "split-homogeneous": ("split:a100/a100", "split:h100/h100"),
+    "split-heterogeneous": ("split:h100/a100",),
+    "capped": ("split:h100/h100-capped",),
+}
+"""The paper's (IV-D, V-B): Baseline-A100 and -H100, Splitwise-AA, -HH, -HA and -HHcap."""
+
+BATCH_GUESS = 16
+"""Sequences of a decode step, only to guess where the search begins."""
+
+Budget = Literal["cost", "power"]
+
+
+@dataclass(frozen=True)
+class Design:
+    """Kinds of machines; how many of each is asked."""
+
+    name: str
+    axes: tuple[tuple[Role, MachineType], ...]
+
+    def pools(self, cell: Cell) -> tuple[Pool, ...]:
+        return tuple(Pool(role, kind, count) for (role, kind), count in zip(self.axes, cell, strict=True))
+
+
+@dataclass(frozen=True)
+class Question:
+    """The question that every design is asked."""
+
+    lengths: Sequence[tuple[int, int]]
+    """Prompt and output tokens of requests to draw from."""
+    slo: Slo
+    reference: StepTimes | None
+    policy: str
+    duration_s: float = 120.0
+    seed: int = 0
+    draw: Draw = "requests"
+    most: int = 100
+    """Machines of each kind."""
+
+
+@dataclass(frozen=True)
+class Provisioned:
+    """A design's answer. `reason` instead of it where there is none."""
+
+    design: Design
+    cell: Cell = ()
+    rate: float = 0.0
+    spec: ClusterSpec | None = None
+    summary: Summary | None = None
+    tightness: float = 0.0
+    n_runs: int = 0
+    frontier: list[Cell] = field(default_factory=list)
+    reason: str | None = None
+
+
+def parse_designs(text: str, catalogue: MachineCatalogue) -> list[Design]:
+    """`baseline,capped`, or kinds of one's own: `mixed:TYPE`, `split:PROMPT_TYPE/TOKEN_TYPE`."""
+    designs = []
+    for part in (one.strip() for one in text.split(",")):
+        for written in NAMED_DESIGNS.get(part, (part,)):
+            kind, _, names = written.partition(":")
+            if kind == "mixed" and names:
+                axes: tuple[tuple[Role, MachineType], ...] = (("mixed", catalogue[names]),)
+            elif kind == "split" and names.count("/") == 1:
+                prompt, token = names.split("/")
+                axes = (("prompt", catalogue[prompt]), ("token", catalogue[token]))
+            else:
+                raise ClusterError(
+                    f"{part!r:.40} is no design: one of {', '.join(NAMED_DESIGNS)}, mixed:TYPE or "
+                    "split:TYPE/TYPE"
+                )
+            designs.append(Design(written, axes))
+    return designs
+
+
+def provision_cluster(
+    trace: str, wish: ProvisionWish, inputs: ClusterInputs, report: Report
+) -> tuple[list[Provisioned], Slo]:
+    """Each design's answer to `wish`, and the promises that it was judged by.
+
+    Raises ClusterError, TraceError and KernelDbError for input that cannot be read, and UsageError.
+    """
+    wish.check()
+    slo = parse_slo(wish.slo)
+    catalogue = _catalogue(wish.machines, step_sources(inputs, report), inputs.model)
+    designs = parse_designs(wish.design, catalogue)
+    lengths = [(one.prompt_tokens, one.output_tokens) for one in lengths_of(trace)]
+    reference = reference_steps(inputs.reference, catalogue, report)
+    question = Question(
+        lengths, slo, reference, wish.policy, inputs.duration_s, inputs.seed, inputs.draw, wish.most
+    )
+    if wish.rate is not None:
+        return provision_for_rate(question, designs, wish.rate, wish.minimise or "cost", report), slo
+    budget: Budget = "power" if wish.cost is None else "cost"
+    amount = wish.power if wish.cost is None else wish.cost
+    assert amount is not None
+    answers = provision_for_budget(question, designs, budget, amount, wish.rate_step, wish.most_rate, report)
+    return answers, slo
+
+
+def _catalogue(path: Path | None, sources: StepSources, model: str | None) -> MachineCatalogue:
+    if path is None:
+        return MachineCatalogue(model or DEFAULT_MODEL, sources)
+    return read_machines(path, sources, model)
+
+
+def provision_for_rate(
+    question: Question, designs: Sequence[Design], rate: float, objective: Objective, report: Report
+) -> list[Provisioned]:
+    """Each design's cluster with the least cost, power or machines that keeps the promises at `rate`."""
+    arrivals = poisson(question.lengths, rate, question.duration_s, question.seed, question.draw)
+    return [_for_rate(question, design, arrivals, rate, objective, report) for design in designs]
+
+
+def provision_for_budget(
+    question: Question,
+    designs: Sequence[Design],
+    budget: Budget,
+    amount: float,
+    rate_step: float,
+    most_rate: float,
+    report: Report,
+) -> list[Provisioned]:
+    """Each design's cluster of at most `amount` that keeps the promises at the highest rate."""
+    return [_for_budget(question, one, budget, amount, rate_step, most_rate, report) for one in designs]
+
+
+def _for_rate(
+    question: Question,
+    design: Design,
+    arrivals: Sequence[Arrival],
+    rate: float,
+    objective: Objective,
+    report: Report,
+) -> Provisioned:
+    summaries: dict[Cell, Summary] = {}
+
+    def run(cell: Cell) -> Outcome:
+        summaries[cell], outcome = _run(question, design, cell, arrivals)
+        verdict = "kept" if outcome.is_feasible else "broken"
+        report(f"{design.name} {_written(cell)}: {verdict}, tightest bound used {percent(outcome.tightness)}")
+        return outcome
+
+    weights = tuple(_weight(kind, objective) for _, kind in design.axes)
+    search = Search(weights, run, question.most)
+    try:
+        answer = cheapest(search, _busy(question, design, rate))
+    except ClusterError as error:
+        return Provisioned(design, rate=rate, n_runs=len(search.outcomes), reason=str(error))
+    return Provisioned(
+        design,
+        answer.cell,
+        rate,
+        ClusterSpec(design.pools(answer.cell), question.policy),
+        summaries[answer.cell],
+        answer.outcome.tightness,
+        answer.n_runs,
+        answer.frontier,
+    )
+
+
+def _for_budget(
+    question: Question,
+    design: Design,
+    budget: Budget,
+    amount: float,
+    rate_step: float,
+    most_rate: float,
+    report: Report,
+) -> Provisioned:
+    cells = _affordable(design, budget, amount, question.most)
+    if not cells:
+        return Provisioned(
+            design, reason=f"a {budget} of {number(amount)} does not pay for this design at all"
+        )
+    found: dict[tuple[Cell, float], tuple[Summary, Outcome]] = {}
+
+    def run(cell: Cell, rate: float) -> bool:
+        arrivals = poisson(question.lengths, rate, question.duration_s, question.seed, question.draw)
+        found[cell, rate] = _run(question, design, cell, arrivals)
+        outcome = found[cell, rate][1]
+        verdict = "kept" if outcome.is_feasible else "broken"
+        report(f"{design.name} {_written(cell)} at {number(rate)} requests/s: {verdict}")
+        return outcome.is_feasible
+
+    busy = _busy(question, design, 1.0)
+    share = busy[0] / sum(busy)
+    start = min(range(len(cells)), key=lambda at: abs(cells[at][0] / sum(cells[at]) - share))
+    try:
+        best = fastest(cells, start, run, rate_step, most_rate)
+    except ClusterError as error:
+        return Provisioned(design, n_runs=len(found), reason=str(error))
+    summary, outcome = found[best.cell, best.rate]
+    spec = ClusterSpec(design.pools(best.cell), question.policy)
+    return Provisioned(design, best.cell, best.rate, spec, summary, outcome.tightness, best.n_runs)
+
+
+def _run(
+    question: Question, design: Design, cell: Cell, arrivals: Sequence[Arrival]
+) -> tuple[Summary, Outcome]:
+    summary = summarise(
+        simulate(ClusterSpec(design.pools(cell), question.policy), arrivals), question.reference
+    )
+    values = summary.slowdowns if question.slo.is_slowdown else summary.times_s
+    is_kept = not broken(summary, question.slo)
+    assert values is not None
+    used = max(values[one.metric][one.percentile] / one.below for one in question.slo.bounds)
+    if summary.n_unfinished:
+        used = math.inf
+    return summary, Outcome(is_kept, used)
+
+
+def _affordable(design: Design, budget: Budget, amount: float, most: int) -> list[Cell]:
+    """Cells that leave less than a machine's worth of the budget, along the first axis."""
+    weights = [_weight(kind, budget) for _, kind in design.axes]
+    if not all(weights):
+        raise ClusterError(f"design {design.name}: a machine type states no {budget}")
+    if len(weights) == 1:
+        count = min(most, math.floor(amount / weights[0] + 1e-9))
+        return [(count,)] if count else []
+    cells: list[Cell] = []
+    for first in range(1, most + 1):
+        second = math.floor((amount - first * weights[0]) / weights[1] + 1e-9)
+        if second < 1:
+            break
+        cells.append((first, min(most, second)))
+    return cells
+
+
+def _weight(kind: MachineType, objective: Objective) -> float:
+    weight = {"cost": kind.cost, "power": kind.power_w, "machines": 1.0}[objective]
+    if weight <= 0:
+        raise ClusterError(f"machine type {kind.name} states no {objective}: minimise machines, or state it")
+    return weight
+
+
+def _busy(question: Question, design: Design, rate: float) -> list[float]:
+    """Machines that the load keeps busy on each axis, roughly."""
+    count = len(question.lengths)
+    prompts = sum(prompt for prompt, _ in question.lengths) / count
+    outputs = sum(output for _, output in question.lengths) / count
+    busy = {}
+    for role, kind in design.axes:
+        prefill = kind.steps.prefill_s(round(prompts))
+        context = round(BATCH_GUESS * (prompts + outputs / 2))
+        decode = kind.steps.decode_s(BATCH_GUESS, context) / BATCH_GUESS * outputs
+        busy[role] = rate * {"prompt": prefill, "token": decode, "mixed": prefill + decode}[role]
+    return [max(busy[role], 1e-3) for role, _ in design.axes]
+
+
+def _written(cell: Cell) -> str:
+    return "+".join(map(str, cell))

@@ -1,0 +1,67 @@
+"""Simulate a described cluster under a trace: `phasewise simulate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from phasewise.cluster.simulated.metrics import Slo, Summary, parse_slo, summarise
+from phasewise.cluster.simulated.simulate import ClusterSpec, simulate
+from phasewise.cluster.simulated.simulated_requests import PREFIX_BLOCK_TOKENS
+from phasewise.cluster.simulated.spec_file import (
+    DEFAULT_MODEL,
+    MachineCatalogue,
+    StepSources,
+    names_a_file,
+    parse_pools,
+    read_cluster,
+)
+from phasewise.workflows.capacity.load import Load, arrivals_of
+from phasewise.workflows.capacity.settings import (
+    ClusterInputs,
+    SimulationWish,
+    reference_steps,
+    step_sources,
+)
+from phasewise.workflows.errors import UsageError
+from phasewise.workflows.report import Report, silent
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A cluster and what one trace was like on it. `slo`: the promises to judge by; None without any."""
+
+    spec: ClusterSpec
+    summary: Summary
+    slo: Slo | None
+
+
+def simulate_cluster(
+    trace: str, pools: str, wish: SimulationWish, inputs: ClusterInputs, report: Report = silent
+) -> Simulated:
+    """The cluster `pools` (a TOML file, or pools in a line) under `trace`.
+
+    Raises ClusterError, TraceError and KernelDbError for input that cannot be read, and UsageError.
+    """
+    slo = None if wish.slo is None else parse_slo(wish.slo)
+    spec, catalogue = _cluster(pools, step_sources(inputs, report), inputs.model)
+    spec = _with_policy(spec, wish)
+    arrivals = arrivals_of(Load(trace, wish.rate, inputs.duration_s, inputs.seed, inputs.draw))
+    reference = reference_steps(inputs.reference, catalogue, report)
+    return Simulated(spec, summarise(simulate(spec, arrivals), reference), slo)
+
+
+def _cluster(text: str, sources: StepSources, model: str | None) -> tuple[ClusterSpec, MachineCatalogue]:
+    if names_a_file(text):
+        return read_cluster(text, sources, model)
+    catalogue = MachineCatalogue(model or DEFAULT_MODEL, sources)
+    return ClusterSpec(parse_pools(text, catalogue)), catalogue
+
+
+def _with_policy(spec: ClusterSpec, wish: SimulationWish) -> ClusterSpec:
+    policy = wish.policy
+    if wish.scheduler == "paper":
+        if policy not in (None, "splitwise-sim"):
+            raise UsageError(f"--scheduler paper has its own routing: leave --policy {policy} out")
+        policy = "splitwise-sim"
+    limits = replace(spec.limits, prefix_block_tokens=PREFIX_BLOCK_TOKENS)
+    return replace(spec, policy=policy or spec.policy, limits=limits, prefix_reuse=wish.prefix_reuse)

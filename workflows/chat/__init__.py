@@ -1,0 +1,1 @@
+"""`phasewise chat`: a conversation with a model that stays open."""

@@ -1,0 +1,102 @@
+"""A conversation with one model that stays open: `phasewise chat`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from phasewise._words import counted
+from phasewise.serving.engine.engine_size import EngineSize
+from phasewise.serving.engine.messages import Submit
+from phasewise.serving.engine.one_answer import OneAnswer
+from phasewise.serving.engine.open_engine import ModelText, open_engine
+from phasewise.serving.errors import ContextLengthExceeded
+from phasewise.workflows.errors import WorkflowError
+from phasewise.workflows.generate.answer_settings import SamplingChoice
+from phasewise.workflows.opening.open_model import Weights, open_model
+from phasewise.workflows.opening.tuning_hint import hint_at_tuning
+from phasewise.workflows.report import Report, silent
+
+Message = dict[str, Any]
+
+LEAST_ANSWER_TOKENS = 16
+"""A conversation that leaves less room than this is too long."""
+
+
+class ChatSession:
+    """One conversation. Close it, or use it in `with`. `messages`: role and content of every turn so far."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        context_tokens: int | None = None,
+        weight_format: str = "native",
+        kv_format: str = "auto",
+        threads: int | None = None,
+        db: str | None = None,
+        report: Report = silent,
+    ) -> None:
+        """Opens the model. Raises ModelError, PlanError, KernelDbError; WorkflowError without a template."""
+        found = open_model(model, Weights(weight_format), threads, db, report)
+        if found.model.chat_template is None:
+            raise WorkflowError(f"{found.model.name} has no chat template: use generate instead")
+        hint_at_tuning(model, db, report)
+        size = EngineSize.for_many(found.model, 1, context_tokens, None, kv_format)
+        self._text = ModelText(found.model)
+        self._opened = open_engine(found.model, found.plans, size, self._text, found.schedules)
+        self._ids = map(str, itertools.count())
+        self.model_name = found.model.name
+        self.defaults = found.model.sampling
+        self.context_tokens = size.limits.context_length
+        self.messages: list[Message] = []
+
+    def __enter__(self) -> ChatSession:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.__exit__(*error)
+
+    def set_system(self, text: str) -> None:
+        """Replace the system message; an empty text removes it."""
+        rest = [one for one in self.messages if one["role"] != "system"]
+        self.messages = [{"role": "system", "content": text}, *rest] if text else rest
+
+    def answer(
+        self,
+        text: str,
+        sampling: SamplingChoice,
+        max_tokens: int | None = None,
+        is_interrupted: Callable[[], bool] = lambda: False,
+    ) -> Iterator[str]:
+        """Say `text` and stream the answer. `is_interrupted` ends it after a token; its beginning is kept.
+
+        ContextLengthExceeded, the conversation unchanged, where it leaves no room for an answer.
+        """
+        asked = [*self.messages, {"role": "user", "content": text}]
+        prompt_ids = tuple(self._text.conversation(asked))
+        room = self.context_tokens - len(prompt_ids)
+        if room < LEAST_ANSWER_TOKENS:
+            raise ContextLengthExceeded(
+                f"the conversation has {counted(len(prompt_ids), 'token')}, the context {self.context_tokens}"
+            )
+        most = room if max_tokens is None else min(room, max_tokens)
+        request = Submit(next(self._ids), prompt_ids, most, sampling.params(self.defaults))
+        made = OneAnswer(request)
+        self.messages = asked
+        engine = self._opened.engine
+        try:
+            for piece in made.pieces(engine):
+                yield piece
+                if is_interrupted():
+                    break
+        finally:
+            if made.finish_reason is None:
+                engine.abort(request.request_id)
+            self.messages.append({"role": "assistant", "content": made.text})
+            self.last = made
+
+    def forget(self) -> None:
+        """Begin anew; the system message stays."""
+        self.messages = [one for one in self.messages if one["role"] == "system"]

@@ -1,0 +1,1 @@
+"""`phasewise db`: rows as JSON values, sharing them, verifying imported schedules."""

@@ -1,0 +1,1 @@
+"""`phasewise embed` and `phasewise tune-embed`."""

@@ -1,0 +1,109 @@
+"""Open an embedding model for this machine, and read what is to be embedded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phasewise._files import read_input
+from phasewise.workflows.errors import WorkflowError
+from phasewise.workflows.report import Report, silent
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from phasewise.serving.embedding.encoder.embedder import Embedder
+    from phasewise.serving.embedding.encoder.input_tokens import EncoderText, Text
+    from phasewise.serving.models.packed_model import PackedModel
+
+BATCH_INPUTS = 512
+MAX_TEXT_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class OpenEmbedder:
+    """An embedding model in memory, on cores of this process."""
+
+    model: PackedModel
+    text: EncoderText
+    embedder: Embedder
+
+    def vectors(
+        self, texts: Sequence[Text], *, truncate: bool = False, dimensions: int | None = None
+    ) -> tuple[npt.NDArray[np.float32], int]:
+        """float32 [texts, dimensions] in the texts' order, and how many tokens they had.
+
+        truncate: texts that are too long lose their end, else ContextLengthExceeded. dimensions: of each
+        vector that many numbers, with length 1 again. WorkflowError where it has not as many, or for a
+        cross-encoder; StepFailed where values are not numbers.
+        """
+        import numpy as np
+
+        from phasewise.serving.embedding.encoder.pooling import check_numbers, truncated
+
+        if self.embedder.scores:
+            raise WorkflowError(
+                f"{self.model.name} scores pairs of texts and makes no vectors: `phasewise serve` it and ask"
+                " /v1/rerank"
+            )
+        width = self.embedder.width
+        if dimensions is not None and dimensions > width:
+            raise WorkflowError(
+                f"{self.model.name} makes vectors of {width} numbers; {dimensions} are too many"
+            )
+        runs, n_tokens = [], 0
+        for start in range(0, len(texts), BATCH_INPUTS):
+            tokens = self.text.tokens(texts[start : start + BATCH_INPUTS], truncate=truncate)
+            runs.append(self.embedder.embed(tokens))
+            n_tokens += sum(len(one.ids) for one in tokens)
+        whole = np.concatenate(runs)
+        check_numbers(whole)
+        if dimensions is not None:
+            whole = np.stack([truncated(vector, dimensions) for vector in whole])
+        return whole, n_tokens
+
+    def __enter__(self) -> OpenEmbedder:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.embedder.close()
+
+
+def open_embedder(
+    ref: str, weight_format: str = "native", threads: int | None = None, report: Report = silent
+) -> OpenEmbedder:
+    """Load an embedding model and start its threads. ModelError for any other model, PlanError, RanksError.
+
+    threads: cores to use; None: all cores of the node that the default prefill plan names.
+    """
+    from phasewise.serving.embedding.encoder.embedder import Embedder
+    from phasewise.serving.embedding.encoder.input_tokens import EncoderText
+    from phasewise.serving.loaders import load_model
+    from phasewise.topology import read_machine
+    from phasewise.tuner.plans import default_plan
+
+    model = load_model(ref, weight_format, report=report)
+    plan = default_plan(read_machine(), "prefill", threads)
+    cores = [core for rank in plan.ranks for core in rank.cores]
+    embedder = Embedder(model, cores)
+    return OpenEmbedder(model, EncoderText(model), embedder)
+
+
+def lines_of(path: Path) -> list[str]:
+    """One text a line. WorkflowError where the file cannot be read, is not UTF-8 or has no line."""
+    try:
+        text = read_input(path, MAX_TEXT_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise WorkflowError(f"{path} cannot be read: {error}") from error
+    return texts_in(text, str(path))
+
+
+def texts_in(text: str, what: str) -> list[str]:
+    """The lines of a text without their ends. WorkflowError for none."""
+    lines = text.splitlines()
+    if not lines:
+        raise WorkflowError(f"{what} has no line to embed")
+    return lines

@@ -1,0 +1,1 @@
+"""`phasewise generate`, and the settings of one answer."""

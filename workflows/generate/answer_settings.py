@@ -1,0 +1,107 @@
+"""Settings of one answer: what the prompt is, how tokens are chosen, when the answer ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phasewise._files import read_input
+from phasewise.serving.models.sparse_mode import SparseMode
+from phasewise.workflows.errors import UsageError, WorkflowError
+from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice
+from phasewise.workflows.opening.open_model import Weights
+
+if TYPE_CHECKING:
+    from phasewise.serving.sampling.sampling import SamplingParams
+    from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
+
+MAX_PROMPT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class SamplingChoice:
+    """The choice of tokens; None: the default of the caller. The same `seed` gives the same text."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+
+    def params(self, defaults: SamplingDefaults) -> SamplingParams:
+        """These values over `defaults`. RequestError where one is out of its range."""
+        from phasewise.serving.sampling.sampling import SamplingParams
+
+        base = defaults.with_overrides(self.temperature, self.top_p, self.min_p)
+        penalty = self.repetition_penalty
+        return SamplingParams(
+            temperature=base.temperature,
+            top_k=base.top_k if self.top_k is None else self.top_k,
+            top_p=base.top_p,
+            min_p=base.min_p,
+            seed=self.seed,
+            repetition_penalty=base.repetition_penalty if penalty is None else penalty,
+        )
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """Settings of a run and of the end of its answer. `n_tokens` None: 64; for a message the whole answer."""
+
+    n_tokens: int | None = None
+    stop: Sequence[str] | None = None
+    ignore_eos: bool = False
+    chat: bool = False
+    system: str | None = None
+    weight_format: str = "native"
+    kv_format: str = "auto"
+    sparse: SparseMode = "auto"
+    threads: int | None = None
+    ranks: int | None = None
+    tile_prompts: bool = False
+    arithmetic: ArithmeticChoice = "tuned"
+    draft: str | None = None
+    """`lookup` or a model, as `workflows.opening.drafts.find_drafts` reads it."""
+
+    @property
+    def weights(self) -> Weights:
+        return Weights(
+            self.weight_format,
+            self.sparse,
+            tile_prompts=self.tile_prompts,
+            arithmetic=self.arithmetic,
+        )
+
+    @property
+    def is_message(self) -> bool:
+        """True if the prompt goes through the model's chat template."""
+        return self.chat or self.system is not None
+
+
+def prompt_from(text: str | None, option: str | None, file: Path | None, stdin: str | None) -> str:
+    """The one prompt that was given: as an argument, with an option, in a UTF-8 file, or else on stdin.
+
+    UsageError where several were given or none; WorkflowError for a file that cannot be read.
+    """
+    given = [one for one in (text, option) if one is not None]
+    if len(given) + (file is not None) > 1:
+        raise UsageError("give one prompt: as an argument, with --prompt, or in a --file")
+    if file is not None:
+        return _read(file)
+    if given:
+        return given[0]
+    if stdin is None:
+        raise UsageError("give a prompt: as an argument, with --prompt, in a --file, or on stdin")
+    return stdin
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_input(path, MAX_PROMPT_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise WorkflowError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise WorkflowError(f"the prompt in {path} cannot be read: {error.strerror}") from None

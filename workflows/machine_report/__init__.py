@@ -1,0 +1,1 @@
+"""`phasewise report`: the database's facts of this machine, and the page of them."""

@@ -1,0 +1,60 @@
+"""Find what drafts tokens of answers, as `--draft` names it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phasewise.workflows.report import Report, silent
+
+if TYPE_CHECKING:
+    from phasewise.serving.drafts.opening import DraftSource
+    from phasewise.workflows.opening.open_model import OpenModel
+
+LOOKUP = "lookup"
+
+
+def find_drafts(
+    name: str | None, found: OpenModel, db: str | None = None, report: Report = silent
+) -> DraftSource | None:
+    """The source of drafts for a model that is open; None where `name` is None: no drafts.
+
+    name: `lookup`, or a model as `open_model` reads it. db: URL or file of the tuning database, whose step
+    times say what rows cost. ModelError where the draft model cannot be read or has another vocabulary.
+    """
+    if name is None:
+        return None
+    from phasewise.serving.drafts.opening import DraftSource, check_vocabularies
+
+    recorded = _recorded_ns(found, db)
+    if name == LOOKUP:
+        return DraftSource(recorded_ns=recorded)
+    from phasewise.serving.loaders import load_model
+
+    draft = load_model(name, "native", report=report)
+    check_vocabularies(draft, found.model)
+    return DraftSource(draft, recorded)
+
+
+def _recorded_ns(found: OpenModel, db: str | None) -> dict[int, float]:
+    """Nanoseconds of decode steps by rows, of the plan in use, at the shortest context that was timed."""
+    from phasewise.kerneldb.location import locate
+    from phasewise.tuner.plans import machine_key, model_key
+
+    location = locate(db)
+    if location.is_absent:
+        return {}
+    from phasewise.kerneldb.store import open_store
+    from phasewise.topology import read_machine
+    from phasewise.tuner.topotree import Configuration
+
+    key = Configuration(found.plans["decode"].ranks).key
+    with open_store(db) as store:
+        timed = [
+            row
+            for row in store.step_times(
+                machine_key(read_machine()), model_key(found.model.name, found.model.format), "decode"
+            )
+            if row.configuration_key == key and row.step.tokens == 1
+        ]
+    shortest = min((row.step.context for row in timed), default=0)
+    return {row.step.sequences: float(row.estimate_ns) for row in timed if row.step.context == shortest}

@@ -1,0 +1,116 @@
+"""Open a model for running: its weights, one service plan for each phase, and the tuned schedules in use.
+
+`generate`, `serve`, `bench run` and `predict-len collect` all begin here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from phasewise.serving.models.sparse_mode import SparseMode
+from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice
+from phasewise.workflows.report import Report, silent
+
+if TYPE_CHECKING:
+    from phasewise.serving.loaders.storage import StorageChoice
+    from phasewise.serving.models.packed_model import PackedModel
+    from phasewise.topology import Machine
+    from phasewise.tuner.plans import Phase, ServicePlan
+    from phasewise.workflows.opening.tuned_schedules import KernelSchedules, ScheduleUse
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The storage and arithmetic of a model's weights, in every process that computes with them.
+
+    weight_format: one of `serving.models.packed_model.FORMATS`. sparse: which weights are stored sparse.
+    checksum: read the
+    packed file whole, and make it anew where it is not as it was written. tile_prompts: prefill multiplies
+    quantised weights as bf16 on the tile unit, where there is one. arithmetic: of K-quants.
+    """
+
+    weight_format: str = "native"
+    sparse: SparseMode = "auto"
+    checksum: bool = False
+    tile_prompts: bool = False
+    arithmetic: ArithmeticChoice = "tuned"
+
+
+NATIVE = Weights()
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model in memory, and how this machine runs it."""
+
+    model: PackedModel
+    plans: Mapping[Phase, ServicePlan]
+    schedules: Mapping[Phase, KernelSchedules]
+    storage: StorageChoice
+    """The requested storage of its weights."""
+
+    def explain(self, prefill_rows: int, decode_rows: int, kv_format: str = "auto") -> list[ScheduleUse]:
+        """The schedule of every product and of attention, for steps of up to this many rows in each phase."""
+        from phasewise.workflows.opening.tuned_schedules import explain
+
+        most_rows: dict[Phase, int] = {"prefill": prefill_rows, "decode": decode_rows}
+        return explain(self.model, self.plans, self.schedules, most_rows, kv_format, self.storage)
+
+
+def open_model(
+    ref: str,
+    weights: Weights = NATIVE,
+    threads: int | None = None,
+    db: str | None = None,
+    report: Report = silent,
+    ranks: int | None = None,
+) -> OpenModel:
+    """Load a model, find its plans and the schedules in use on the plans' cores.
+
+    ref: a known name, a GGUF file, a Hugging Face directory or a hub name. threads: cores of each phase,
+    ranks: how many divide them; both None for the stored plan, or the default one. db: URL or file of the
+    tuning database; None for the user's own. Raises ModelError, PlanError, KernelDbError.
+    """
+    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
+    from phasewise.topology import read_machine
+    from phasewise.tuner.plans import model_key, plans_for
+
+    machine = read_machine()
+    name = locate(ref, cache_root(None), report).name
+    plans = plans_for(db, machine, model_key(name, weights.weight_format), threads, report, ranks)
+    return open_under(plans, ref, weights, db, machine, report)
+
+
+def open_under(
+    plans: Mapping[Phase, ServicePlan],
+    ref: str,
+    weights: Weights,
+    db: str | None,
+    machine: Machine,
+    report: Report = silent,
+) -> OpenModel:
+    """A model that runs by these plans, with the schedules in use on their cores. As `open_model`."""
+    from phasewise.serving.loaders import load_model
+    from phasewise.workflows.opening.storage_choice import storage_choice
+
+    storage = storage_choice(weights.sparse, db, machine, plans, report)
+    model = load_model(ref, weights.weight_format, report=report, checksum=weights.checksum, storage=storage)
+    return OpenModel(model, plans, schedules_under(plans, weights, db, machine, report), storage)
+
+
+def schedules_under(
+    plans: Mapping[Phase, ServicePlan], weights: Weights, db: str | None, machine: Machine, report: Report
+) -> Mapping[Phase, KernelSchedules]:
+    """The schedules in use on the plans' cores, as `weights` are multiplied."""
+    from phasewise.workflows.opening.tuned_schedules import schedules_for
+
+    return schedules_for(
+        db,
+        machine,
+        plans,
+        report,
+        tile_prompts=weights.tile_prompts,
+        arithmetic=weights.arithmetic,
+    )

@@ -1,0 +1,51 @@
+"""The storage of a model's weights on this machine: by the tuning database, where it knows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from phasewise.kerneldb.location import locate
+from phasewise.serving.loaders.storage import StorageChoice, StorageDecision
+from phasewise.workflows.report import Report, silent
+
+if TYPE_CHECKING:
+    from phasewise.serving.loaders.forms import WeightForm
+    from phasewise.serving.models.sparse_mode import SparseMode
+    from phasewise.topology import Machine
+    from phasewise.tuner.plans import Phase, ServicePlan
+    from phasewise.tuner.storage import StorageTable
+
+
+def storage_choice(
+    mode: SparseMode,
+    db: str | os.PathLike[str] | None,
+    machine: Machine,
+    plans: Mapping[Phase, ServicePlan],
+    report: Report = silent,
+) -> StorageChoice:
+    """For `--sparse MODE`. Duels are those of the cores of `plans`; ranks of several share weights, so for
+    them nothing was compared.
+    """
+    if mode != "auto" or locate(db).is_absent or any(len(plan.ranks) > 1 for plan in plans.values()):
+        return StorageChoice(mode)
+    from phasewise.cython_kernels._native import kernel_abi
+    from phasewise.kerneldb.store import open_store
+    from phasewise.tuner.plans import machine_key
+    from phasewise.tuner.storage import read_storage_table
+
+    keys = [machine_key(machine, plan.ranks[0].cores) for plan in plans.values()]
+    with open_store(db, report) as store:
+        table = read_storage_table(store, keys, kernel_abi("gemm"))
+    return _measured_choice(table) if table else StorageChoice(mode)
+
+
+def _measured_choice(table: StorageTable) -> StorageChoice:
+    from phasewise.tuner.weights import format_of_kind
+
+    def measured(form: WeightForm, n: int, k: int, density: float) -> StorageDecision | None:
+        found = table.verdict(format_of_kind(form.kind, form.group, form.has_mins), n, k, density)
+        return None if found is None else StorageDecision(found.is_sparse, found.why)
+
+    return StorageChoice("auto", measured)

@@ -1,0 +1,266 @@
+"""The tuned schedules of an opened model: the lookup that serving is given, and all of its answers.
+
+`schedules_for` reads the database once. `explain` lists every lookup that a model's steps make.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from phasewise.cython_kernels.division import columns, share
+from phasewise.kerneldb.location import locate
+from phasewise.serving.models.forward import attention_problem
+from phasewise.serving.models.schedules import RowRange
+from phasewise.topology import Machine
+from phasewise.tuner.lookup import ScheduleChoice, ScheduleTable
+from phasewise.tuner.plans import Phase, ServicePlan, machine_key
+from phasewise.tuner.weights import format_name
+from phasewise.workflows.opening.arithmetic_choice import PATHS, ArithmeticChoice
+from phasewise.workflows.report import Report, silent
+
+if TYPE_CHECKING:
+    from phasewise.cython_kernels.packing import PackedWeight
+    from phasewise.kerneldb.store import Store
+    from phasewise.serving.loaders.storage import StorageChoice
+    from phasewise.serving.models.packed_model import PackedModel
+
+Plans = Mapping[Phase, ServicePlan]
+TILE_PATH = "bf16_tile"
+
+
+@dataclass(frozen=True)
+class KernelSchedules:
+    """The schedules of one phase as the numbers that kernels take; a
+    `serving.models.schedules.ScheduleLookup`."""
+
+    table: ScheduleTable
+    in_tiles: bool = False
+    """Quantised weights are multiplied as bf16 on the tile unit, where there is one."""
+    choice: ArithmeticChoice = "tuned"
+    _known: dict[tuple[str, int, int, int], list[RowRange]] = field(default_factory=dict)
+
+    def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
+        path = _chosen_path(self.choice, weight)
+        return self.table.arithmetic_of(weight) if path is None else (path, 1)
+
+    def own_path(self, weight: PackedWeight) -> str | None:
+        has_tiles = weight.kind in ("f32", "bf16") or (weight.kind == "q8" and weight.group == 0)
+        return TILE_PATH if self.in_tiles and not has_tiles else None
+
+    def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
+        """The row ranges of this weight's shape; cached, since a model has many weights and few shapes."""
+        key = (format_name(weight), weight.n, weight.k, max_m)
+        if key not in self._known:
+            if _chosen_path(self.choice, weight) not in (None, self.table.arithmetic_of(weight)[0]):
+                self._known[key] = [RowRange(max_m, None, f"--arithmetic {self.choice}: the default")]
+            else:
+                self._known[key] = _row_ranges(self.table.products(weight, max_m))
+        return self._known[key]
+
+    def attention(self, kv_format: str, n: int, k: int, max_m: int) -> list[RowRange]:
+        return _row_ranges(self.table.attention(kv_format, n, k, max_m))
+
+
+def _chosen_path(choice: ArithmeticChoice, weight: PackedWeight) -> str | None:
+    """The path that was asked for; None where none was, or where the weight has no sub-scales."""
+    from phasewise.cython_kernels._native import compute_paths
+
+    path = PATHS.get(choice)
+    has_both = path is not None and PATHS["blocks"] in compute_paths(weight.kind, weight.group)
+    return path if has_both else None
+
+
+def _row_ranges(choices: Sequence[ScheduleChoice]) -> list[RowRange]:
+    ranges = []
+    for choice in choices:
+        fields = None
+        if choice.schedule is not None:
+            from phasewise.tuner.native import kernel_fields
+
+            fields = kernel_fields(choice.schedule)
+        ranges.append(RowRange(choice.last_m, fields, choice.why))
+    return ranges
+
+
+def schedules_for(
+    db: str | os.PathLike[str] | None,
+    machine: Machine,
+    plans: Plans,
+    report: Report = silent,
+    *,
+    tile_prompts: bool = False,
+    arithmetic: ArithmeticChoice = "tuned",
+) -> Mapping[Phase, KernelSchedules]:
+    """The schedules in use on each plan's cores with this build of the kernels; none without a database.
+
+    tile_prompts: prefill multiplies quantised weights as bf16 on the tile unit, where there is one.
+    arithmetic: of K-quants, for both phases.
+    """
+    absent = locate(db).is_absent
+    tables: dict[Phase, ScheduleTable] = (
+        {phase: ScheduleTable([]) for phase in plans} if absent else _tables(db, machine, plans, report)
+    )
+    return {
+        phase: KernelSchedules(table, tile_prompts and phase == "prefill", arithmetic)
+        for phase, table in tables.items()
+    }
+
+
+def _tables(
+    db: str | os.PathLike[str] | None, machine: Machine, plans: Plans, report: Report
+) -> dict[Phase, ScheduleTable]:
+    from phasewise.kerneldb.store import open_store
+
+    cores: dict[Phase, tuple[int, ...]] = {phase: plan.ranks[0].cores for phase, plan in plans.items()}
+    with open_store(db, report) as store:
+        tables = {one: read_schedules(store, machine, one, report) for one in dict.fromkeys(cores.values())}
+    return {phase: tables[one] for phase, one in cores.items()}
+
+
+def read_schedules(store: Store, machine: Machine, cores: Sequence[int], report: Report) -> ScheduleTable:
+    """The schedules in use on such cores with this build of the kernels, of those that can run here."""
+    from phasewise.tuner.lookup import read_table
+    from phasewise.tuner.native import is_default_for
+    from phasewise.tuner.obstacles import abi_of, obstacle
+
+    key = machine_key(machine, cores)
+    return read_table(store, key, abi_of, is_default_for(len(cores)), obstacle, report)
+
+
+# ---- explain ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScheduleUse:
+    """The schedule of products of one shape, or of attention, in one phase and for a range of rows."""
+
+    phase: Phase
+    used_for: str
+    """Names of weights, e.g. `layers.*.qkv`, or `attention`."""
+    format: str
+    n: int
+    k: int
+    compute_path: str
+    k_parts: int
+    first_m: int
+    last_m: int
+    why: str
+    schedule: Mapping[str, int] | None
+    """None: attention's default, which looks at the whole step."""
+    storage: str = "dense"
+    """`dense` or `sparse`, and the share that is kept, where it could be either."""
+    storage_why: str = ""
+
+
+def explain(
+    model: PackedModel,
+    plans: Plans,
+    lookups: Mapping[Phase, KernelSchedules],
+    most_rows: Mapping[Phase, int],
+    kv_format: str,
+    storage: StorageChoice,
+) -> list[ScheduleUse]:
+    """One entry for every distinct shape of `model`, and for attention, up to `most_rows` of each phase.
+
+    Where a plan has several ranks, the entries are for the columns and heads that rank 0 computes. Density
+    is that of the first weight of a shape. storage: how the model's weights were to be stored.
+    """
+    uses: list[ScheduleUse] = []
+    shapes = [(names, whole, _storage_of(whole, storage)) for names, whole in _shapes(model)]
+    for phase, plan in plans.items():
+        threads = tuple(len(rank.cores) for rank in plan.ranks)
+        for names, whole, stored in shapes:
+            arithmetic = lookups["prefill"].arithmetic(whole)
+            weight = columns(whole, *share(whole.panels, threads, 0))
+            if weight is None:
+                continue  # fewer panels than threads
+            ranges: Sequence[RowRange] = lookups[phase].products(weight, max(most_rows.values()))
+            if (own_path := lookups[phase].own_path(whole)) is not None:
+                arithmetic = (own_path, arithmetic[1])
+                ranges = [RowRange(most_rows[phase], None, "prompts in tiles: the default")]
+            cut = _cut(ranges, most_rows[phase])
+            found = [_product_use(phase, names, weight, arithmetic, threads[0], rows) for rows in cut]
+            uses += [replace(use, storage=stored[0], storage_why=stored[1]) for use in found]
+        heads = share(model.config.n_kv_heads, threads, 0)[1]
+        if heads:
+            problem = attention_problem(model, heads, kv_format)
+            ranges = lookups[phase].attention(*problem, max(most_rows.values()))
+            uses += [_attention_use(phase, problem, rows) for rows in _cut(ranges, most_rows[phase])]
+    return uses
+
+
+def _shapes(model: PackedModel) -> Iterator[tuple[str, PackedWeight]]:
+    """One weight of each shape, and the names of all weights of that shape, e.g. `layers.*.qkv`."""
+    names: dict[tuple[str, int, int], dict[str, None]] = {}
+    first: dict[tuple[str, int, int], PackedWeight] = {}
+    for name, weight in model.products().items():
+        if name == "embed" and not model.config.tied_embeddings:
+            continue  # rows are looked up in it; nothing is multiplied
+        key = (format_name(weight), weight.n, weight.k)
+        in_any_layer = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        names.setdefault(key, {})[in_any_layer] = None
+        first.setdefault(key, weight)
+    for key, weight in first.items():
+        yield " ".join(names[key]), weight
+
+
+def _storage_of(weight: PackedWeight, storage: StorageChoice) -> tuple[str, str]:
+    """Storage and density of a weight, and why it is stored so; reads all of it."""
+    from phasewise.cython_kernels import sparse
+    from phasewise.serving.loaders.forms import WeightForm
+
+    if not sparse.can_be_sparse(weight.kind, weight.mins is not None):
+        return "dense", ""
+    scale_dtype = None if weight.scales is None else str(weight.scales.dtype)
+    form = WeightForm(weight.kind, weight.group, weight.zero_point, scale_dtype)
+    kept = sparse.kept(weight)
+    density = kept / (weight.n * weight.k)
+    name = "sparse" if weight.is_sparse else "dense"
+    return f"{name}, {density:.2f} kept", storage.decide(form, weight.n, weight.k, kept).why
+
+
+def _cut(ranges: Sequence[RowRange], most_rows: int) -> Iterator[tuple[int, RowRange]]:
+    """The ranges up to `most_rows`, each with its first number of rows."""
+    first_m = 1
+    for rows in ranges:
+        if first_m > most_rows:
+            return
+        yield first_m, replace(rows, last_m=min(rows.last_m, most_rows))
+        first_m = rows.last_m + 1
+
+
+def _product_use(
+    phase: Phase,
+    names: str,
+    weight: PackedWeight,
+    arithmetic: tuple[str | None, int],
+    threads: int,
+    found: tuple[int, RowRange],
+) -> ScheduleUse:
+    from phasewise.cython_kernels._native import compute_paths, default_schedule
+
+    (path, k_parts), (first_m, rows), paths = arithmetic, found, compute_paths(weight.kind, weight.group)
+    return ScheduleUse(
+        phase,
+        names,
+        format_name(weight),
+        weight.n,
+        weight.k,
+        path if path is not None and path in paths else paths[0],
+        k_parts,
+        first_m,
+        rows.last_m,
+        rows.why,
+        rows.schedule or default_schedule(weight, rows.last_m, threads, path, k_parts),
+    )
+
+
+def _attention_use(phase: Phase, problem: tuple[str, int, int], found: tuple[int, RowRange]) -> ScheduleUse:
+    first_m, rows = found
+    kv_format, n, k = problem
+    return ScheduleUse(
+        phase, "attention", kv_format, n, k, "fma", 1, first_m, rows.last_m, rows.why, rows.schedule
+    )

@@ -1,0 +1,1 @@
+"""`phasewise serve`: from settings to a running server, alone or with pools."""

@@ -1,0 +1,129 @@
+"""The address and limits of a server: from settings to limits, TLS and an address."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phasewise._files import read_input
+from phasewise.workflows.errors import UsageError, WorkflowError
+from phasewise.workflows.report import Report
+from phasewise.workflows.serve.settings import Accepting, Listening
+
+if TYPE_CHECKING:
+    import ssl
+
+    from phasewise.serving.http.http_settings import HttpLimits
+    from phasewise.serving.http.routes.hangup import ReadKeys
+    from phasewise.serving.http.transport.listening import Address
+
+MAX_KEY_FILE_BYTES = 1 << 20
+MAX_KEY_CHARS = 4096
+
+
+def http_limits(listening: Listening, accepting: Accepting, report: Report) -> HttpLimits:
+    from phasewise.serving.http.http_settings import HttpLimits
+    from phasewise.serving.http.transport.listening import allow_many_connections, allowed_hosts
+
+    n_live = accepting.max_sequences + accepting.max_waiting
+    host = None if listening.unix_socket else listening.host
+    return HttpLimits(
+        api_keys=_keys(accepting, report),
+        allowed_hosts=allowed_hosts(host, listening.allowed_host or ()),
+        max_body_bytes=accepting.max_body_bytes,
+        max_unfinished_bytes=accepting.max_unfinished_bytes,
+        max_live_requests=n_live,
+        max_waiting_requests=accepting.max_waiting,
+        max_connections=min(allow_many_connections(), accepting.max_connections),
+        max_connections_per_address=accepting.max_connections_per_address,
+        max_sequences_per_key=accepting.max_sequences_per_key or max(1, n_live * 3 // 4),
+        max_response_bytes=accepting.max_response_bytes,
+        drain_s=accepting.drain_s,
+    )
+
+
+def reader_of_keys(accepting: Accepting, report: Report) -> ReadKeys | None:
+    """Reads all keys again, and tells what came of it; None where they are in no file."""
+    path = accepting.api_key_file
+    if path is None:
+        return None
+
+    def read() -> tuple[str, ...] | None:
+        try:
+            keys = _keys(accepting, report)
+        except WorkflowError as error:
+            report(f"the API keys stay as they were: {error}")
+            return None
+        report(f"API keys read again: {len(keys)}, with those in {path}")
+        return keys
+
+    return read
+
+
+def _keys(accepting: Accepting, report: Report) -> tuple[str, ...]:
+    file = accepting.api_key_file
+    keys = (*(accepting.api_key or ()), *(_keys_in(file, report) if file else ()))
+    if "" in keys:
+        raise UsageError("an API key must not be empty")
+    return keys
+
+
+def _keys_in(path: Path, report: Report) -> list[str]:
+    """The keys of a file: one on a line; empty lines and those that begin with # are left out."""
+    try:
+        text = read_input(path, MAX_KEY_FILE_BYTES).decode()
+    except OSError as error:
+        raise WorkflowError(f"the API key file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise WorkflowError(f"the API key file {path} is not UTF-8 text") from None
+    _warn_readable(path, "API keys", report)
+    lines = (line.strip() for line in text.splitlines())
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if any(len(key) > MAX_KEY_CHARS or not key.isprintable() for key in keys):
+        raise WorkflowError(
+            f"the API key file {path} has a key that no request can carry: give at most {MAX_KEY_CHARS} "
+            "printable characters a line"
+        )
+    if not keys:
+        raise WorkflowError(f"the API key file {path} has no key; write one a line, or leave the option out")
+    return keys
+
+
+def tls_of(listening: Listening, report: Report) -> ssl.SSLContext | None:
+    from phasewise.serving.http.transport.listening import tls_context
+
+    certificate, key = listening.tls_cert, listening.tls_key
+    if certificate is None and key is None:
+        return None
+    if certificate is None:
+        raise UsageError("--tls-key needs --tls-cert")
+    if listening.unix_socket is not None:
+        raise UsageError("TLS is for ports; leave --tls-cert out, or --unix-socket")
+    context = tls_context(certificate, key)
+    _warn_readable(key or certificate, "TLS key", report)
+    return context
+
+
+def _warn_readable(path: Path, secret: str, report: Report) -> None:
+    if path.stat().st_mode & stat.S_IROTH:
+        report(f"warning: everybody on this machine can read the {secret} in {path}; chmod 600 it")
+
+
+def address_of(listening: Listening, tls: ssl.SSLContext | None) -> Address:
+    from phasewise.serving.http.transport.listening import TcpAddress, UnixAddress
+
+    if listening.unix_socket is not None:
+        return UnixAddress(listening.unix_socket)
+    return TcpAddress(listening.host, listening.port, secure=tls is not None)
+
+
+def warn_of_strangers(listening: Listening, limits: HttpLimits, report: Report) -> None:
+    from phasewise.serving.http.transport.listening import is_loopback
+
+    if limits.api_keys or listening.unix_socket is not None or is_loopback(listening.host):
+        return
+    report(
+        f"warning: every machine that reaches {listening.host} port {listening.port} can use this server: it "
+        "asks for no key; set PHASEWISE_API_KEY or --api-key-file, or listen on 127.0.0.1"
+    )

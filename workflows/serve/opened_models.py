@@ -1,0 +1,164 @@
+"""The models that a server answers with: each opened and sized, with an engine of its own or with pools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from phasewise.workflows.report import Report
+from phasewise.workflows.serve.settings import KeysAndValues, ServeSettings
+
+if TYPE_CHECKING:
+    from phasewise.serving.drafts.opening import DraftSource
+    from phasewise.serving.engine.engine_host import OpenHost
+    from phasewise.serving.engine.engine_size import EngineSize
+    from phasewise.serving.engine.open_engine import ModelText, OpenEngine
+    from phasewise.serving.service import Predictor, Served
+    from phasewise.workflows.opening.open_model import OpenModel
+    from phasewise.workflows.opening.tuned_schedules import ScheduleUse
+    from phasewise.workflows.serve.instance_process import InstanceSpec
+    from phasewise.workflows.serve.pools import PlannedInstance
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model that is served by an engine of its own, or by `instances` in pools, as `spec` says of each.
+
+    `lines` tell its plans. `cores`: CPUs of this host that compute it.
+    """
+
+    spec: InstanceSpec
+    found: OpenModel
+    opened: Served
+    host: OpenHost
+    predictor: Predictor | None
+    lines: Sequence[str]
+    cores: frozenset[int]
+    instances: Sequence[PlannedInstance] = ()
+
+    def opened_as(self) -> Iterator[tuple[PlannedInstance | None, OpenModel]]:
+        """The model as this host opens it for each of its instances; without instances as it is opened."""
+        from phasewise.topology import read_machine
+        from phasewise.workflows.opening.open_model import open_under
+
+        spec = self.spec
+        for instance in self.instances:
+            yield instance, open_under(instance.plans, spec.model, spec.weights, spec.db, read_machine())
+        if not self.instances:
+            yield None, self.found
+
+    def uses(self, found: OpenModel) -> list[ScheduleUse]:
+        """The schedules that a model opened so runs by."""
+        size = self.opened.size
+        return found.explain(size.step_tokens, size.limits.max_sequences, size.kv.format)
+
+
+def open_models(
+    refs: Sequence[str], settings: ServeSettings, stack: ExitStack, report: Report
+) -> list[OpenedModel]:
+    """Each with its share of the memory for keys and values; `stack` closes them. Raises as `serve_model`."""
+    from phasewise.workflows.opening.open_model import open_model
+
+    running = settings.running
+    found = [
+        open_model(ref, settings.weights, running.threads, settings.db, report, running.ranks) for ref in refs
+    ]
+    budgets = _budgets(found, settings.kv)
+    return [
+        _open_one(ref, one, kv_bytes, settings, stack, report)
+        for ref, one, kv_bytes in zip(refs, found, budgets, strict=True)
+    ]
+
+
+def _open_one(
+    ref: str,
+    found: OpenModel,
+    kv_bytes: int | None,
+    settings: ServeSettings,
+    stack: ExitStack,
+    report: Report,
+) -> OpenedModel:
+    """Its engine or its pools, which `stack` closes. kv_bytes: for keys and values; None: a default."""
+    from phasewise.serving.engine.engine_thread import EngineThread
+    from phasewise.serving.engine.open_engine import ModelText
+    from phasewise.workflows.opening.drafts import find_drafts
+    from phasewise.workflows.serve.instance_process import InstanceSpec
+    from phasewise.workflows.serve.length_estimator import open_predictor
+    from phasewise.workflows.serve.pools import open_pools
+
+    running, db = settings.running, settings.db
+    text = ModelText(found.model, allow_special=settings.accepting.allow_special)
+    drafts = find_drafts(running.draft, found, db, report)
+    predictor = open_predictor(running.predictor, found.model.name, report, text.tokenizer.decode)
+    size = _size(found, kv_bytes, settings, drafts)
+    spec = InstanceSpec(ref, settings.weights, size, None, db)
+    pooled = stack.enter_context(
+        open_pools(settings.pools, found, text, spec, running.context_tokens, report)
+    )
+    if pooled is not None:
+        return OpenedModel(
+            spec, found, pooled, pooled.host, predictor, pooled.lines, pooled.cores, pooled.instances
+        )
+    alone = stack.enter_context(_open_engine(found, size, text, drafts))
+    host = partial(EngineThread, alone.engine)
+    lines = [plan.describe() for plan in found.plans.values()]
+    cores = frozenset(core for plan in found.plans.values() for core in plan.cores)
+    return OpenedModel(spec, found, alone, host, predictor, lines, cores)
+
+
+def _size(
+    found: OpenModel, kv_bytes: int | None, settings: ServeSettings, drafts: DraftSource | None
+) -> EngineSize:
+    from phasewise.serving.engine.engine_size import EngineSize
+
+    running, kv = settings.running, settings.kv
+    size = EngineSize.for_many(
+        found.model,
+        settings.accepting.max_sequences,
+        running.context_tokens,
+        kv_bytes,
+        kv.kv_format,
+        None if drafts is None else drafts.model,
+        kv_shared=settings.pools.is_asked,
+    )
+    limits = replace(
+        size.limits, max_batch_tokens=running.max_batch_tokens, prefix_reuse=not kv.no_prefix_reuse
+    )
+    touched = replace(size.kv, touched=True)
+    return replace(size, limits=limits, kv=touched, kv_policy=kv.kv_policy, tpot_ms=running.tpot_ms)
+
+
+def _open_engine(
+    found: OpenModel, size: EngineSize, text: ModelText, drafts: DraftSource | None
+) -> OpenEngine:
+    from phasewise.serving.engine.open_engine import open_engine
+    from phasewise.serving.ranks.rank_teams import keeping_affinity
+
+    with keeping_affinity():
+        return open_engine(found.model, found.plans, size, text, found.schedules, drafts=drafts)
+
+
+def _budgets(models: Sequence[OpenModel], kv: KeysAndValues) -> list[int | None]:
+    """Bytes for keys and values of each model. Of one budget each gets what pays for as many tokens as the
+    others have; without one that is a quarter of the free memory, and no more than a model alone would take.
+    """
+    from phasewise.serving.engine.engine_size import KV_SHARE_OF_FREE_MEMORY, default_kv_bytes
+    from phasewise.serving.models.forward import kv_bytes_per_slot
+    from phasewise.serving.processes.memory import available_bytes
+
+    if len(models) == 1:
+        return [kv.kv_budget_bytes]
+    per_slot = [kv_bytes_per_slot(one.model, kv.kv_format) for one in models]
+    budget, free = kv.kv_budget_bytes, available_bytes()
+    if budget is None:
+        alone = [default_kv_bytes(one.model) for one in models]
+        if free is None:
+            return list(alone)
+        share = free * KV_SHARE_OF_FREE_MEMORY
+        return [
+            min(most, int(share * own / sum(per_slot))) for most, own in zip(alone, per_slot, strict=True)
+        ]
+    return [budget * own // sum(per_slot) for own in per_slot]

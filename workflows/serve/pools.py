@@ -1,0 +1,334 @@
+"""Prompt, token and mixed pools on this host: from cores to instances behind one front."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from phasewise._words import counted
+from phasewise.workflows.errors import UsageError
+
+if TYPE_CHECKING:
+    from phasewise.cluster.real.supervisor import FrontSettings
+    from phasewise.cluster.routing import Role
+    from phasewise.serving.engine.engine_host import OpenHost
+    from phasewise.serving.engine.engine_size import EngineSize
+    from phasewise.serving.engine.open_engine import ModelText
+    from phasewise.serving.models.packed_model import PackedModel
+    from phasewise.serving.processes.sockets import Keys
+    from phasewise.topology import Machine
+    from phasewise.tuner.plans import Phase, ServicePlan
+    from phasewise.workflows.opening.open_model import OpenModel
+    from phasewise.workflows.report import Report
+    from phasewise.workflows.serve.instance_process import InstanceSpec
+
+SPLIT_ABOVE_TOKENS = 64
+"""Shorter prompts are computed where their answers are. Chosen, not measured yet."""
+
+
+@dataclass(frozen=True)
+class Pools:
+    """The cores that compute prompts, answers or both, each set in an instance of its own.
+
+    Cores are written as taskset does, e.g. `0-11`; `0-11+12-23` are two ranks. `pools`: `off`, or `auto`,
+    which takes the pools from the tuned plans. Prompts of at most `split_above` tokens are computed where
+    their answers are. On a Ray `cluster` (its address, or `auto`) `prompt`, `token` and `mixed` say how many
+    instances of how many cores, e.g. `2x24`; `spread`: on different nodes. An instance that is given
+    the other pool's work of `repurpose_after` requests in a row moves there for good; 0: never.
+    """
+
+    prompt_pool: Sequence[str] | None = None
+    token_pool: Sequence[str] | None = None
+    mixed_pool: Sequence[str] | None = None
+    pools: str = "off"
+    split_above: int = SPLIT_ABOVE_TOKENS
+    repurpose_after: int = 0
+    cluster: str | None = None
+    prompt: str | None = None
+    token: str | None = None
+    mixed: str | None = None
+    spread: bool = False
+    kv_transfer: Literal["auto", "shm", "tcp"] = "auto"
+
+    @property
+    def is_asked(self) -> bool:
+        """True if any pool is asked for."""
+        return (
+            bool(self.named or self.cluster or self.prompt or self.token or self.mixed) or self.pools != "off"
+        )
+
+    @property
+    def named(self) -> list[tuple[Role, str]]:
+        """Role and cores of every instance that is asked for by its cores."""
+        asked: list[tuple[Role, Sequence[str] | None]] = [
+            ("prompt", self.prompt_pool),
+            ("token", self.token_pool),
+            ("mixed", self.mixed_pool),
+        ]
+        return [(role, cores) for role, many in asked for cores in many or ()]
+
+    @property
+    def counted(self) -> list[tuple[Role, int]]:
+        """Role and number of cores of every instance that is asked for by `2x24`. UsageError."""
+        asked: list[tuple[Role, str | None]] = [
+            ("prompt", self.prompt),
+            ("token", self.token),
+            ("mixed", self.mixed),
+        ]
+        return [(role, cores) for role, text in asked if text for cores in _counted(role, text)]
+
+
+def _counted(role: Role, text: str) -> list[int]:
+    match = re.fullmatch(r"([1-9][0-9]{0,3})x([1-9][0-9]{0,3})", text)
+    if match is None:
+        raise UsageError(f"--{role} is written like 2x24, two instances of 24 cores, not {text!r:.40}")
+    return [int(match[2])] * int(match[1])
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPools:
+    """HTTP's view of a model whose engines are elsewhere. size: of each instance."""
+
+    model: PackedModel
+    text: ModelText
+    size: EngineSize
+    host: OpenHost
+    lines: Sequence[str]
+    """The instances and their cores, for people."""
+    cores: frozenset[int]
+    """CPUs of this host that instances compute on."""
+    instances: Sequence[PlannedInstance] = ()
+    """Those of this host; none on a cluster, whose nodes choose their own plans."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedInstance:
+    """A role, and where both phases of an instance run."""
+
+    role: Role
+    plans: Mapping[Phase, ServicePlan]
+
+    def describe(self) -> str:
+        """A line for people."""
+        from phasewise.tuner.plans import list_cores
+
+        ranks = " | ".join(list_cores(rank.cores) for rank in self.plans["decode"].ranks)
+        return f"{self.role} pool: cores {ranks}"
+
+    def computes(self, phase: Phase) -> bool:
+        """True for both phases of a mixed instance, for its own of another."""
+        return self.role in ("mixed", "prompt" if phase == "prefill" else "token")
+
+
+def planned_instances(
+    pools: Pools, machine: Machine, plans: Mapping[Phase, ServicePlan], report: Report
+) -> list[PlannedInstance]:
+    """The instances that `pools` asks for; none: one engine serves alone.
+
+    UsageError for pools that exclude each other or share cores, PlanError for cores that this process may not
+    use.
+    """
+    if pools.pools not in ("off", "auto"):
+        raise UsageError(f"--pools is off or auto, not {pools.pools!r:.40}")
+    named = pools.named
+    if pools.pools == "auto":
+        if named:
+            raise UsageError("--pools auto finds the cores itself: leave the options with cores out")
+        return _found_pools(plans, report)
+    if not named:
+        return []
+    _check_roles({role for role, _ in named}, "-pool")
+    instances = [PlannedInstance(role, _plans_on(machine, cores)) for role, cores in named]
+    _refuse_shared_cores(instances)
+    return instances
+
+
+def joined_plans(instances: Sequence[PlannedInstance]) -> dict[Phase, ServicePlan]:
+    """For each phase the ranks of all instances that compute it."""
+    plans: dict[Phase, ServicePlan] = {}
+    for instance in instances:
+        for phase, plan in instance.plans.items():
+            if instance.computes(phase):
+                ranks = plans[phase].ranks if phase in plans else ()
+                plans[phase] = replace(plan, ranks=(*ranks, *plan.ranks))
+    return plans
+
+
+def _check_roles(roles: set[Role], ending: str) -> None:
+    if "mixed" not in roles and roles != {"prompt", "token"}:
+        missing = "token" if roles == {"prompt"} else "prompt"
+        raise UsageError(
+            f"without --mixed{ending} both prompts and answers need a pool: add --{missing}{ending}"
+        )
+
+
+def _found_pools(plans: Mapping[Phase, ServicePlan], report: Report) -> list[PlannedInstance]:
+    """The decode plan's cores answer; those that only the prefill plan uses compute prompts."""
+    from phasewise.tuner.plans import RankCores
+
+    decode = plans["decode"]
+    taken = set(decode.cores)
+    left = tuple(
+        RankCores(cores, rank.numa_node)
+        for rank in plans["prefill"].ranks
+        if (cores := tuple(core for core in rank.cores if core not in taken))
+    )
+    if not left:
+        report(
+            "--pools auto: the plan for decode uses every core that the plan for prefill uses, "
+            "so that one engine serves both; name the cores to divide them"
+        )
+        return []
+    prompt: dict[Phase, ServicePlan] = {phase: replace(plans[phase], ranks=left) for phase in plans}
+    token: dict[Phase, ServicePlan] = {phase: replace(plans[phase], ranks=decode.ranks) for phase in plans}
+    return [PlannedInstance("prompt", prompt), PlannedInstance("token", token)]
+
+
+def _plans_on(machine: Machine, cores: str) -> dict[Phase, ServicePlan]:
+    from phasewise.tuner.plans import PHASES, ServicePlan, check_fits, parse_cores, rank_on
+
+    ranks = tuple(rank_on(machine, parse_cores(part)) for part in cores.split("+"))
+    plans: dict[Phase, ServicePlan] = {phase: ServicePlan(phase, ranks, "flag") for phase in PHASES}
+    for plan in plans.values():
+        check_fits(plan, machine)
+    return plans
+
+
+def _refuse_shared_cores(instances: Sequence[PlannedInstance]) -> None:
+    from phasewise.tuner.plans import list_cores
+
+    owners: dict[int, PlannedInstance] = {}
+    for instance in instances:
+        shared = [core for core in instance.plans["decode"].cores if core in owners]
+        if shared:
+            other = owners[shared[0]].role
+            raise UsageError(f"core {list_cores(shared)} is in a {other} and a {instance.role} pool")
+        owners |= dict.fromkeys(instance.plans["decode"].cores, instance)
+
+
+def share_of(size: EngineSize, n_instances: int, asked_context: int | None = None) -> EngineSize:
+    """The size of each of N instances that together hold as many slots as `size`; N: `n_instances`.
+
+    UsageError where the context that was asked for does not fit into one of them.
+    """
+    from phasewise.serving.pools.contract import ALIGNMENT
+
+    kv_slots = max(ALIGNMENT, size.kv.slots // n_instances // ALIGNMENT * ALIGNMENT)
+    if asked_context is not None and kv_slots < asked_context:
+        raise UsageError(
+            f"each of {counted(n_instances, 'pool')} holds {kv_slots} tokens, less than the context"
+            f" of {asked_context}: "
+            "raise --kv-budget, or lower --context"
+        )
+    return size.with_slots(kv_slots)
+
+
+@contextmanager
+def open_pools(
+    pools: Pools,
+    found: OpenModel,
+    text: ModelText,
+    spec: InstanceSpec,
+    asked_context: int | None,
+    report: Report,
+) -> Iterator[OpenPools | None]:
+    """The instances that `pools` asks for, which start with the host; None: one engine serves alone.
+
+    spec: of an instance, but for its cores and its share of the size. Raises UsageError, PlanError,
+    ClusterError.
+    """
+    from phasewise.topology import read_machine
+
+    if pools.cluster is not None:
+        if pools.named or pools.pools != "off":
+            raise UsageError(
+                "--cluster places instances by --prompt, --token and --mixed: leave other pools out"
+            )
+        spec = replace(spec, size=share_of(spec.size, max(1, len(pools.counted)), asked_context))
+        with _ray_front(spec, pools) as (host, lines, cores):
+            yield OpenPools(found.model, text, spec.size, host, lines, cores)
+        return
+    if pools.counted:
+        raise UsageError(
+            "--prompt, --token and --mixed are for --cluster; on this host use --prompt-pool CORES"
+        )
+    instances = planned_instances(pools, read_machine(), found.plans, report)
+    if not instances:
+        yield None
+        return
+    spec = replace(spec, size=share_of(spec.size, len(instances), asked_context))
+    with _local_front(spec, instances, pools) as host:
+        lines = [one.describe() for one in instances]
+        cores = frozenset(core for one in instances for plan in one.plans.values() for core in plan.cores)
+        yield OpenPools(found.model, text, spec.size, host, lines, cores, instances)
+
+
+@contextmanager
+def _local_front(
+    spec: InstanceSpec, instances: Sequence[PlannedInstance], pools: Pools
+) -> Iterator[OpenHost]:
+    """Over instances on this host. Their sockets lie in a folder that ends with it."""
+    from phasewise.cluster.real.front import Front
+    from phasewise.cluster.real.local_instances import LocalInstances
+    from phasewise.workflows.serve.instance_process import MODULE
+
+    with tempfile.TemporaryDirectory(prefix="phasewise-") as folder:
+        settings = _settings(
+            f"ipc://{folder}/front", lambda index, life: f"ipc://{folder}/kv-{index}-{life}", pools
+        )
+        roles: list[Role] = [instance.role for instance in instances]
+        tells = [replace(spec, plans=tuple(one.plans.values())).tell for one in instances]
+        launcher = LocalInstances(MODULE, tells)
+        yield lambda deliver, on_lost: Front(roles, launcher, settings, deliver, on_lost)
+
+
+def _settings(
+    endpoint: str, listen: Callable[[int, int], str], pools: Pools, keys: Keys | None = None
+) -> FrontSettings:
+    from phasewise.cluster.real.supervisor import FrontSettings
+
+    return FrontSettings(
+        endpoint=endpoint,
+        listen=listen,
+        keys=keys,
+        split_above_tokens=pools.split_above,
+        repurpose_after_requests=pools.repurpose_after,
+        kv_transfer=pools.kv_transfer,
+    )
+
+
+@contextmanager
+def _ray_front(spec: InstanceSpec, pools: Pools) -> Iterator[tuple[OpenHost, list[str], frozenset[int]]]:
+    """Over instances on a Ray cluster; a line for each, and the CPUs that they have of this host."""
+    from phasewise.cluster.real.front import Front
+    from phasewise.cluster.real.ray_cluster import NODE, RayInstances, WantedInstance, ray_connection
+    from phasewise.serving.processes.sockets import Keys
+    from phasewise.topology import read_machine
+    from phasewise.tuner.plans import cores_of_share
+    from phasewise.workflows.serve.instance_process import MODULE
+
+    assert pools.cluster is not None
+    wanted = [WantedInstance(role, cores) for role, cores in pools.counted]
+    _check_roles({one.role for one in wanted}, "")
+    with ray_connection(pools.cluster) as node:
+        launcher = RayInstances(MODULE, wanted, spread=pools.spread)
+        launcher.tell_with(
+            [
+                replace(spec, plans=None, first_core=first, cores=one.cores).tell
+                for one, first in zip(wanted, launcher.first_cores, strict=True)
+            ]
+        )
+        settings = _settings(f"tcp://{node}:*", lambda index, life: f"tcp://{NODE}:*", pools, Keys.new())
+        roles: list[Role] = [one.role for one in wanted]
+        lines = [f"{one.role} pool: {one.cores} cores of a node of the Ray cluster" for one in wanted]
+        n_here = launcher.n_cores_here
+        here = cores_of_share(read_machine(), 0, n_here) if n_here else ()
+        yield (
+            (lambda deliver, on_lost: Front(roles, launcher, settings, deliver, on_lost)),
+            lines,
+            frozenset(here),
+        )

@@ -1,0 +1,301 @@
+"""Serve a model: from settings to a running server. `phasewise serve` parses them and calls `serve_model`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from phasewise._words import counted
+from phasewise.workflows.errors import UsageError
+from phasewise.workflows.report import Report, silent
+from phasewise.workflows.serve.address import (
+    address_of,
+    http_limits,
+    reader_of_keys,
+    tls_of,
+    warn_of_strangers,
+)
+from phasewise.workflows.serve.opened_models import OpenedModel, open_models
+from phasewise.workflows.serve.settings import ServeSettings
+
+if TYPE_CHECKING:
+    import ssl
+
+    from phasewise.serving.embedding_service import EmbeddingSettings
+    from phasewise.serving.engine.engine import Engine
+    from phasewise.serving.engine.engine_host import OpenHost
+    from phasewise.serving.engine.several_engines import OpenEngineHost
+    from phasewise.serving.http.http_settings import HttpLimits
+    from phasewise.serving.http.length_log import LengthLog
+    from phasewise.serving.http.monitoring.access_log import Level, Logging
+    from phasewise.serving.http.monitoring.live import MachineFacts
+    from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
+    from phasewise.serving.service import OtherModel, ServiceSettings
+    from phasewise.workflows.opening.open_model import OpenModel
+    from phasewise.workflows.opening.tuned_schedules import ScheduleUse
+
+_FEW_CONNECTIONS = 1024
+
+
+Explain = Callable[[list["ScheduleUse"]], None]
+
+
+def serve_model(
+    model: str,
+    settings: ServeSettings,
+    report: Report = silent,
+    explain: Explain | None = None,
+) -> None:
+    """Serve `model` through the OpenAI API until a signal ends it.
+
+    explain: is given the schedule of every weight, of each model and instance, before the server starts.
+    Settings that this way of running cannot follow are not looked at: `workflows.unused_options` knows them.
+    Raises ModelError, PlanError, KernelDbError, ServingError, WorkflowError, and UsageError for settings that
+    exclude each other.
+    """
+    from phasewise.serving.processes.headroom import use_one_heap
+
+    use_one_heap()  # before numpy's threads are there
+    from phasewise.serving.http.length_log import LengthLog
+    from phasewise.serving.service import run_service
+    from phasewise.workflows.opening.tuning_hint import hint_at_tuning
+    from phasewise.workflows.serve.embedding import makes_vectors, open_beside, serve_embeddings
+
+    limits = http_limits(settings.listening, settings.accepting, report)
+    tls = tls_of(settings.listening, report)
+    with ExitStack() as stack:
+        address = stack.enter_context(address_of(settings.listening, tls))  # told before the model is read
+        embeddings, weights = settings.embeddings, settings.weights
+        if makes_vectors(model, weights.weight_format, report):
+            warn_of_strangers(settings.listening, limits, report)
+            own = partial(_embedding_settings, model, limits, tls, settings, report)
+            serve_embeddings(model, weights, embeddings, settings.running.threads, own, address, report)
+            return
+        refs = [model, *(settings.running.also or ())]
+        _refuse_same_names(refs, settings, report)
+        settings = _beside_embeddings(settings, report)
+        log = None if settings.length_log is None else LengthLog(settings.length_log, report)
+        first, *others = open_models(refs, settings, stack, report)
+        hint_at_tuning(model, settings.db, report)
+        beside = None
+        if embeddings.embed_model is not None:
+            beside = stack.enter_context(open_beside(embeddings, weights, first.cores, report))
+        if explain is not None:
+            for one in (first, *others):
+                _explain(one, settings, report, explain)
+        service = _service_settings(first, settings, limits, tls, log, report)
+        _tell(first, others, service, report)
+        warn_of_strangers(settings.listening, limits, report)
+        further = [_other_model(one, settings) for one in others]
+        host = _host_of_all(service.names[0], first, others)
+        run_service(first.opened, service, address, report, host, beside, further)
+
+
+def _refuse_same_names(refs: Sequence[str], settings: ServeSettings, report: Report) -> None:
+    """UsageError where two models are one, or have a name in common: a request could mean either."""
+    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
+
+    if "" in (settings.answering.served_model_name or ()):
+        raise UsageError("--served-model-name must not be empty")
+    own = [(locate(ref, cache_root(None), report).name, ref) for ref in refs]
+    served: dict[str, str] = {}
+    for name, ref in own:
+        if name in served:
+            raise UsageError(f"--also {ref}: {name} is served already, as {served[name]}; leave it out")
+        served[name] = ref
+    called = [_names(settings, *own[0]), *own[1:]]
+    if settings.embeddings.embed_model is not None:
+        called.append((locate(settings.embeddings.embed_model, cache_root(None), report).name,))
+    times = Counter(name for names in called for name in dict.fromkeys(names))
+    twice = next((name for name, count in times.items() if count > 1), None)
+    if twice is not None:
+        raise UsageError(f"two models are called {twice}: choose another name with --served-model-name")
+
+
+def _beside_embeddings(settings: ServeSettings, report: Report) -> ServeSettings:
+    """Settings of the language model, which has as many cores as embeddings beside it leave. UsageError."""
+    from phasewise.workflows.serve.embedding import makes_vectors, threads_beside
+
+    embeddings, running = settings.embeddings, settings.running
+    if embeddings.embed_model is None:
+        return settings
+    if not makes_vectors(embeddings.embed_model, settings.weights.weight_format, report):
+        raise UsageError(f"--embed-model {embeddings.embed_model} is no embedding model")
+    if settings.pools.is_asked:
+        return settings  # whose cores are named, or planned
+    return replace(settings, running=replace(running, threads=threads_beside(embeddings, running.threads)))
+
+
+def _embedding_settings(
+    ref: str,
+    limits: HttpLimits,
+    tls: ssl.SSLContext | None,
+    settings: ServeSettings,
+    report: Report,
+    name: str,
+) -> EmbeddingSettings:
+    from phasewise.serving.embedding_service import EmbeddingSettings
+
+    return EmbeddingSettings(
+        _names(settings, name, ref),
+        limits,
+        tls,
+        _cors_origins(settings),
+        _logging(settings),
+        reader_of_keys(settings.accepting, report),
+    )
+
+
+def _other_model(one: OpenedModel, settings: ServeSettings) -> OtherModel:
+    from phasewise.serving.service import OtherModel
+
+    names = (one.found.model.name, one.spec.model)
+    return OtherModel(one.opened, names, _sampling(one.found, settings), one.predictor)
+
+
+def _explain(one: OpenedModel, settings: ServeSettings, report: Report, explain: Explain) -> None:
+    """The schedules of a model, or of each of its instances."""
+    for instance, found in one.opened_as():
+        name = found.model.name if instance is None else instance.describe()
+        report(f"{name}: {_fingerprint(one, found, settings)}")
+        explain(one.uses(found))
+
+
+def _fingerprint(one: OpenedModel, found: OpenModel, settings: ServeSettings) -> str:
+    """The identity of its answers, for people."""
+    from phasewise.serving.engine.fingerprint import defaults_told, fingerprint_of
+
+    size = one.opened.size
+    context = size.limits.context_length
+    own = fingerprint_of(found.model, size.kv.format, found.schedules, min(context, size.kv.slots))
+    defaults = defaults_told(
+        _sampling(one.found, settings),
+        settings.answering.tool_format,
+        context,
+        allow_special=settings.accepting.allow_special,
+    )
+    return f"fingerprint {own.with_defaults(defaults).told()}, arithmetic {own.arithmetic}"
+
+
+def _host_of_all(name: str, first: OpenedModel, others: Sequence[OpenedModel]) -> OpenHost:
+    """name: what the first model is called."""
+    from phasewise.serving.engine.engine_thread import EngineThread
+    from phasewise.serving.engine.open_engine import OpenEngine
+    from phasewise.serving.engine.several_engines import SeveralEngines
+
+    if not others:
+        return first.host
+
+    def thread_of(engine: Engine) -> OpenEngineHost:
+        return lambda deliver, on_lost, turn: EngineThread(engine, deliver, on_lost, turn=turn)
+
+    opened = [(name, first.opened), *((other.found.model.name, other.opened) for other in others)]
+    engines = {name: thread_of(one.engine) for name, one in opened if isinstance(one, OpenEngine)}
+    return partial(SeveralEngines, engines)
+
+
+def _service_settings(
+    first: OpenedModel,
+    settings: ServeSettings,
+    limits: HttpLimits,
+    tls: ssl.SSLContext | None,
+    length_log: LengthLog | None,
+    report: Report,
+) -> ServiceSettings:
+    from phasewise.serving.service import ServiceSettings
+
+    answering = settings.answering
+    return ServiceSettings(
+        names=_names(settings, first.opened.model.name, first.spec.model),
+        limits=limits,
+        tls=tls,
+        max_prompt_tokens=settings.accepting.max_prompt_tokens,
+        predictor=first.predictor,
+        length_log=length_log,
+        sampling=_sampling(first.found, settings),
+        cors_origins=_cors_origins(settings),
+        logging=_logging(settings),
+        tool_format=answering.tool_format,
+        receipts=answering.receipts,
+        page=None if answering.no_page else _machine_facts(first, settings),
+        read_keys=reader_of_keys(settings.accepting, report),
+    )
+
+
+def _names(settings: ServeSettings, *own: str) -> tuple[str, ...]:
+    """The names that requests may give the first model, its id first. own: its own names."""
+    return tuple(settings.answering.served_model_name or own)
+
+
+def _cors_origins(settings: ServeSettings) -> tuple[str, ...]:
+    return tuple(settings.answering.cors_origin or ())
+
+
+def _logging(settings: ServeSettings) -> Logging:
+    from phasewise.serving.http.monitoring.access_log import Logging
+
+    logged = settings.logged
+    return Logging(logged.access_log, _level(logged.log_level), logged.log_format == "json")
+
+
+def _sampling(found: OpenModel, settings: ServeSettings) -> SamplingDefaults:
+    answering = settings.answering
+    return found.model.sampling.with_overrides(answering.temperature, answering.top_p, answering.min_p)
+
+
+def _machine_facts(first: OpenedModel, settings: ServeSettings) -> MachineFacts:
+    """Facts of this host; nothing where the model computes on others."""
+    from phasewise.serving.http.monitoring.live import MachineFacts
+    from phasewise.topology import read_machine
+    from phasewise.workflows.serve.pools import joined_plans
+    from phasewise.workflows.topo.machine_facts import picture_of_plans, schedule_rows
+
+    if settings.pools.cluster is not None:
+        return MachineFacts()
+    plans = joined_plans(first.instances) if first.instances else first.found.plans
+    uses: list[ScheduleUse] = []
+    for instance, found in first.opened_as():
+        computed = (use for use in first.uses(found) if instance is None or instance.computes(use.phase))
+        uses += [use for use in computed if instance is None or use not in uses]
+    return MachineFacts(picture_of_plans(read_machine(), plans), tuple(schedule_rows(uses)))
+
+
+def _level(name: str) -> Level:
+    from phasewise.serving.http.monitoring.access_log import LEVELS
+
+    levels: dict[str, Level] = {one: one for one in LEVELS}
+    if name not in levels:
+        raise UsageError(f"--log-level {name!r} is not one of {', '.join(LEVELS)}")
+    return levels[name]
+
+
+def _tell(
+    first: OpenedModel, others: Sequence[OpenedModel], settings: ServiceSettings, report: Report
+) -> None:
+    from phasewise.serving.models.forward import kv_bytes_per_slot, resolve_kv_format
+
+    opened = first.opened
+    size = opened.size
+    report(f"{opened.model.name} ({opened.model.format}): context {size.limits.context_length} tokens")
+    kv_mib = size.kv.slots * kv_bytes_per_slot(opened.model, size.kv.format) / (1 << 20)
+    kv_format = resolve_kv_format(opened.model, size.kv.format)
+    report(f"KV cache: {size.kv.slots} tokens in {kv_mib:.0f} MiB of {kv_format}, policy {size.kv_policy}")
+    for line in first.lines:
+        report(line)
+    if settings.length_log is not None:
+        report(f"length log: token ids of every prompt are kept in {settings.length_log.path}")
+    n_connections = settings.limits.max_connections
+    if n_connections < _FEW_CONNECTIONS:
+        report(
+            f"warning: room for {counted(n_connections, 'connection')} only; raise the limit on open files"
+        )
+    for one in others:
+        size = one.opened.size
+        report(
+            f"also {one.found.model.name}: context {size.limits.context_length} tokens, KV cache of "
+            f"{size.kv.slots} tokens"
+        )

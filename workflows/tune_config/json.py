@@ -1,0 +1,236 @@
+"""A run of `tune-config` as JSON values: what `--json` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from phasewise._version import __version__
+from phasewise._words import counted, plural
+from phasewise.tuner.config.references import same_cores
+from phasewise.tuner.config.trace import describe
+from phasewise.tuner.plans import Phase, ServicePlan, list_cores
+from phasewise.workflows.tune_config.search import objective_words
+
+if TYPE_CHECKING:
+    from phasewise.topology import Machine
+    from phasewise.workflows.tune_config.run import Found
+    from phasewise.workflows.tune_config.search import Searched
+    from phasewise.workflows.tune_config.subject import Subject, Wish
+    from phasewise.workflows.tune_config.verdict import Finalist, PhaseVerdict, Versus
+
+
+def totals(found: Found) -> dict[str, int]:
+    """Counts over the phases."""
+    names = ("configurations", "evaluations", "replayed", "pruned", "trees_cut", "failed")
+    return {name: sum(getattr(one.outcome, name) for one in found.searched) for name in names}
+
+
+def found_fields(found: Found) -> dict[str, Any]:
+    """A run as JSON values; `plans`, the counts and `references` come first because scripts want those."""
+    return {
+        "plans": {phase: _plan_fields(found, verdict) for phase, verdict in found.verdicts.items()},
+        **totals(found),
+        "references": {
+            phase: [_reference_fields(one) for one in verdict.against]
+            for phase, verdict in found.verdicts.items()
+        },
+        "best_found": {
+            one.phase: best_found_fields(one, found.verdicts.get(one.phase)) for one in found.searched
+        },
+        "phases": {one.phase: _search_fields(found, one) for one in found.searched},
+        "end": found.end,
+        "elapsed_s": found.elapsed_s,
+        "timings": found.laps,
+        "disturbed": found.disturbed,
+        "kernels": [_kernel_fields(found, number) for number in range(len(found.kernels))],
+        **settings_fields(found),
+    }
+
+
+def settings_fields(found: Found) -> dict[str, Any]:
+    """Under what a run can be compared with another one."""
+    wish, subject = found.wish, found.subject
+    return {
+        "version": __version__,
+        "model": subject.model_key,
+        "machine": {
+            "core": subject.key.core_sig,
+            "placement": subject.key.placement_sig,
+            "source": subject.machine.source,
+            "allowed_pus": list(subject.machine.allowed_pus),
+        },
+        "settings": {
+            "phases": list(wish.phases),
+            "evaluator": wish.evaluator,
+            "objective": objective_words(subject.objective),
+            "requests": wish.requests,
+            "n_requests": len(subject.trace),
+            "trace_digest": subject.trace_digest,
+            "budget_s": wish.budget_s,
+            "top_k": wish.top_k,
+            "seed": wish.seed,
+            "ranks": wish.ranks,
+            "cores": wish.cores,
+            "hints": [tree.notation for tree in subject.hints],
+            "hidden": None if wish.hidden_file is None else str(wish.hidden_file),
+            "resume": wish.resume,
+        },
+    }
+
+
+def ranks_fields(plan: ServicePlan) -> list[dict[str, Any]]:
+    return [{"cores": list(rank.cores), "numa_node": rank.numa_node} for rank in plan.ranks]
+
+
+def _plan_fields(found: Found, verdict: PhaseVerdict) -> dict[str, Any]:
+    return {
+        "ranks": ranks_fields(verdict.plan),
+        "latency_ms": verdict.latency_ms,
+        "standing": verdict.standing,
+        "stored": verdict.phase in found.stored,
+    }
+
+
+def _reference_fields(one: Versus) -> dict[str, Any]:
+    comparison = one.comparison
+    return {
+        "name": one.reference.name,
+        "ranks": ranks_fields(one.reference.plan) if one.reference.plan else None,
+        "latency_ms": one.latency_ms,
+        "same_plan": one.is_same,
+        "gain": one.gain,
+        "gain_low": comparison.gain_low if comparison else None,
+        "gain_high": comparison.gain_high if comparison else None,
+        "confidence": comparison.confidence if comparison else None,
+        "pairs": comparison.pairs if comparison else None,
+        "reason": one.reason,
+    }
+
+
+def _search_fields(found: Found, one: Searched) -> dict[str, Any]:
+    outcome, verdict = one.outcome, found.verdicts.get(one.phase)
+    return {
+        "end": outcome.end,
+        "elapsed_s": one.elapsed_s,
+        "configurations": outcome.configurations,
+        "evaluations": outcome.evaluations,
+        "replayed": outcome.replayed,
+        "pruned": outcome.pruned,
+        "trees_cut": outcome.trees_cut,
+        "groups_stopped": outcome.groups_stopped,
+        "failed": outcome.failed,
+        "failures": dict(one.failures),
+        "top": [
+            {"ranks": ranks_fields(configuration.plan(one.phase)), "latency_ms": cost_ms}
+            for configuration, cost_ms in outcome.top
+        ],
+        "finalists": [_finalist_fields(final) for final in verdict.finalists] if verdict else [],
+    }
+
+
+def _finalist_fields(final: Finalist) -> dict[str, Any]:
+    return {
+        "ranks": ranks_fields(final.plan),
+        "search_ms": final.search_ms,
+        "latency_ms": final.final_ms,
+        "reason": final.reason,
+    }
+
+
+def _kernel_fields(found: Found, number: int) -> dict[str, Any]:
+    from phasewise.workflows.tune_kernels.json import mean_gain
+
+    tuned = found.kernels[number]
+    gains = tuned.outcome.gains
+    return {
+        "phases": list(tuned.round.phases),
+        "cores": list(tuned.round.cores),
+        "end": tuned.outcome.end,
+        "products": tuned.outcome.products,
+        "timed": tuned.outcome.timed,
+        "settled": len(gains),
+        "mean_gain": mean_gain(gains) if gains else None,
+    }
+
+
+def stored_fields(plans: Mapping[Phase, ServicePlan]) -> dict[str, Any]:
+    """Plans that are in use without a search: those of the database, and default ones."""
+    return {
+        phase: {"ranks": ranks_fields(plan), "stored": plan.source == "database"}
+        for phase, plan in plans.items()
+    }
+
+
+def dry_run_fields(wish: Wish, subject: Subject) -> dict[str, Any]:
+    """As JSON values."""
+    from phasewise.tuner.topotree import fundamental
+    from phasewise.workflows.tune_config.search import space_of
+    from phasewise.workflows.tune_config.verdict import habits_of
+
+    found = fundamental(subject.machine)
+    return {
+        "model": subject.model_key,
+        "tree": " > ".join(f"{level.arity} {level.kind}" for level in found.tree.levels) or "one PU",
+        "left_out": [{"pus": list_cores(one.pus), "reason": one.reason} for one in found.left_out],
+        "configurations": sum(1 for _ in space_of(subject).partitions()),
+        "requests": describe(subject.trace),
+        "budget_s": wish.budget_s,
+        "resume": wish.resume,
+        "steps": {phase: [step.describe() for step in subject.grid(phase).steps] for phase in wish.phases},
+        "references": [
+            {
+                "name": one.name,
+                "plan": plan_words(one.plan, subject.machine) if one.plan else None,
+                "reason": one.reason,
+            }
+            for one in habits_of(subject, wish.phases[0])
+        ],
+    }
+
+
+def plan_words(plan: ServicePlan, machine: Machine) -> str:
+    """The ranks and cores of a plan in words: `2 ranks of 12 cores`, unequal ones `2 ranks of 12 and 11
+    cores`.
+
+    Where a rank has several hardware threads of a core: `1 rank of 96 threads on 48 cores`.
+    """
+    core_of = {pu: number for number, core in enumerate(machine.allowed_cores()) for pu in core}
+    sizes = [len(rank.cores) for rank in plan.ranks]
+    cores = [len({core_of.get(pu, ("PU", pu)) for pu in rank.cores}) for rank in plan.ranks]
+    ranks = counted(len(plan.ranks), "rank")
+    if sizes == cores:
+        return f"{ranks} of {_sizes_words(cores, 'core')}"
+    return f"{ranks} of {_sizes_words(sizes, 'thread')} on {_sizes_words(cores, 'core')}"
+
+
+def _sizes_words(sizes: Sequence[int], noun: str) -> str:
+    distinct = list(dict.fromkeys(sizes))
+    listed = " and ".join(map(str, distinct[:3])) + (" .." if len(distinct) > 3 else "")
+    return f"{listed} {plural(1 if distinct == [1] else 2, noun)}"
+
+
+def best_found_fields(one: Searched, verdict: PhaseVerdict | None) -> dict[str, Any] | None:
+    """The fastest plan of the search, what it cost there and when it was timed again, and its standing."""
+    if one.outcome.best is None:
+        return None
+    configuration, cost_ms = one.outcome.best
+    plan = configuration.plan(one.phase)
+    finals = [] if verdict is None else [final for final in verdict.finalists if same_cores(final.plan, plan)]
+    final_ms = finals[0].final_ms if finals else None
+    return {
+        "ranks": ranks_fields(plan),
+        "search_ms": cost_ms,
+        "latency_ms": final_ms,
+        "standing": _standing_of_best(plan, final_ms, verdict),
+    }
+
+
+def _standing_of_best(plan: ServicePlan, final_ms: float | None, verdict: PhaseVerdict | None) -> str:
+    if verdict is None:
+        return "not compared"
+    if same_cores(plan, verdict.plan):
+        return "the plan"
+    if final_ms is None:
+        return "not timed again"
+    return "not proven faster" if same_cores(plan, verdict.winner) else "slower when timed again"
