@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
+from phasewise._words import counted
 from phasewise.serving.engine.fingerprint import Fingerprint, digest_of
 from phasewise.serving.engine.logit_chain import LogitChain, n_digests
 from phasewise.serving.engine.messages import Evidence, Submit
@@ -89,7 +90,9 @@ class Receipt:
         if self.settings_digest != digest_of(_settings.dump_python(self.settings, mode="json")):
             wrong.append("the digest of the settings is not that of the settings")
         if len(self.logit_digests) != n_digests(len(self.token_ids)):
-            wrong.append(f"{len(self.token_ids)} tokens do not have {len(self.logit_digests)} digests")
+            wrong.append(
+                f"{counted(len(self.token_ids), 'token')} with {counted(len(self.logit_digests), 'digest')}"
+            )
         if self.digest != self.own_digest():
             wrong.append("the digest of the receipt is not that of its fields")
         return wrong
@@ -189,7 +192,9 @@ def ends_wrongly(
     if early is not None:
         return f"the answer goes on after its end token, token {early + 1}"
     if settings.max_tokens is not None and len(ids) > settings.max_tokens:
-        return f"the answer has {len(ids)} tokens, and {settings.max_tokens} were asked for"
+        return (
+            f"the answer has {counted(len(ids), 'token')}, and at most {settings.max_tokens} were asked for"
+        )
     has_ended = ids[-1] in ends or any(one in text for one in settings.stop)
     if is_cut_short:
         has_ended = False

@@ -15,6 +15,7 @@ pytest.importorskip(
 )
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.drafts.opening import DraftSource
+from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.fingerprint import digest_of, fingerprint_of
 from phasewise.serving.engine.messages import Answer, Evidence, Submit
 from phasewise.serving.engine.open_engine import OpenEngine, open_engine
@@ -22,7 +23,7 @@ from phasewise.serving.engine.receipts import Receipt, ReceiptError, read_receip
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.ranks.open_ranks import LocalRanks, RankOptions
+from phasewise.serving.ranks.open_ranks import KvMemory, LocalRanks, RankOptions
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.serving.sampling.sampling import _with_logprobs as logprobs
 from phasewise.workflows.opening.open_model import OpenModel
@@ -83,11 +84,15 @@ def _receipt(opened: OpenEngine, request: Submit, last: object) -> Receipt:
     return receipt_of(request, last.evidence, last.finish_reason, opened.fingerprint, "tiny")
 
 
+def limited(size: EngineSize, **limits: Any) -> EngineSize:
+    return replace(size, limits=replace(size.limits, **limits))
+
+
 @pytest.fixture(scope="module")
 def alone(path: Path, asked: list[Submit]) -> dict[str, Receipt]:
     """Of each request, computed when nothing else was."""
     found: dict[str, Receipt] = {}
-    with open_alone(path, size_of(path, prefix_reuse=False)) as opened:
+    with open_alone(path, limited(size_of(path), prefix_reuse=False)) as opened:
         for request in asked:
             found |= receipts(opened, [request])
     return found
@@ -113,7 +118,7 @@ def test_every_receipt_is_confirmed(
 def test_receipts_are_the_same_in_company_and_in_pieces(
     path: Path, asked: list[Submit], alone: dict[str, Receipt]
 ) -> None:
-    for size in (size_of(path), size_of(path, max_batch_tokens=96, kv_policy="paged")):
+    for size in (size_of(path), limited(size_of(path, kv_policy="paged"), max_batch_tokens=96)):
         with open_alone(path, size) as opened:
             assert receipts(opened, asked) == alone
 
@@ -168,7 +173,7 @@ def test_scoring_is_generation(path: Path, model: PackedModel, asked: list[Submi
     with open_alone(path) as opened:
         outs = run_all(opened.engine, *scored)
     ranks = LocalRanks(
-        model, {plan.phase: plan for plan in plans_of(1)}, RankOptions(2048, 512, 1, pinned=False)
+        model, {plan.phase: plan for plan in plans_of(1)}, RankOptions(KvMemory(2048), 512, 1, pinned=False)
     )
     try:
         for request in scored:
