@@ -21,7 +21,7 @@ MODEL = "smollm2-135m-instruct"
 
 def registry() -> ModuleType:
     """The module of known models, without its package."""
-    spec = spec_from_file_location("registry", ROOT / "serving" / "loaders" / "registry.py")
+    spec = spec_from_file_location("registry", ROOT / "serving" / "loaders" / "fetching" / "registry.py")
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)

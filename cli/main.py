@@ -25,6 +25,7 @@ from phasewise.cli.commands import (
     models,
     predict_len,
     prune,
+    replay,
     report,
     serve,
     topo,
@@ -56,6 +57,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
     "Models, texts and vectors": {
         "models": models.app,
         "generate": generate.generate,
+        "replay": replay.replay,
         "tune-embed": tune_embed.tune_embed,
         "predict-len": predict_len.app,
         "prune": prune.prune,

@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kept:
-    """Where records of one type are kept."""
+    """The table of one type of records."""
 
     model: Any
     """The table, a class of `models`."""

@@ -21,6 +21,7 @@ from phasewise.serving.embedding_service import BothClients
 from phasewise.serving.embedding_service import served as served_embeddings
 from phasewise.serving.engine.engine_host import EngineHost, OpenHost
 from phasewise.serving.engine.engine_size import EngineSize
+from phasewise.serving.engine.fingerprint import Fingerprint, defaults_told
 from phasewise.serving.engine.open_engine import ModelText
 from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.grammar.guides import GuideCompiler, TokenView
@@ -81,6 +82,8 @@ class ServiceSettings:
     """For the page at `/`; None: no page."""
     tool_format: str = "auto"
     """The form of calls: one of `tools.dialect.FORMATS`; auto: as the chat template writes them."""
+    receipts: bool = False
+    """True if requests may ask for receipts of their answers."""
     read_keys: ReadKeys | None = None
     """Reads the API keys again; None: they stay as they are."""
 
@@ -139,10 +142,10 @@ def run_service(
         guides = stack.enter_context(closing(_guides(opened)))
         if opened.text.has_template:
             stack.enter_context(closing(opened.text.conversations))
-        further = [stack.enter_context(_opened_beside(one, settings)) for one in others]
+        further = [stack.enter_context(_opened_beside(one, settings, host)) for one in others]
         surroundings = Surroundings(settings.cors_origins, access, settings.page)
         app = create_app(
-            _served(opened, settings, guides),
+            _served(opened, settings, guides, host),
             client,
             settings.limits,
             life,
@@ -177,14 +180,14 @@ def run_service(
 
 
 @contextmanager
-def _opened_beside(one: OtherModel, settings: ServiceSettings) -> Iterator[ServedModel]:
+def _opened_beside(one: OtherModel, settings: ServiceSettings, host: EngineHost) -> Iterator[ServedModel]:
     """HTTP's view of a further model, until its processes end."""
     with ExitStack() as stack:
         guides = stack.enter_context(closing(_guides(one.opened)))
         if one.opened.text.has_template:
             stack.enter_context(closing(one.opened.text.conversations))
         own = replace(settings, names=one.names, predictor=one.predictor, sampling=one.sampling)
-        yield _served(one.opened, own, guides)
+        yield _served(one.opened, own, guides, host)
 
 
 def _files(lines: LineLog, settings: ServiceSettings, log: LengthLog | None) -> Iterator[Callable[[], None]]:
@@ -243,8 +246,22 @@ def _gauges(
     )
 
 
-def _served(opened: Served, settings: ServiceSettings, guides: GuideCompiler) -> ServedModel:
+def _served(
+    opened: Served, settings: ServiceSettings, guides: GuideCompiler, host: EngineHost
+) -> ServedModel:
     config = opened.model.config
+    sampling = settings.sampling or opened.model.sampling
+    defaults = defaults_told(
+        sampling,
+        settings.tool_format,
+        opened.size.limits.context_length,
+        allow_special=opened.text.allow_special,
+    )
+
+    def fingerprint() -> Fingerprint | None:
+        of_engine = host.fingerprint(settings.names[0])
+        return None if of_engine is None else of_engine.with_defaults(defaults)
+
     return ServedModel(
         names=settings.names,
         created_s=int(time.time()),
@@ -257,8 +274,10 @@ def _served(opened: Served, settings: ServiceSettings, guides: GuideCompiler) ->
         max_prompt_tokens=settings.max_prompt_tokens,
         estimate=settings.predictor.estimate if settings.predictor else None,
         guides=guides,
-        sampling=settings.sampling or opened.model.sampling,
+        sampling=sampling,
         dialect=_dialect(opened, settings),
+        fingerprint=fingerprint,
+        gives_receipts=settings.receipts,
     )
 
 

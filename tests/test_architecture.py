@@ -117,6 +117,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "serving.processes",
         "serving.batch",
         "serving.errors",
+        "cython_kernels",
         "tuner.plans",
     ),
     "serving.embedding": (

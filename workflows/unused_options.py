@@ -125,6 +125,7 @@ _GENERATING = (
         "--min-p",
         "--tool-format",
         "--no-page",
+        "--receipts",
         "--length-log",
         "--db",
         "--explain",
@@ -134,6 +135,13 @@ _GENERATING = (
 
 _SERVE = (
     Way("where MODEL makes vectors and generates no text", _GENERATING, makes_vectors=True),
+    Way(
+        "with --tile-prompts",
+        ("--receipts",),
+        when=("--tile-prompts",),
+        instead="prompts and answers have arithmetics of their own there, so that no prefill can check an "
+        "answer; leave either out",
+    ),
     Way("with --unix-socket", ("--host", "--port", "--tls-cert", "--tls-key"), when=("--unix-socket",)),
     Way("with --log-level off", ("--access-log", "--log-format"), when=("--log-level=off",)),
     Way(
@@ -201,7 +209,10 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("without --plan", ("MODEL",), unless=("--plan",), instead="add --plan to draw its plans"),
         Way("without --plan MODEL", ("--format", "--db"), unless=("MODEL",)),
     ),
-    "doctor": (Way("with --root", ("--db",), when=("--root",)),),
+    "doctor": (
+        Way("with --bits", ("--root", "--strict", "--db"), when=("--bits",)),
+        Way("with --root", ("--db",), when=("--root",)),
+    ),
     "tune-config": (
         Way("with --dry-run", ("--emit", "--verbose"), when=("--dry-run",)),
         Way(

@@ -246,6 +246,11 @@ _ANSWERING = option_set(
         envvar="PHASEWISE_SERVED_MODEL_NAME",
     ),
     no_page=opt("serve no page with a chat and a live view at /", "--no-page", envvar="PHASEWISE_NO_PAGE"),
+    receipts=opt(
+        'give a receipt of each answer whose request has "receipt": true; phasewise replay checks it',
+        "--receipts",
+        envvar="PHASEWISE_RECEIPTS",
+    ),
 )
 
 _LOGGED = option_set(

@@ -46,6 +46,7 @@ from phasewise.cluster.real.instance_messages import (
 from phasewise.cluster.real.supervisor import FrontSettings, InstanceMember, Launcher, Supervisor
 from phasewise.cluster.routing import Ask, Assignment, Limits, Role, Router, SplitwisePolicy
 from phasewise.serving.engine.engine_host import Deliver, EngineState
+from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.messages import (
     Abort,
     Answer,
@@ -173,6 +174,10 @@ class Front:
     def members(self) -> list[dict[str, object]]:
         """The facts of every place, for people and scripts."""
         return [one.facts(pool) for one, pool in zip(self._members, self._router.roles, strict=True)]
+
+    def fingerprint(self, model: str = "") -> Fingerprint | None:
+        """That of the instances, which all agree; None before the first of them is ready."""
+        return next((one.ready.identity.fingerprint for one in self._members if one.ready is not None), None)
 
     def start(self) -> None:
         self._thread.start()

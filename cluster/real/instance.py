@@ -310,7 +310,12 @@ class _Instance:
     def _ready(self, endpoint: str) -> Ready:
         opened, codec = self._opened, self._codec
         identity = Identity(
-            __version__, codec.model_hash.hex(), codec.shape, codec.vocab_size, codec.context_length
+            __version__,
+            codec.model_hash.hex(),
+            codec.shape,
+            codec.vocab_size,
+            codec.context_length,
+            opened.fingerprint,
         )
         plans = tuple(plan.describe() for plan in opened.plans.values())
         return Ready(
@@ -366,6 +371,7 @@ def _request(asked: Asked, guide: Guide | None) -> Submit:
         asked.cache_space,
         asked.client,
         asked.shown,
+        receipt=asked.receipt,
     )
 
 

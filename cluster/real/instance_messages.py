@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from phasewise.serving import errors
+from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.messages import Answer, EngineLoad, Failure, Placed, StepStats, Submit
 from phasewise.serving.errors import RequestError, ServingError, StepFailed
 from phasewise.serving.grammar.guides import GuideRecipe
@@ -42,6 +43,7 @@ class Asked:
     cache_space: str
     client: str
     shown: frozenset[int] = frozenset()
+    receipt: bool = False
 
     @classmethod
     def of(cls, request: Submit, request_id: str) -> Asked:
@@ -58,6 +60,7 @@ class Asked:
             request.cache_space,
             request.client,
             request.shown,
+            request.receipt,
         )
 
 
@@ -118,6 +121,8 @@ class Identity:
     shape: KvShape
     vocab_size: int
     context_length: int
+    fingerprint: Fingerprint
+    """An answer's bits must not depend on the instance that computes it."""
 
 
 @dataclass(frozen=True, slots=True)

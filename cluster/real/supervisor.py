@@ -253,6 +253,11 @@ class Supervisor:
                 return f"its model or weight format differs from that of instance {other.name}"
             if ours.shape != theirs.shape:
                 return f"it keeps keys and values as {theirs.shape}, instance {other.name} as {ours.shape}"
+            if differing := ours.fingerprint.differences(theirs.fingerprint):
+                return (
+                    f"its answers would not be those of instance {other.name}: they differ in "
+                    f"{', '.join(differing)} ({ours.fingerprint.arithmetic}, {theirs.fingerprint.arithmetic})"
+                )
             return (
                 f"its context is {theirs.context_length} tokens, that of {other.name} {ours.context_length}"
             )

@@ -87,7 +87,7 @@ def _compared(elem: Scalar) -> Build:
 
 
 def _as(elem: Scalar, build: Build) -> Build:
-    """What `build` makes, its bits read as `elem`."""
+    """The value that `build` makes, its bits read as `elem`."""
     return lambda a: as_elem(build(a), elem)
 
 

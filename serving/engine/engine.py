@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.drafts.contract import Draft, Drafter
 from phasewise.serving.engine.answer_text import AnswerText, TokenStream
+from phasewise.serving.engine.logit_chain import LogitChain
 from phasewise.serving.engine.messages import (
     Answer,
     Delivery,
     DraftCounts,
     EngineLoad,
+    Evidence,
     Failure,
     Placed,
     StepStats,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from phasewise.serving.engine.fingerprint import Fingerprint
     from phasewise.serving.pools.contract import Placement, PoolStats
 
 log = logging.getLogger(__name__)
@@ -59,11 +62,23 @@ class _Live:
     sampler: Sampler
     text: AnswerText
     end_token_ids: frozenset[int]
+    chain: LogitChain | None = None
+    """Digests of its logits, where it shall have a receipt; `token_ids` are then its tokens so far."""
+    token_ids: list[int] = field(default_factory=list)
     has_begun: bool = False
     """True if text or tokens of it were given out, so that it cannot be run again from the start."""
     n_reruns: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
+
+    def evidence(self, run: list[SampledToken], *, has_ended: bool) -> Evidence | None:
+        """The evidence once it has ended, where it shall have a receipt. run: its newest tokens."""
+        if self.chain is None:
+            return None
+        self.token_ids += [token.token_id for token in run]
+        if not has_ended:
+            return None
+        return Evidence(tuple(self.token_ids), self.chain.digests(len(self.token_ids)))
 
     @property
     def request(self) -> Request:
@@ -135,6 +150,8 @@ class Engine:
         self.ranks = ranks
         self.outbox: Outbox | None = None
         """The destination of prompts that others answer; None: there are none."""
+        self.fingerprint: Fingerprint | None = None
+        """The identity of its model's arithmetic; None where there is no model."""
         self.vocabulary = vocabulary
         self.scheduler = scheduler
         self.pacing = pacing
@@ -363,10 +380,11 @@ class Engine:
 
     def _begin(self, message: Submit, max_tokens: int) -> _Live:
         guide = None if message.guide is None else message.guide.fresh()
-        sampler = Sampler(message.sampling, message.prompt_token_ids, self.vocabulary.size, guide)
+        chain = LogitChain() if message.receipt else None
+        sampler = Sampler(message.sampling, message.prompt_token_ids, self.vocabulary.size, guide, chain)
         text = AnswerText(self.vocabulary.open_stream(message.shown), message.stop)
         end_token_ids = frozenset() if message.ignore_eos else self.vocabulary.end_token_ids
-        return _Live(message, max_tokens, sampler, text, end_token_ids)
+        return _Live(message, max_tokens, sampler, text, end_token_ids, chain)
 
     def _pace(self) -> tuple[int | None, int | None]:
         """Arguments of `next_batch`. Drafts fill the rows of a step by themselves."""
@@ -478,7 +496,10 @@ class Engine:
             if live.sampler.cut_short:  # its guide could not go on: the answer is not whole
                 reason = "length"
         counts = self._counts(live.n_drafted, live.n_accepted)
-        return Answer(request_id, text, tokens, out.n_generated, now_ns, reason, out.n_reused, counts)
+        evidence = live.evidence(run[:n_new], has_ended=reason is not None)
+        return Answer(
+            request_id, text, tokens, out.n_generated, now_ns, reason, out.n_reused, counts, evidence
+        )
 
     def _count_drafts(self, live: _Live, run: list[SampledToken], drafted: Sequence[int]) -> None:
         n_accepted = sum(token.token_id == draft for token, draft in zip(run, drafted, strict=False))

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, Protocol
 
+from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.messages import Delivery, Message
 from phasewise.serving.errors import EngineLost
 
@@ -39,6 +40,10 @@ class EngineHost(Protocol):
 
     @property
     def n_requests_rerun(self) -> int: ...
+
+    def fingerprint(self, model: str = "") -> Fingerprint | None:
+        """The identity of the arithmetic that answers; None until it is known. model: its id, of several."""
+        ...
 
     def start(self) -> None: ...
 

@@ -15,6 +15,7 @@ from typing import Literal
 
 from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.engine_host import EngineState
+from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.messages import (
     Abort,
     Aimed,
@@ -82,6 +83,10 @@ class EngineThread:
     def is_computing(self) -> bool:
         """True if there is something to compute now: `n_turns` grows then."""
         return self._engine.has_work and not self._is_idle
+
+    def fingerprint(self, model: str = "") -> Fingerprint | None:
+        """Its engine's, whatever the model is called."""
+        return self._engine.fingerprint
 
     def start(self) -> None:
         self._engine.ranks.watch(lambda: self._inbox.put("look"))

@@ -42,6 +42,8 @@ class Submit:
     """Control tokens whose texts are part of the answer's text."""
     model: str = ""
     """The id of the model that answers, where a server has several."""
+    receipt: bool = False
+    """True if the answer's last piece shall have evidence of how it came about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,13 @@ class Aimed:
 Message = Submit | Abort | Compute | Aimed | Expect | Arrived
 
 
+class Evidence(NamedTuple):
+    """All tokens of an answer, and digests of the logits that they were sampled from (`receipts`)."""
+
+    token_ids: tuple[int, ...]
+    logit_digests: tuple[str, ...]
+
+
 class Answer(NamedTuple):
     """The next piece of one answer. `tokens` are those whose text has begun to be given out."""
 
@@ -120,6 +129,8 @@ class Answer(NamedTuple):
     """Tokens of the prompt whose keys and values were reused."""
     drafts: DraftCounts | None = None
     """Counts of the whole answer so far; None where drafts are off."""
+    evidence: Evidence | None = None
+    """With the last piece, where it was asked for."""
 
 
 class Failure(NamedTuple):

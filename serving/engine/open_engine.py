@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from phasewise.serving.drafts.opening import LEAST_STEP_TOKENS, DraftSource, open_drafter
 from phasewise.serving.engine.engine import Engine, Vocabulary
 from phasewise.serving.engine.engine_size import EngineSize
+from phasewise.serving.engine.fingerprint import Fingerprint, fingerprint_of
 from phasewise.serving.engine.maintenance import Maintenance
 from phasewise.serving.errors import RequestError
 from phasewise.serving.models.forward import kv_bytes_by_reach
@@ -40,7 +41,7 @@ class ModelText:
 
     def __init__(self, model: PackedModel, *, allow_special: bool = False) -> None:
         self._model = model
-        self._allow_special = allow_special
+        self.allow_special = allow_special
         self.tokenizer = Tokenizer.from_json(model.tokenizer_json, model.config)
 
     def encode(self, text: str, add_special: bool) -> list[int]:
@@ -63,7 +64,7 @@ class ModelText:
 
         config = self._model.config
         special = special_tokens_of(self.tokenizer, config.bos_token_id, config.eos_token_ids)
-        control_texts = [] if self._allow_special else self.tokenizer.control_texts(config.eos_token_ids)
+        control_texts = [] if self.allow_special else self.tokenizer.control_texts(config.eos_token_ids)
         found = Conversations(self._model.chat_template, special, control_texts)
         found.start()
         return found
@@ -90,6 +91,12 @@ class OpenEngine:
     engine: Engine
     maintenance: Maintenance
     """Keeps the pool's buckets up to date beside the engine."""
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """The identity of its arithmetic."""
+        assert self.engine.fingerprint is not None
+        return self.engine.fingerprint
 
     @property
     def kv_bytes(self) -> int:
@@ -144,6 +151,7 @@ def open_engine(
     if kv.rings is not None:
         pool = RingedPool(pool, kv.rings)
     engine = Engine(ranks, vocabulary, Scheduler(pool, limits), *_habits(size), drafter)
+    engine.fingerprint = fingerprint_of(model, kv.format, schedules, positions)
     maintenance = Maintenance(pool.refresh)
     maintenance.start()
     return OpenEngine(model, text, plans, size, engine, maintenance)

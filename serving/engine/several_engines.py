@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from phasewise.serving.engine.engine_host import Deliver, EngineHost, EngineState
+from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.messages import Delivery, EngineLoad, Message, Submit
 from phasewise.serving.errors import EngineLost
 
@@ -85,6 +86,10 @@ class SeveralEngines:
     @property
     def n_requests_rerun(self) -> int:
         return sum(host.n_requests_rerun for host in self._hosts.values())
+
+    def fingerprint(self, model: str = "") -> Fingerprint | None:
+        """The identity of the model of this id."""
+        return self._hosts[model].fingerprint()
 
     def start(self) -> None:
         for host in self._hosts.values():

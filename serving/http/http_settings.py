@@ -11,6 +11,7 @@ from phasewise.serving.sandbox.confined import Patience
 from phasewise.serving.tools.dialect import Dialect, dialect_of
 
 if TYPE_CHECKING:
+    from phasewise.serving.engine.fingerprint import Fingerprint
     from phasewise.serving.grammar.guides import GuideCompiler
     from phasewise.serving.pools.contract import Estimate
     from phasewise.serving.text.chat import Conversation
@@ -60,6 +61,17 @@ class ServedModel:
     """For what a request does not state."""
     dialect: Dialect = field(default_factory=lambda: dialect_of("", lambda _text: None, frozenset()))
     """The form in which calls and thoughts are written."""
+
+    fingerprint: Callable[[], Fingerprint | None] = lambda: None
+    """The identity of the arithmetic behind it; None until instances elsewhere have told it."""
+    gives_receipts: bool = False
+    """True if requests may ask for a receipt."""
+
+    @property
+    def system_fingerprint(self) -> str | None:
+        """The short form."""
+        found = self.fingerprint()
+        return None if found is None else found.told()
 
     @property
     def model_id(self) -> str:

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -112,10 +112,17 @@ class SampledToken(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class RowWitness(Protocol):
+    """Sees the row of logits that each token is sampled from, before anything changes it."""
+
+    def add(self, logits: FloatVector) -> None: ...
+
+
 class Sampler:
     """The state that one request's choice of tokens depends on: its generator, the tokens seen, its guide.
 
-    `cut_short` says that the guide could not go on, so the last token is an end token that was not sampled.
+    `witness`: sees every row, where somebody wants a receipt. `cut_short`
+    says that the guide could not go on, so the last token is an end token that was not sampled.
     """
 
     def __init__(
@@ -124,9 +131,11 @@ class Sampler:
         prompt_token_ids: Sequence[int],
         vocab_size: int,
         guide: Guide | None = None,
+        witness: RowWitness | None = None,
     ) -> None:
         self.params = params
         self.guide = guide
+        self.witness = witness
         self.cut_short = False
         self._check_ids(vocab_size)
         seed = secrets.randbits(64) if params.seed is None else params.seed % _MAX_SEED
@@ -136,6 +145,11 @@ class Sampler:
         self._seen = _Tally(prompt_token_ids if params.repetition_penalty != 1.0 else ())
         self._biased = np.fromiter(params.logit_bias.keys(), dtype=np.int64, count=len(params.logit_bias))
         self._biases = np.fromiter(params.logit_bias.values(), dtype=np.float32, count=self._biased.size)
+
+    @property
+    def needs_largest_alone(self) -> bool:
+        """True if nothing but the largest logit of a row matters."""
+        return self.guide is None and self.witness is None and self.params.is_plain_greedy
 
     def sample(self, logits: FloatVector) -> SampledToken:
         """Choose from `logits` (float32 [vocab], not changed). StepFailed if none of them is a number."""
@@ -167,6 +181,8 @@ class Sampler:
 
     def _sample(self, logits: FloatVector, against: tuple[int, FloatVector] | None) -> SampledToken:
         params = self.params
+        if self.witness is not None:
+            self.witness.add(logits)
         shaped = self._reshape(logits) if params.reshapes_logits else logits
         if self.guide is None:
             token_id = self._choose(shaped, against)
@@ -268,7 +284,7 @@ class _Tally:
 
 def sample_rows(logits: npt.NDArray[np.float32], samplers: Sequence[Sampler]) -> list[SampledToken]:
     """One token for each row of `logits` (float32 [n, vocab]) by the sampler of the same index."""
-    if all(sampler.guide is None and sampler.params.is_plain_greedy for sampler in samplers):
+    if all(sampler.needs_largest_alone for sampler in samplers):
         return _greedy_rows(logits)
     return [sampler.sample(row) for sampler, row in zip(samplers, logits, strict=True)]
 

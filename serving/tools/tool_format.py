@@ -38,20 +38,12 @@ class Wanted(NamedTuple):
 class ToolFormat(Protocol):
     """The form in which one family of models writes calls."""
 
-    @property
-    def name(self) -> str:
-        """For `--tool-format`."""
-        ...
-
-    @property
-    def control_texts(self) -> tuple[str, ...]:
-        """Control tokens whose text the reader wants to see."""
-        ...
-
-    @property
-    def only_first(self) -> bool:
-        """True if calls are the whole answer, and never follow text."""
-        ...
+    name: str
+    """For `--tool-format`."""
+    control_texts: tuple[str, ...]
+    """Control tokens whose text the reader wants to see."""
+    only_first: bool
+    """True if calls are the whole answer, and never follow text."""
 
     def fits(self, template: str) -> bool:
         """True if a chat template writes this format."""

@@ -142,7 +142,7 @@ class Boundary:
         drafter = None if drafts is None else "lookup" if drafts.model is None else drafts.model.name
         self.keep(
             "engine",
-            (model.name, model.format, plans, size, vars(text)["_allow_special"], multiplied, drafter),
+            (model.name, model.format, plans, size, vars(text)["allow_special"], multiplied, drafter),
         )
         return OpenEngine(model, text, plans, size, _Closes(), _Closes())  # type: ignore[arg-type]
 
@@ -191,7 +191,7 @@ class Boundary:
             open_host(lambda delivery: None, lambda: None)
             self.opened.pop("loaded")  # by the front, which computes nothing
             self.keep("size", opened.size)
-        self.keep("text", vars(opened.text)["_allow_special"])
+        self.keep("text", vars(opened.text)["allow_special"])
         log = settings.length_log
         self.keep("service", dataclasses.replace(settings, length_log=None))
         self.keep("length log", None if log is None else log.path)

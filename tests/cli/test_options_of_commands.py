@@ -101,6 +101,15 @@ HANDED = {
             "--draw": ["--draw", "columns"],
         },
     ),
+    "replay": Handing(
+        "phasewise.workflows.replay.run.replay_files",
+        ["receipt.json", "--model", "m"],
+        {
+            "--sparse": ["--sparse", "always"],
+            "--arithmetic": ["--arithmetic", "blocks"],
+            "--threads": ["--threads", "2"],
+        },
+    ),
     "prune": Handing(
         "phasewise.workflows.prune.run.prune",
         ["m", "-o", "out", "--calibration", "text", "--method", "wanda"],

@@ -150,6 +150,7 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--tool-format": one("--tool-format", "hermes"),
         "--cors-origin": one("--cors-origin", "https://chat.example"),
         "--no-page": one("--no-page"),
+        "--receipts": one("--receipts"),
         "--access-log": one("--access-log", here / "access"),
         "--log-level": one("--log-level", "debug"),
         "--log-format": one("--log-format", "json"),

@@ -39,21 +39,19 @@ class OpenedModel:
     cores: frozenset[int]
     instances: Sequence[PlannedInstance] = ()
 
-    def schedules(self) -> Iterator[tuple[PlannedInstance | None, list[ScheduleUse]]]:
-        """The schedules of each of its instances, as this host opens them; without instances its own."""
+    def opened_as(self) -> Iterator[tuple[PlannedInstance | None, OpenModel]]:
+        """The model as this host opens it for each of its instances; without instances as it is opened."""
         from phasewise.topology import read_machine
         from phasewise.workflows.opening.open_model import open_under
 
         spec = self.spec
         for instance in self.instances:
-            yield (
-                instance,
-                self._uses(open_under(instance.plans, spec.model, spec.weights, spec.db, read_machine())),
-            )
+            yield instance, open_under(instance.plans, spec.model, spec.weights, spec.db, read_machine())
         if not self.instances:
-            yield None, self._uses(self.found)
+            yield None, self.found
 
-    def _uses(self, found: OpenModel) -> list[ScheduleUse]:
+    def uses(self, found: OpenModel) -> list[ScheduleUse]:
+        """The schedules that a model opened so runs by."""
         size = self.opened.size
         return found.explain(size.step_tokens, size.limits.max_sequences, size.kv.format)
 

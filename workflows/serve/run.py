@@ -86,7 +86,7 @@ def serve_model(
             beside = stack.enter_context(open_beside(embeddings, weights, first.cores, report))
         if explain is not None:
             for one in (first, *others):
-                _explain(one, report, explain)
+                _explain(one, settings, report, explain)
         service = _service_settings(first, settings, limits, tls, log, report)
         _tell(first, others, service, report)
         warn_of_strangers(settings.listening, limits, report)
@@ -157,11 +157,28 @@ def _other_model(one: OpenedModel, settings: ServeSettings) -> OtherModel:
     return OtherModel(one.opened, names, _sampling(one.found, settings), one.predictor)
 
 
-def _explain(one: OpenedModel, report: Report, explain: Explain) -> None:
+def _explain(one: OpenedModel, settings: ServeSettings, report: Report, explain: Explain) -> None:
     """The schedules of a model, or of each of its instances."""
-    for instance, uses in one.schedules():
-        report(f"{one.found.model.name if instance is None else instance.describe()}:")
-        explain(uses)
+    for instance, found in one.opened_as():
+        name = found.model.name if instance is None else instance.describe()
+        report(f"{name}: {_fingerprint(one, found, settings)}")
+        explain(one.uses(found))
+
+
+def _fingerprint(one: OpenedModel, found: OpenModel, settings: ServeSettings) -> str:
+    """The identity of its answers, for people."""
+    from phasewise.serving.engine.fingerprint import defaults_told, fingerprint_of
+
+    size = one.opened.size
+    context = size.limits.context_length
+    own = fingerprint_of(found.model, size.kv.format, found.schedules, min(context, size.kv.slots))
+    defaults = defaults_told(
+        _sampling(one.found, settings),
+        settings.answering.tool_format,
+        context,
+        allow_special=settings.accepting.allow_special,
+    )
+    return f"fingerprint {own.with_defaults(defaults).told()}, arithmetic {own.arithmetic}"
 
 
 def _host_of_all(name: str, first: OpenedModel, others: Sequence[OpenedModel]) -> OpenHost:
@@ -203,6 +220,7 @@ def _service_settings(
         cors_origins=_cors_origins(settings),
         logging=_logging(settings),
         tool_format=answering.tool_format,
+        receipts=answering.receipts,
         page=None if answering.no_page else _machine_facts(first, settings),
         read_keys=reader_of_keys(settings.accepting, report),
     )
@@ -240,8 +258,8 @@ def _machine_facts(first: OpenedModel, settings: ServeSettings) -> MachineFacts:
         return MachineFacts()
     plans = joined_plans(first.instances) if first.instances else first.found.plans
     uses: list[ScheduleUse] = []
-    for instance, own in first.schedules():
-        computed = (use for use in own if instance is None or instance.computes(use.phase))
+    for instance, found in first.opened_as():
+        computed = (use for use in first.uses(found) if instance is None or instance.computes(use.phase))
         uses += [use for use in computed if instance is None or use not in uses]
     return MachineFacts(picture_of_plans(read_machine(), plans), tuple(schedule_rows(uses)))
 

@@ -88,7 +88,7 @@ class Answering:
     `tool_format`: `auto`, as the model's chat template writes calls, or one of
     `serving.tools.dialect.FORMATS`. `cors_origin`: pages of these origins may call the server.
     `served_model_name`: what requests call the model in place of its own name, the first being its id.
-    `no_page`: there is no page at `/`.
+    `no_page`: there is no page at `/`. `receipts`: requests may ask for receipts of their answers.
     """
 
     temperature: float | None = None
@@ -98,6 +98,7 @@ class Answering:
     cors_origin: Sequence[str] | None = None
     served_model_name: Sequence[str] | None = None
     no_page: bool = False
+    receipts: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from phasewise.cli.options import DbOption, JsonOption
-from phasewise.cli.present import print_json, say
+from phasewise.cli.present import note, print_json, say
 
 EXIT_FINDINGS = 1
 
@@ -26,14 +26,25 @@ def doctor(
     strict: Annotated[
         bool, typer.Option("--strict", help="exit with 1 if anything is found, for use in scripts")
     ] = False,
+    bits: Annotated[
+        bool,
+        typer.Option(
+            "--bits",
+            help="compute known results on every core and with every instruction set, in place of all else",
+        ),
+    ] = False,
     as_json: JsonOption = False,
     db: DbOption = None,
 ) -> None:
     """Find what keeps this host from its limit: quotas, clocks, pages, placement, unused instruction sets.
 
     Each finding has its evidence (file and value), what it means, and a remedy; the severest come first.
-    Nothing is changed. The exit code is 0 whatever is found, unless --strict is given.
+    Nothing is changed. The exit code is 0 whatever is found, unless --strict is given. With --bits, which
+    takes a minute at most, it is 1 if any bit is wrong: the build is broken, or a core is.
     """
+    if bits:
+        _check_bits(as_json)
+        return
     from phasewise.cli.commands.doctor.text import doctor_fields, doctor_lines
     from phasewise.tuner.doctor import examine
     from phasewise.workflows.doctor_host import snapshot_host, this_host
@@ -46,4 +57,18 @@ def doctor(
         for line in doctor_lines(host, findings, sys.stdout.encoding):
             say(line)
     if strict and findings:
+        sys.exit(EXIT_FINDINGS)
+
+
+def _check_bits(as_json: bool) -> None:
+    from phasewise.cli.commands.doctor.text import bits_fields, bits_lines
+    from phasewise.workflows.replay.bits_check import check_bits
+
+    outcomes = check_bits(note)
+    if as_json:
+        print_json(bits_fields(outcomes))
+    else:
+        for line in bits_lines(outcomes):
+            say(line)
+    if any(outcome.problem for outcome in outcomes):
         sys.exit(EXIT_FINDINGS)

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from phasewise._words import counted
 from phasewise.topology.outline import count_words
 from phasewise.tuner.doctor import CHECKS, not_examined
+from phasewise.workflows.replay.bits_known import is_known
 
 if TYPE_CHECKING:
     from phasewise.tuner.doctor import Finding, Host
+    from phasewise.workflows.replay.bits_check import BitsOutcome
 
 WIDTH = 80
 LABEL_WIDTH = 10
@@ -45,6 +47,33 @@ def doctor_lines(host: Host, findings: Sequence[Finding], encoding: str) -> list
     if missing:
         lines += _wrap("", f"Not told here, so not examined: {', '.join(missing)}.")
     return [line.encode(encoding, "replace").decode(encoding) for line in lines]
+
+
+def bits_fields(outcomes: Sequence[BitsOutcome]) -> dict[str, Any]:
+    """The JSON that `--bits --json` prints."""
+    return {
+        "outcomes": [outcome.to_json() for outcome in outcomes],
+        "problems": sum(outcome.problem is not None for outcome in outcomes),
+    }
+
+
+def bits_lines(outcomes: Sequence[BitsOutcome]) -> list[str]:
+    """A line for each wrong outcome, and what was checked."""
+    lines = [
+        f"wrong: {one.isa} on core {one.core}, keys and values in {one.kv_format}: {one.problem}"
+        for one in outcomes
+        if one.problem is not None
+    ]
+    names = list(dict.fromkeys(one.isa for one in outcomes))
+    unknown = [one for one in names if not is_known(one)]
+    if unknown:
+        lines += [f"no results are known for {', '.join(unknown)}: only checked against itself"]
+    cores = len({one.core for one in outcomes})
+    return [
+        *lines,
+        f"{counted(len(outcomes), 'computation')} with {', '.join(names)}; {counted(cores, 'core')}",
+        f"{len(lines) - bool(unknown)} wrong" if len(lines) > bool(unknown) else "all bits are right",
+    ]
 
 
 def _details(finding: Finding) -> Iterator[str]:

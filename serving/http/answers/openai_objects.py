@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
-from phasewise.serving.engine.messages import Answer, DraftCounts, Failure, Submit
+from phasewise.serving.engine.messages import Answer, DraftCounts, Evidence, Failure, Submit
+from phasewise.serving.engine.receipts import FinishReason
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
 from phasewise.serving.sampling.sampling import SampledToken
@@ -25,8 +26,9 @@ class Choice:
     tokens: list[SampledToken] = field(default_factory=list)
     n_generated: int = 0
     n_cached: int = 0
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     drafts: DraftCounts | None = None
+    evidence: Evidence | None = None
 
     def add(self, piece: Answer) -> None:
         self.text += piece.text
@@ -35,6 +37,7 @@ class Choice:
         self.n_cached = piece.n_cached
         self.finish_reason = piece.finish_reason
         self.drafts = piece.drafts
+        self.evidence = piece.evidence
 
 
 class Used(NamedTuple):
@@ -113,6 +116,14 @@ class Reply:
     """The usage so far in every event."""
     form: Form | None = None
     """The form in which it is written out; None: as choices of a completion or a chat."""
+    receipt: Callable[[Submit, Evidence, FinishReason], Json] | None = None
+    """Makes and keeps the receipt of a choice that has ended; None where none is asked for."""
+
+    def with_receipt(self, index: int, said: Json, ended: Answer | Choice) -> Json:
+        """The choice as it is said, and its receipt where it has ended and shall have one."""
+        if self.receipt is None or ended.evidence is None or ended.finish_reason is None:
+            return said
+        return {**said, "receipt": self.receipt(self.requests[index], ended.evidence, ended.finish_reason)}
 
     def usage(self, counts: Sequence[Used]) -> Json:
         """Tokens of all prompts, each once, and of all answers. `counts`: of each choice."""
@@ -199,7 +210,12 @@ class _Fixed:
     """The parts that both kinds share: the fields of every object, and how tokens are written out."""
 
     def __init__(self, response_id: str, model: ServedModel) -> None:
-        self._fixed = {"id": response_id, "created": int(time.time()), "model": model.model_id}
+        self._fixed = {
+            "id": response_id,
+            "created": int(time.time()),
+            "model": model.model_id,
+            "system_fingerprint": model.system_fingerprint,
+        }
         self._model = model
 
     def _text(self, token_id: int) -> str:
@@ -286,7 +302,7 @@ class ChatRendering(_Fixed):
 
     def whole(self, index: int, choice: Choice) -> Json:
         message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
-        reason = choice.finish_reason
+        reason: str | None = choice.finish_reason
         logprobs = self._logprobs(self._scored(choice.tokens, reason))
         if self._reading is not None:
             read = _ReadChoice(self._reading)

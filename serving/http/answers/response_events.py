@@ -30,6 +30,7 @@ class Responding:
     sampling: Json
     n_prompt: int
     reading: AnswerReading | None
+    system_fingerprint: str | None
     count: Callable[[str], int]
     keep: Callable[[Json, str], None]
 
@@ -270,6 +271,7 @@ class _Response:
             "object": "response",
             "created_at": int(time.time()),
             "model": responding.model_id,
+            "system_fingerprint": responding.system_fingerprint,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},

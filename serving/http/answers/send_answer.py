@@ -94,7 +94,10 @@ def _written(reply: Reply, choices: Sequence[Choice]) -> bytes:
     """Choice by choice: a thread that writes a long text gives way to none while it does."""
     if reply.form is not None:
         return reply.form.whole(choices)
-    whole = [encode(reply.rendering.whole(index, choice)) for index, choice in enumerate(choices)]
+    whole = [
+        encode(reply.with_receipt(index, reply.rendering.whole(index, choice), choice))
+        for index, choice in enumerate(choices)
+    ]
     head = encode(reply.rendering.head(streamed=False))
     used = [Used(choice.n_generated, choice.n_cached, choice.drafts) for choice in choices]
     total = encode(reply.usage(used))

@@ -95,6 +95,8 @@ class Events:
         delta = None
         if piece.text or piece.tokens or piece.finish_reason:
             delta = self._reply.rendering.delta(index, piece, said.n_chars)
+        if delta is not None:
+            delta = self._reply.with_receipt(index, delta, piece)
         said.n_chars += len(piece.text)
         said.n_generated, said.n_cached, said.drafts = piece.n_generated, piece.n_cached, piece.drafts
         return "" if delta is None else self._event(delta, counted=self._reply.continuous_usage)

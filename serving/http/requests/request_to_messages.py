@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -109,6 +110,7 @@ def _choices(
         stop,
         body.ignore_eos,
         cache_space=_salted(space, body.cache_salt),
+        receipt=body.receipt,
     )
     return [first] + [
         replace(first, request_id=f"{request_id}-{choice}", sampling=_reseeded(sampling, choice))
@@ -131,6 +133,12 @@ def _refuse(body: CompletionRequest | ChatRequest, model: ServedModel) -> None:
     field = body.unsupported()
     if field is not None:
         raise bad_request(f"{field} is not supported by this server", field, "unsupported_parameter")
+    if body.receipt and not model.gives_receipts:
+        raise bad_request(
+            "receipt is not supported by this server: start it with --receipts",
+            "receipt",
+            "unsupported_parameter",
+        )
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options is for streams only: set stream to true", "stream_options")
 
@@ -332,14 +340,14 @@ def _structured(wanted: StructuredOutputs) -> Grammar:
 def _sampling(
     body: GenerationRequest, defaults: SamplingDefaults, top_logprobs: int | None
 ) -> SamplingParams:
-    """The sampling of a request: what it states wins, field by field."""
+    """The sampling of a request: what it states wins, field by field. An answer with a receipt has a seed."""
     top_k = defaults.top_k if body.top_k is None else body.top_k
     return SamplingParams(
         temperature=_stated(body.temperature, defaults.temperature),
         top_k=top_k if top_k is not None and top_k > 0 else None,
         top_p=_stated(body.top_p, defaults.top_p),
         min_p=_stated(body.min_p, defaults.min_p),
-        seed=body.seed,
+        seed=secrets.randbits(63) if body.receipt and body.seed is None else body.seed,
         repetition_penalty=_stated(body.repetition_penalty, defaults.repetition_penalty),
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,

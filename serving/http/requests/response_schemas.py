@@ -39,7 +39,7 @@ _ENTRY_CHARACTERS = 200
 """The bytes that a response, or a message, takes beside its texts, more or less."""
 _MOST_PARTS = 1024
 _MOST_ID = 80  # characters of what is repeated
-_NOT_OFFERED = ("background", "conversation", "prompt", "max_tool_calls", "top_logprobs")
+_NOT_OFFERED = ("background", "conversation", "prompt", "max_tool_calls", "top_logprobs", "receipt")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _WITHOUT_EFFECT = frozenset(
     {"user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "include"}

@@ -176,7 +176,7 @@ _MOST_NAMED = 16
 
 
 class GenerationRequest(Strict):
-    """The fields that completions and chat share. The last seven fields are extensions."""
+    """The fields that completions and chat share. The last eight fields are extensions."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -199,6 +199,9 @@ class GenerationRequest(Strict):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     ignore_eos: bool = False
     cache_salt: CacheSalt | None = None
+    receipt: bool = Field(
+        False, description="each choice comes with a receipt that `phasewise replay` checks"
+    )
 
     def unsupported(self) -> str | None:
         """The name of a field that asks for what is not offered."""

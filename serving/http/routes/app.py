@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,7 +15,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.embedding.metrics import EmbeddingMetrics
-from phasewise.serving.engine.messages import Submit
+from phasewise.serving.engine.messages import Evidence, Submit
+from phasewise.serving.engine.receipts import FinishReason, receipt_of
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http import errors
 from phasewise.serving.http.answers.client import EngineClient
@@ -26,9 +27,11 @@ from phasewise.serving.http.answers.openai_objects import (
     Rendering,
     Reply,
 )
+from phasewise.serving.http.answers.receipt_store import ReceiptStore
 from phasewise.serving.http.answers.response_events import Responding, ResponseEvents, whole
 from phasewise.serving.http.answers.send_answer import respond
-from phasewise.serving.http.errors import from_engine, naming, other_purpose, unknown_model
+from phasewise.serving.http.answers.sse_events import encode
+from phasewise.serving.http.errors import ApiError, from_engine, naming, other_purpose, unknown_model
 from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, ServedModel
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.monitoring.access_log import AccessLog, NameRequests, record_of
@@ -82,6 +85,8 @@ _IN_RESPONSES = {
     "max_completion_tokens": "max_output_tokens",
 }
 """The names in these requests of the fields of the others that they are made into."""
+NamedCard = tuple[tuple[str, ...], Callable[[], dict[str, Any]]]
+"""The names that requests may use for a model, and what /v1/models says of it."""
 _EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "Retry-After")
 
 
@@ -126,8 +131,9 @@ def create_app(
     _add_completions(app, service)
     _add_chat(app, service)
     _add_responses(app, service)
+    _add_receipts(app, service)
     _add_tokens(app, service)
-    cards = [(one.names, _card(one)) for one in (model, *others)]
+    cards: list[NamedCard] = [(one.names, partial(_card, one)) for one in (model, *others)]
     if embeddings is not None:
         names = frozenset(name for one in (model, *others) for name in one.names)
         cards.append(_add_embeddings(app, embeddings, limits, life, metrics, names))
@@ -176,14 +182,14 @@ def _add_embeddings(
     life: Lifecycle,
     metrics: Metrics,
     generating: frozenset[str] = frozenset(),
-) -> tuple[tuple[str, ...], dict[str, Any]]:
+) -> NamedCard:
     """The model's names and card. generating: names of models that generate text beside it."""
     metrics.registry.register(EmbeddingMetrics(embeddings.client.lanes))
     routes = EmbeddingRoutes(
         embeddings.model, embeddings.client, app.state.bodies, life, limits.max_response_bytes, generating
     )
     add_embedding_routes(app, routes)
-    return embeddings.model.names, embeddings.model.card()
+    return embeddings.model.names, embeddings.model.card
 
 
 def _layers(
@@ -214,8 +220,9 @@ def _layers(
 
 def _name_of(path: str) -> str:
     """The name of a path in counts and in the log: a stranger's is not repeated."""
-    if path.startswith("/v1/responses/"):
-        return "/v1/responses/ID"
+    for place in ("/v1/responses/", "/v1/receipts/"):
+        if path.startswith(place):
+            return f"{place}ID"
     return path if path in _PATHS else "other"
 
 
@@ -249,23 +256,24 @@ def _card(model: ServedModel) -> dict[str, Any]:
         "owned_by": "phasewise",
         "max_model_len": model.context_length,
         "default_sampling": model.sampling.to_json(),
+        "system_fingerprint": model.system_fingerprint,
     }
 
 
-def _add_models(app: FastAPI, cards: Sequence[tuple[tuple[str, ...], dict[str, Any]]]) -> None:
+def _add_models(app: FastAPI, cards: Sequence[NamedCard]) -> None:
     """cards: of each model the names that requests may use, and what /v1/models says of it."""
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         """The models that are served."""
-        return {"object": "list", "data": [card for _, card in cards]}
+        return {"object": "list", "data": [card() for _, card in cards]}
 
     @app.get("/v1/models/{name:path}")
     async def show_model(name: str) -> dict[str, Any]:
         """The model, by its id or by the name it was started with."""
         for names, card in cards:
             if name in names:
-                return card
+                return card()
         raise unknown_model(name, " and ".join(names[0] for names, _ in cards))
 
 
@@ -281,10 +289,26 @@ class _Service:
     log: AccessLog | None
     embedder: EmbeddingModel | None = None
     """Served beside."""
+    receipts: ReceiptStore = field(default_factory=ReceiptStore)
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
         self.refuse_unless_open()
         return await self.bodies.read(request, kind)
+
+    def with_receipts(self, reply: Reply, model: ServedModel, request: Request) -> Reply:
+        """The same reply, with receipts where its requests ask for them. ApiError: not yet."""
+        if not reply.requests[0].receipt:
+            return reply
+        fingerprint, client = model.fingerprint(), client_of(request.scope).name
+        if fingerprint is None:
+            raise ApiError(503, "receipt: no instance has told its fingerprint yet", param="receipt")
+
+        def make(asked: Submit, evidence: Evidence, reason: FinishReason) -> dict[str, Any]:
+            receipt = receipt_of(asked, evidence, reason, fingerprint, model.model_id).to_json()
+            self.receipts.put(client, _response_id([asked]), encode(receipt))
+            return receipt
+
+        return replace(reply, receipt=make)
 
     async def answer(self, reply: Reply, request: Request, ignored: tuple[str, ...] = ()) -> Response:
         """`ignored`: fields of the body that say nothing to this server; the answer's header names them."""
@@ -329,7 +353,8 @@ def _add_completions(app: FastAPI, service: _Service) -> None:
         model = service.model_of(body.model)
         requests, facts = await service.preparation.prepare(request, body, completion_requests, model)
         rendering = CompletionRendering(_response_id(requests), model)
-        return await service.answer(_reply(body, requests, facts, rendering), request, body.ignored())
+        reply = service.with_receipts(_reply(body, requests, facts, rendering), model, request)
+        return await service.answer(reply, request, body.ignored())
 
 
 def _add_chat(app: FastAPI, service: _Service) -> None:
@@ -342,7 +367,8 @@ def _add_chat(app: FastAPI, service: _Service) -> None:
             requests, facts = await service.preparation.prepare(request, body, chat_requests, model)
             reading = reading_of(body, model, requests[0])
             rendering = ChatRendering(_response_id(requests), model, reading)
-            return await service.answer(_reply(body, requests, facts, rendering), request, body.ignored())
+            reply = service.with_receipts(_reply(body, requests, facts, rendering), model, request)
+            return await service.answer(reply, request, body.ignored())
 
 
 def _add_responses(app: FastAPI, service: _Service) -> None:
@@ -373,6 +399,7 @@ def _add_responses(app: FastAPI, service: _Service) -> None:
             {"temperature": one.sampling.temperature, "top_p": one.sampling.top_p},
             len(one.prompt_token_ids),
             reading_of(chat, model, one),
+            model.system_fingerprint,
             lambda text: len(model.encode(text, False)),
             keep,
         )
@@ -392,6 +419,14 @@ def _add_responses(app: FastAPI, service: _Service) -> None:
         """Store it no longer."""
         store.delete(client_of(request.scope).name, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
+
+
+def _add_receipts(app: FastAPI, service: _Service) -> None:
+    @app.get("/v1/receipts/{answer_id}")
+    async def show_receipts(request: Request, answer_id: str) -> Response:
+        """The receipts of an answer, one for each of its choices."""
+        written = service.receipts.receipts(client_of(request.scope).name, answer_id)
+        return Response(written, media_type="application/json")
 
 
 def _add_tokens(app: FastAPI, service: _Service) -> None:

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from phasewise.serving.engine.receipts import SCHEMA_VERSION
 from phasewise.serving.http.requests.response_schemas import ResponsesRequest
 from phasewise.serving.http.requests.schemas import (
     ChatRequest,
@@ -96,6 +97,15 @@ def _generation_paths() -> Json:
             **_get("show_response", "A response that is stored here", _answer(_ref("Response")), 404),
             **_delete("forget_response", "Store a response no longer", _answer(_ref("Forgotten"))),
             "parameters": [{**_NAME, "name": "response_id"}],
+        },
+        "/v1/receipts/{answer_id}": {
+            **_get(
+                "show_receipts",
+                "The receipts of an answer that asked for them",
+                _answer(_ref("Receipts")),
+                404,
+            ),
+            "parameters": [{**_NAME, "name": "answer_id"}],
         },
         "/tokenize": _post("tokenize", "The tokens of a text or a conversation", "Tokenize"),
         "/detokenize": _post("detokenize", "The text that tokens spell", "Detokenize"),
@@ -203,7 +213,10 @@ def _answers() -> Json:
         owned_by=_TEXT,
         max_model_len=_COUNT,
     )
-    card["properties"]["default_sampling"] = sampling  # of models that generate text
+    card["properties"] |= {  # of models that generate text
+        "default_sampling": sampling,
+        "system_fingerprint": _or_null(_TEXT),
+    }
     usage = _object(
         prompt_tokens=_COUNT,
         completion_tokens=_COUNT,
@@ -222,6 +235,7 @@ def _answers() -> Json:
         "Tokenize": _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT)),
         "Detokenize": _object(prompt=_TEXT),
         "Response": _response(),
+        "Receipts": _object(object={"const": "list"}, data=_list(_receipt())),
         "Forgotten": _object(id=_TEXT, object={"const": "response"}, deleted={"const": True}),
         "Completion": _whole("text_completion", _completion_choice()),
         "ChatCompletion": _whole("chat.completion", _chat_choice()),
@@ -243,6 +257,7 @@ def _response() -> Json:
         object={"const": "response"},
         created_at=_COUNT,
         model=_TEXT,
+        system_fingerprint=_or_null(_TEXT),
         status={"enum": ["completed", "incomplete"]},
         output=_list(item),
         usage=usage,
@@ -255,6 +270,7 @@ def _whole(kind: str, choice: Json) -> Json:
         object={"const": kind},
         created=_COUNT,
         model=_TEXT,
+        system_fingerprint=_or_null(_TEXT),
         choices=_list(choice),
         usage=_ref("Usage"),
     )
@@ -265,7 +281,7 @@ def _completion_choice() -> Json:
     logprobs = _object(
         tokens=_list(_TEXT), token_logprobs=_list(_NUMBER), top_logprobs=_list(top), text_offset=_list(_COUNT)
     )
-    return _object(index=_COUNT, text=_TEXT, logprobs=_or_null(logprobs), finish_reason=_REASON)
+    return _choice(_REASON, text=_TEXT, logprobs=_or_null(logprobs))
 
 
 def _chat_choice() -> Json:
@@ -276,4 +292,28 @@ def _chat_choice() -> Json:
     called = _object(name=_TEXT, arguments=_TEXT)
     call = _object(id=_TEXT, type={"const": "function"}, function=called)
     message["properties"] |= {"reasoning_content": _TEXT, "tool_calls": _list(call)}
-    return _object(index=_COUNT, message=message, logprobs=_or_null(logprobs), finish_reason=_CHAT_REASON)
+    return _choice(_CHAT_REASON, message=message, logprobs=_or_null(logprobs))
+
+
+def _choice(reason: Json, **said: Json) -> Json:
+    """With a receipt where its request asked for one."""
+    choice = _object(index=_COUNT, **said, finish_reason=reason)
+    choice["properties"]["receipt"] = _receipt()
+    return choice
+
+
+def _receipt() -> Json:
+    """The fields that a reader may want; `phasewise replay` reads them all."""
+    return _object(
+        schema_version={"const": SCHEMA_VERSION},
+        request_id=_TEXT,
+        model=_TEXT,
+        system_fingerprint=_TEXT,
+        fingerprint={"type": "object"},
+        prompt_token_ids=_list(_COUNT),
+        settings={"type": "object"},
+        token_ids=_list(_COUNT),
+        finish_reason=_REASON,
+        logit_digests=_list(_TEXT),
+        digest=_TEXT,
+    )

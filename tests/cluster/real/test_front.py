@@ -24,6 +24,7 @@ from phasewise.serving.engine.messages import Abort, Answer, EngineLoad, Failure
 from phasewise.serving.errors import EngineLost, RankLost, StepFailed
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from tests.support.servers.scripted_instances import (
+    FINGERPRINT,
     IDENTITY,
     ScriptedInstance,
     ScriptedServer,
@@ -268,6 +269,10 @@ def test_what_an_earlier_life_says_is_not_heard() -> None:
         (replace(IDENTITY, model_hash="cd" * 32), "its model or weight format differs"),
         (replace(IDENTITY, shape=replace(IDENTITY.shape, kv_format="f32")), "it keeps keys and values as"),
         (replace(IDENTITY, context_length=17), "its context is "),
+        (
+            replace(IDENTITY, fingerprint=replace(FINGERPRINT, arithmetic="1/avx2/00")),
+            "they differ in arithmetic",
+        ),
     ],
 )
 def test_an_instance_that_does_not_fit_ends_the_start_in_one_line(identity: object, says: str) -> None:

@@ -9,11 +9,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
+from phasewise.serving.engine.engine import Engine
+from phasewise.serving.engine.engine_host import Deliver
 from phasewise.serving.engine.engine_thread import EngineThread
 from phasewise.serving.engine.messages import Abort, Answer, Delivery, Submit
 from phasewise.serving.engine.several_engines import SeveralEngines, Turns
@@ -21,6 +26,7 @@ from phasewise.serving.errors import RanksError
 from phasewise.serving.sampling.sampling import GREEDY
 from tests.support.models.tiny_models import TinyShape, tiny_gguf
 from tests.support.servers.fake_engine import FakeRanks, make_engine, next_letter
+from tests.support.servers.scripted_instances import FINGERPRINT
 
 
 def test_turns_are_given_in_the_order_in_which_they_are_asked_for() -> None:
@@ -149,3 +155,17 @@ def test_two_models_share_a_server_and_its_budget(tmp_path: Path) -> None:
     finally:
         server.terminate()
         assert server.wait(30) == 0
+
+
+def test_each_model_has_a_fingerprint_of_its_own() -> None:
+    engines = {name: make_engine(FakeRanks()) for name in ("one", "other")}
+    for name, engine in engines.items():
+        engine.fingerprint = replace(FINGERPRINT, weights=name)
+    opens = {name: partial(_thread_of, engine) for name, engine in engines.items()}
+    host = SeveralEngines(opens, lambda delivery: None, lambda: None)
+
+    assert [host.fingerprint(name) for name in engines] == [one.fingerprint for one in engines.values()]
+
+
+def _thread_of(engine: Engine, deliver: Deliver, on_lost: Callable[[], None], turn: Turns) -> EngineThread:
+    return EngineThread(engine, deliver, on_lost, turn=turn)

@@ -25,13 +25,15 @@ from phasewise.cluster.real.instance_messages import (
 )
 from phasewise.cluster.real.supervisor import FrontSettings
 from phasewise.cluster.routing import Role
+from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.messages import Answer, Delivery, EngineLoad, Failure, Placed
 from phasewise.serving.pools.contract import Placement
 from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.ranks.kv_share import KvPlace, KvShape
 
 PATIENCE_S = 10.0
-IDENTITY = Identity(__version__, "ab" * 32, KvShape(2, 1, 4, "f16"), 300, 2048)
+FINGERPRINT = Fingerprint("ab" * 32, "cd" * 32, "ef" * 32, "", "native", "f16", "1/portable/00", "1/00")
+IDENTITY = Identity(__version__, "ab" * 32, KvShape(2, 1, 4, "f16"), 300, 2048, FINGERPRINT)
 LOAD = EngineLoad(0, 0, 0, 1024)
 
 Message = TypeVar("Message", bound=ToInstance)

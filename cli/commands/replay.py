@@ -1,0 +1,81 @@
+"""`phasewise replay`: check receipts of answers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phasewise._words import counted
+from phasewise.cli.options import (
+    ArithmeticOption,
+    DbOption,
+    FormatOption,
+    JsonOption,
+    RanksOption,
+    SparseOption,
+    ThreadsOption,
+)
+from phasewise.cli.present import note, on_one_line, print_json, say
+
+EXIT_REFUSED = 3
+
+
+def replay(
+    receipts: Annotated[
+        list[Path],
+        typer.Argument(metavar="RECEIPT...", help="files with receipts, or with answers that have some"),
+    ],
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="a known name, a GGUF file, a Hugging Face directory or a hub name",
+        ),
+    ],
+    weight_format: FormatOption = "native",
+    sparse: SparseOption = "auto",
+    arithmetic: ArithmeticOption = "tuned",
+    threads: ThreadsOption = None,
+    ranks: RanksOption = None,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Confirm that answers are the model's, or name the first token that is not.
+
+    A receipt is what `serve --receipts` gives with an answer. Prompt and
+    answer are computed together in one prefill, every token is chosen again
+    with the recorded settings and seed, and the digests of the logits are
+    compared.
+
+    The exit code is 0 if every receipt is confirmed, and 3 if any is refused.
+    """
+    from phasewise.workflows.opening.open_model import Weights
+    from phasewise.workflows.replay.run import replay_files
+
+    weights = Weights(weight_format, sparse, arithmetic=arithmetic)
+    verdicts = replay_files(receipts, model, weights, threads=threads, ranks=ranks, db=db, report=note)
+    n_refused = sum(not verdict.is_confirmed for verdict in verdicts)
+    if as_json:
+        print_json(
+            {
+                "confirmed": len(verdicts) - n_refused,
+                "refused": n_refused,
+                "receipts": [verdict.to_json() for verdict in verdicts],
+            }
+        )
+    else:
+        for verdict in verdicts:
+            name = f"{on_one_line(verdict.source)} {on_one_line(verdict.request_id)}".rstrip()
+            if verdict.is_confirmed:
+                say(f"confirmed: {name}: {counted(verdict.n_tokens, 'token')}")
+            else:
+                say(f"refused: {name}: {on_one_line('; '.join(verdict.problems))}")
+        say(
+            f"{counted(len(verdicts), 'receipt')}: {len(verdicts) - n_refused} confirmed, {n_refused} refused"
+        )
+    if n_refused:
+        sys.exit(EXIT_REFUSED)

@@ -1,0 +1,206 @@
+"""Receipts of answers: what was asked, what was answered, and digests of the logits in between.
+
+No answer depends on what else was computed, so whoever has the model can check a receipt by one prefill of
+prompt and answer together (`workflows.replay`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import TypeAdapter, ValidationError
+
+from phasewise._words import counted
+from phasewise.serving.engine.fingerprint import Fingerprint, digest_of
+from phasewise.serving.engine.logit_chain import LogitChain, n_digests
+from phasewise.serving.engine.messages import Evidence, Submit
+from phasewise.serving.errors import RequestError, ServingError
+from phasewise.serving.grammar.guides import GuideRecipe
+from phasewise.serving.sampling.sampling import Sampler, SamplingParams
+from phasewise.serving.scheduling.request import (
+    FinishReason as FinishReason,  # for HTTP, which never sees the scheduler
+)
+
+SCHEMA_VERSION: Literal[1] = 1
+MOST_RECEIPT_BYTES = 64 << 20
+
+
+class ReceiptError(ServingError):
+    """A receipt that cannot be read."""
+
+
+@dataclass(frozen=True)
+class AskedSettings:
+    """The settings of one answer, all of them stated."""
+
+    sampling: SamplingParams
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    shown: tuple[int, ...]
+    """Control tokens whose texts count where stop strings are looked for."""
+    guide: GuideRecipe | None
+    """The required form of the answer."""
+
+    @classmethod
+    def of(cls, request: Submit) -> AskedSettings:
+        guide = None if request.guide is None else request.guide.recipe
+        shown = tuple(sorted(request.shown))
+        return cls(request.sampling, request.max_tokens, request.stop, request.ignore_eos, shown, guide)
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """A server's word on what it did. `digest`: of all other fields."""
+
+    schema_version: Literal[1]
+    request_id: str
+    model: str
+    system_fingerprint: str
+    fingerprint: Fingerprint
+    prompt_token_ids: tuple[int, ...]
+    prompt_digest: str
+    settings: AskedSettings
+    settings_digest: str
+    token_ids: tuple[int, ...]
+    """The whole answer, with its end token and with what a stop string cut off."""
+    finish_reason: FinishReason
+    logit_digests: tuple[str, ...]
+    digest: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; `read_receipt` is the inverse."""
+        fields: dict[str, Any] = _receipt.dump_python(self, mode="json")
+        return fields
+
+    def own_digest(self) -> str:
+        """The digest that belongs to the other fields."""
+        return digest_of({name: value for name, value in self.to_json().items() if name != "digest"})
+
+    def contradictions(self) -> list[str]:
+        """In a line each, what is wrong with it whatever the model says."""
+        wrong = []
+        if self.system_fingerprint != self.fingerprint.told():
+            wrong.append("the system fingerprint is not that of its components")
+        if self.prompt_digest != digest_of(self.prompt_token_ids):
+            wrong.append("the digest of the prompt is not that of its tokens")
+        if self.settings_digest != digest_of(_settings.dump_python(self.settings, mode="json")):
+            wrong.append("the digest of the settings is not that of the settings")
+        if len(self.logit_digests) != n_digests(len(self.token_ids)):
+            wrong.append(
+                f"{counted(len(self.token_ids), 'token')} with {counted(len(self.logit_digests), 'digest')}"
+            )
+        if self.digest != self.own_digest():
+            wrong.append("the digest of the receipt is not that of its fields")
+        return wrong
+
+
+_receipt = TypeAdapter(Receipt)
+_settings = TypeAdapter(AskedSettings)
+
+
+def receipt_of(
+    request: Submit, evidence: Evidence, reason: FinishReason, fingerprint: Fingerprint, model: str
+) -> Receipt:
+    """The receipt of an answer that has ended. model: what the server calls it."""
+    settings = AskedSettings.of(request)
+    receipt = Receipt(
+        SCHEMA_VERSION,
+        request.request_id,
+        model,
+        fingerprint.told(),
+        fingerprint,
+        request.prompt_token_ids,
+        digest_of(request.prompt_token_ids),
+        settings,
+        digest_of(_settings.dump_python(settings, mode="json")),
+        evidence.token_ids,
+        reason,
+        evidence.logit_digests,
+    )
+    return replace(receipt, digest=receipt.own_digest())
+
+
+def read_receipt(fields: Any) -> Receipt:
+    """ReceiptError, in one line, where that is no receipt."""
+    if isinstance(fields, dict) and fields.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
+        raise ReceiptError(
+            f"the receipt has schema_version {fields['schema_version']!s:.20}; this phasewise reads "
+            f"{SCHEMA_VERSION}"
+        )
+    try:
+        receipt = _receipt.validate_python(fields)
+    except RequestError as error:
+        raise ReceiptError(f"not a receipt: {error}") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ReceiptError(f"not a receipt: {place[:80]}: {first['msg'][:120]}") from None
+    if receipt.to_json() != fields:
+        raise ReceiptError("not a receipt: it has fields that no receipt has")
+    if not receipt.prompt_token_ids or not receipt.token_ids:
+        raise ReceiptError("not a receipt: its prompt or its answer has no tokens")
+    return receipt
+
+
+class Replaying:
+    """The check of one receipt against the model's logits, which come row by row."""
+
+    def __init__(self, receipt: Receipt, sampler: Sampler) -> None:
+        self._receipt = receipt
+        self._sampler = sampler
+        self._chain = LogitChain()
+        self._n_rows = 0
+        self.first_token: int | None = None
+        """The place in the answer, from 0, of the first token that the model would not have chosen."""
+        self.chosen: int | None = None
+        """The token that it chooses there."""
+        self.first_digest: int | None = None
+        """The first digest of logits that is another, from 0."""
+
+    def feed(self, logits: npt.NDArray[np.float32]) -> None:
+        """The rows after the next tokens, float32 [n, vocab]."""
+        for row in logits:
+            self._feed_row(row)
+
+    def _feed_row(self, row: npt.NDArray[np.float32]) -> None:
+        receipt, place = self._receipt, self._n_rows
+        self._n_rows += 1
+        self._chain.add(row)
+        if self.first_token is None:
+            chosen = self._sampler.sample(row)
+            if chosen.token_id != receipt.token_ids[place]:
+                self.first_token, self.chosen = place, chosen.token_id
+        number = n_digests(self._n_rows) - 1
+        if (
+            self.first_digest is None
+            and self._chain.digests(self._n_rows)[-1:] != (receipt.logit_digests[number : number + 1])
+        ):
+            self.first_digest = number
+
+
+def ends_wrongly(
+    receipt: Receipt, end_token_ids: frozenset[int], text: str, *, is_cut_short: bool
+) -> str | None:
+    """Why the answer cannot have ended as the receipt says; None: it can. text: of the whole answer."""
+    settings, ids = receipt.settings, receipt.token_ids
+    ends = frozenset() if settings.ignore_eos else end_token_ids
+    early = next((place for place, one in enumerate(ids[:-1]) if one in ends), None)
+    if early is not None:
+        return f"the answer goes on after its end token, token {early + 1}"
+    if settings.max_tokens is not None and len(ids) > settings.max_tokens:
+        return (
+            f"the answer has {counted(len(ids), 'token')}, and at most {settings.max_tokens} were asked for"
+        )
+    has_ended = ids[-1] in ends or any(one in text for one in settings.stop)
+    if is_cut_short:
+        has_ended = False
+    is_full = settings.max_tokens is None or len(ids) == settings.max_tokens or is_cut_short
+    if receipt.finish_reason == "stop" and not has_ended:
+        return "the answer stops without an end token or a stop text"
+    if receipt.finish_reason == "length" and (has_ended or not is_full):
+        return "the answer did not end for its length"
+    return None

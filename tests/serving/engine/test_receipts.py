@@ -1,0 +1,327 @@
+"""Receipts: the same from every way of computing, confirmed by one prefill, refused once changed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip(
+    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
+)
+from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.drafts.opening import DraftSource
+from phasewise.serving.engine.engine_size import EngineSize
+from phasewise.serving.engine.fingerprint import digest_of, fingerprint_of
+from phasewise.serving.engine.messages import Answer, Evidence, Submit
+from phasewise.serving.engine.open_engine import OpenEngine, open_engine
+from phasewise.serving.engine.receipts import Receipt, ReceiptError, read_receipt, receipt_of
+from phasewise.serving.loaders import load_model
+from phasewise.serving.loaders.storage import StorageChoice
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.ranks.open_ranks import KvMemory, LocalRanks, RankOptions
+from phasewise.serving.sampling.sampling import SamplingParams
+from phasewise.serving.sampling.sampling import _with_logprobs as logprobs
+from phasewise.workflows.opening.open_model import OpenModel
+from phasewise.workflows.replay.run import ReceiptVerdict, replay_receipts
+from tests.support.servers.fake_engine import run_all
+from tests.support.servers.pools import (
+    guides_of,
+    mixed_requests,
+    open_alone,
+    plans_of,
+    pools,
+    prompt,
+    size_of,
+    tiny_model,
+)
+from tests.support.tiers import n_examples
+
+N_CHANGES = 1000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, cache: object) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> PackedModel:
+    return load_model(str(path), "native")
+
+
+@pytest.fixture(scope="module")
+def asked(path: Path) -> list[Submit]:
+    """Greedy, sampled, with penalties, bias, grammars and thoughts; with stop texts, and to an end token."""
+    requests = mixed_requests(guides_of(path))
+    free = SamplingParams(temperature=1.0, seed=8)
+    requests.append(Submit("stop", prompt(40, 3), 60, free, stop=("a", "e", "Z")))
+    requests.append(Submit("end", prompt(33, 4), 300, SamplingParams(logit_bias={2: 3.0}, seed=1)))
+    requests.append(Submit("long", prompt(20, 9) * 3, 100, SamplingParams(temperature=0.0), ignore_eos=True))
+    return [replace(one, receipt=True) for one in requests]
+
+
+def receipts(opened: OpenEngine, requests: list[Submit]) -> dict[str, Receipt]:
+    outs = run_all(opened.engine, *requests)
+    return {one.request_id: _receipt(opened, one, outs[one.request_id][-1]) for one in requests}
+
+
+def _receipt(opened: OpenEngine, request: Submit, last: object) -> Receipt:
+    assert isinstance(last, Answer), last
+    assert last.evidence is not None
+    assert last.finish_reason is not None
+    return receipt_of(request, last.evidence, last.finish_reason, opened.fingerprint, "tiny")
+
+
+def limited(size: EngineSize, **limits: Any) -> EngineSize:
+    return replace(size, limits=replace(size.limits, **limits))
+
+
+@pytest.fixture(scope="module")
+def alone(path: Path, asked: list[Submit]) -> dict[str, Receipt]:
+    """Of each request, computed when nothing else was."""
+    found: dict[str, Receipt] = {}
+    with open_alone(path, limited(size_of(path), prefix_reuse=False)) as opened:
+        for request in asked:
+            found |= receipts(opened, [request])
+    return found
+
+
+@pytest.fixture(scope="module")
+def replay(model: PackedModel) -> Callable[..., list[ReceiptVerdict]]:
+    plans = {plan.phase: plan for plan in plans_of(1)}
+    found = OpenModel(model, plans, {}, StorageChoice())
+    return lambda some: replay_receipts(found, some, pinned=False)
+
+
+def test_every_receipt_is_confirmed(
+    alone: dict[str, Receipt], replay: Callable[..., list[ReceiptVerdict]]
+) -> None:
+    """Grammars, penalties, bias, thoughts, stop texts and end tokens included."""
+    assert {one.finish_reason for one in alone.values()} == {"stop", "length"}
+    for verdict in replay(alone.values()):
+        assert verdict.problems == ()
+        assert verdict.first_token is None
+
+
+def test_receipts_are_the_same_in_company_and_in_pieces(
+    path: Path, asked: list[Submit], alone: dict[str, Receipt]
+) -> None:
+    for size in (size_of(path), limited(size_of(path, kv_policy="paged"), max_batch_tokens=96)):
+        with open_alone(path, size) as opened:
+            assert receipts(opened, asked) == alone
+
+
+def test_receipts_are_the_same_with_drafts(
+    path: Path, model: PackedModel, asked: list[Submit], alone: dict[str, Receipt]
+) -> None:
+    """A draft beyond a stop text was sampled and is no part of the answer."""
+    plans = {plan.phase: plan for plan in plans_of(1)}
+    with open_engine(model, plans, size_of(path), pinned=False, drafts=DraftSource()) as opened:
+        assert receipts(opened, asked) == alone
+        assert opened.engine.load().drafts is not None
+
+
+@pytest.mark.slow
+def test_receipts_are_the_same_from_two_ranks(
+    path: Path, asked: list[Submit], alone: dict[str, Receipt]
+) -> None:
+    with open_alone(path, n_ranks=2) as opened:
+        assert receipts(opened, asked) == alone
+
+
+def test_receipts_are_the_same_from_pools(path: Path, asked: list[Submit], alone: dict[str, Receipt]) -> None:
+    with pools(path) as server:
+        evidence: dict[str, Evidence] = {}
+        take = server.take
+
+        def watch(out: Answer) -> None:
+            if out.evidence is not None:
+                evidence[out.request_id] = out.evidence
+            take(out)
+
+        server.take = watch  # type: ignore[method-assign]
+        server.run(asked)
+        fingerprint = server.front.fingerprint()
+
+    assert fingerprint is not None
+    for name, receipt in alone.items():
+        assert fingerprint == receipt.fingerprint
+        assert evidence[name] == Evidence(receipt.token_ids, receipt.logit_digests)
+
+
+def test_without_being_asked_there_is_no_evidence(path: Path, asked: list[Submit]) -> None:
+    with open_alone(path) as opened:
+        (pieces,) = run_all(opened.engine, replace(asked[0], receipt=False)).values()
+        assert [piece.evidence for piece in pieces if isinstance(piece, Answer)] == [None] * len(pieces)
+
+
+def test_scoring_is_generation(path: Path, model: PackedModel, asked: list[Submit]) -> None:
+    """One prefill of prompt and answer gives the log-probabilities of generating, equal in every bit."""
+    scored = [replace(one, request_id=f"l-{one.request_id}", sampling=_scored(one.sampling)) for one in asked]
+    with open_alone(path) as opened:
+        outs = run_all(opened.engine, *scored)
+    ranks = LocalRanks(
+        model, {plan.phase: plan for plan in plans_of(1)}, RankOptions(KvMemory(2048), 512, 1, pinned=False)
+    )
+    try:
+        for request in scored:
+            pieces = [one for one in outs[request.request_id] if isinstance(one, Answer)]
+            generated = [token for piece in pieces for token in piece.tokens]
+            ids = [token.token_id for token in generated]
+            known = len(request.prompt_token_ids) - 1
+            whole = (*request.prompt_token_ids, *ids[:-1])
+            rows = ranks.all_logits(Batch("prefill", (SequenceSlice(whole, 0, 0, True),)))[known:]
+            assert [logprobs(row, one, 2) for row, one in zip(rows, ids, strict=True)] == generated
+    finally:
+        ranks.close()
+
+
+def _scored(sampling: SamplingParams) -> SamplingParams:
+    return replace(sampling, top_logprobs=2)
+
+
+# ---- changed receipts ------------------------------------------------------------------------------------
+
+
+def _with_token(fields: dict[str, Any], rng: random.Random) -> int | None:
+    """Change one token; its number."""
+    ids, place = fields["token_ids"], rng.randrange(len(fields["token_ids"]))
+    ids[place] = (ids[place] + rng.randrange(1, 272)) % 272
+    return place + 1
+
+
+def _with_order(fields: dict[str, Any], rng: random.Random) -> int | None:
+    ids = fields["token_ids"]
+    pairs = [place for place in range(len(ids) - 1) if ids[place] != ids[place + 1]]
+    if not pairs:
+        return _with_token(fields, rng)
+    place = rng.choice(pairs)
+    ids[place : place + 2] = reversed(ids[place : place + 2])
+    return place + 1
+
+
+def _with_digest(fields: dict[str, Any], rng: random.Random) -> int | None:
+    digests, place = fields["logit_digests"], rng.randrange(len(fields["logit_digests"]))
+    digests[place] = digest_of(rng.random())
+    return None
+
+
+def _with_prompt(fields: dict[str, Any], rng: random.Random) -> int | None:
+    ids, place = fields["prompt_token_ids"], rng.randrange(len(fields["prompt_token_ids"]))
+    ids[place] = (ids[place] + rng.randrange(1, 272)) % 272
+    return None
+
+
+def _with_component(fields: dict[str, Any], rng: random.Random) -> int | None:
+    name = rng.choice([one for one in fields["fingerprint"] if one not in ("defaults", "context")])
+    fields["fingerprint"][name] = "int8" if name == "kv_format" else "other"
+    return None
+
+
+def _cut(fields: dict[str, Any], rng: random.Random) -> int | None:
+    """Leave the end out, with the digests that belong to the rest."""
+    n_kept = rng.randrange(1, len(fields["token_ids"])) if len(fields["token_ids"]) > 1 else 1
+    if n_kept == len(fields["token_ids"]):
+        return _with_token(fields, rng)
+    fields["token_ids"] = fields["token_ids"][:n_kept]
+    fields["logit_digests"] = fields["logit_digests"][: -(-n_kept // 16)]
+    return None
+
+
+def _with_setting(fields: dict[str, Any], rng: random.Random) -> int | None:
+    sampling = fields["settings"]["sampling"]
+    name = rng.choice(["temperature", "top_p", "min_p", "seed", "repetition_penalty"])
+    sampling[name] = {"temperature": 0.31, "top_p": 0.77, "min_p": 0.11, "seed": 4711}.get(name, 1.77)
+    return None
+
+
+def _with_fingerprint(fields: dict[str, Any], rng: random.Random) -> int | None:
+    fields["system_fingerprint"] = f"fp_{rng.randrange(1 << 96):024x}"
+    return None
+
+
+FORGEABLE = [_with_token, _with_order, _with_digest, _with_prompt, _with_component, _cut]
+"""Changes that the model itself finds out. Other settings may have led to the same tokens."""
+
+
+def _forged(fields: dict[str, Any]) -> dict[str, Any]:
+    """The same with every digest made anew that needs no model."""
+    fields["prompt_digest"] = digest_of(fields["prompt_token_ids"])
+    fields["settings_digest"] = digest_of(fields["settings"])
+    fields["system_fingerprint"] = read_receipt(fields).fingerprint.told()
+    fields["digest"] = digest_of({name: value for name, value in fields.items() if name != "digest"})
+    return fields
+
+
+def test_a_receipt_with_anything_changed_is_refused(
+    alone: dict[str, Receipt], replay: Callable[..., list[ReceiptVerdict]]
+) -> None:
+    """The first token that differs is named, also where every digest was made anew."""
+    rng, names = random.Random(41), [name for name in alone if len(alone[name].prompt_token_ids) < 300]
+    changed, wanted = [], []
+    for _ in range(n_examples(N_CHANGES // 2)):
+        is_forged = rng.random() < 0.5
+        change = rng.choice(FORGEABLE if is_forged else [*FORGEABLE, _with_setting, _with_fingerprint])
+        fields = alone[rng.choice(names)].to_json()
+        first = change(fields, rng)
+        changed.append(read_receipt(_forged(fields) if is_forged else fields))
+        wanted.append((change.__name__, is_forged, first))
+
+    for verdict, (name, is_forged, first) in zip(replay(changed), wanted, strict=True):
+        assert not verdict.is_confirmed, (name, is_forged, verdict)
+        if first is not None:
+            assert verdict.first_token == first, (name, is_forged, verdict)
+            assert any(f"token {first} of" in problem for problem in verdict.problems)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda fields: fields.pop("settings"), "settings"),
+        (lambda fields: fields.update(schema_version=2), "schema_version"),
+        (lambda fields: fields.update(more=1), "fields that no receipt has"),
+        (lambda fields: fields["settings"]["sampling"].update(top_p=7), "top_p"),
+        (lambda fields: fields.update(token_ids=[]), "no tokens"),
+        (lambda fields: fields.update(token_ids="abc"), "token_ids"),
+    ],
+)
+def test_what_is_no_receipt_is_refused_in_one_line(
+    alone: dict[str, Receipt], change: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    fields = alone["s0"].to_json()
+    change(fields)
+
+    with pytest.raises(ReceiptError, match=said) as refusal:
+        read_receipt(fields)
+
+    assert "\n" not in str(refusal.value)
+
+
+# ---- fingerprints ----------------------------------------------------------------------------------------
+
+
+def test_a_fingerprint_is_of_the_bits_alone(path: Path, model: PackedModel) -> None:
+    """Storage, cores and context are none of it; the format of weights, and of keys and values, are."""
+    plain = fingerprint_of(model, "f16", None, 256)
+
+    sparse = load_model(str(path), "native", storage=StorageChoice("always"))
+    assert fingerprint_of(sparse, "f16", None, 128) == plain
+    assert plain.differences(fingerprint_of(model, "f32", None, 256)) == ["kv_format"]
+    other = fingerprint_of(load_model(str(path), "int8"), "f16", None, 256)
+    assert set(plain.differences(other)) == {"weights", "weight_format", "arithmetic"}
+    changed = replace(model, tokenizer_json=model.tokenizer_json + " ", chat_template="{{ 1 }}")
+    assert plain.differences(fingerprint_of(changed, "f16", None, 256)) == ["tokenizer", "template"]
+    assert plain.told() != plain.with_defaults({"temperature": 1}).told()
+    assert plain.differences(plain.with_defaults({"temperature": 1})) == []

@@ -1,0 +1,1 @@
+"""`phasewise replay` and `doctor --bits`: answers computed again and compared."""

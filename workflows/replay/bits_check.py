@@ -1,0 +1,191 @@
+"""The arithmetic of this machine against known results: broken builds and faulty cores are found early.
+
+A small model of drawn weights, in every kind of weight that is common, is computed by each usable instruction
+set and, by the one in use, on each core. Nothing is read or downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from phasewise._words import counted
+from phasewise.workflows.replay.bits_known import KNOWN
+from phasewise.workflows.report import Report, silent
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from phasewise.cython_kernels.packing import PackedWeight
+    from phasewise.serving.models.packed_model import PackedModel
+
+BUDGET_S = 60.0
+"""Cores that have had no turn by then are not checked, which is said."""
+KINDS = ("q4_k", "q6_k", "q8", "q4", "bf16", "f32")
+"""The kind of each layer's weights."""
+_WIDTH, _HEAD, _VOCAB = 256, 64, 320
+_TOKENS, _DECODED = 48, 8
+_DIGITS = 16
+
+
+@dataclass(frozen=True)
+class BitsOutcome:
+    """One check: what was computed where. problem: None where all bits are right."""
+
+    isa: str
+    kv_format: str
+    core: int
+    problem: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def check_bits(report: Report = silent) -> list[BitsOutcome]:
+    """All outcomes. Takes seconds, and on machines of many cores at most about a minute."""
+    from phasewise.cython_kernels import isa
+    from phasewise.cython_kernels.kv_formats import KV_FORMATS
+    from phasewise.topology import read_machine
+
+    cores, model, until_s = read_machine().allowed_pus, known_model(), time.monotonic() + BUDGET_S
+    outcomes = []
+    for name in isa.usable():
+        with isa.using(name):
+            outcomes += [_outcome(model, name, kv_format, cores[0]) for kv_format in KV_FORMATS]
+    done = 1
+    for core in cores[1:]:
+        if time.monotonic() > until_s:
+            break
+        outcomes.append(_outcome(model, isa.active(), "f32", core))
+        done += 1
+    if done < len(cores):
+        report(f"{done} of {counted(len(cores), 'core')} were checked in {BUDGET_S:.0f} s")
+    return outcomes
+
+
+def _outcome(model: PackedModel, isa_name: str, kv_format: str, core: int) -> BitsOutcome:
+    digest, is_one = computed(model, kv_format, core)
+    known, problem = KNOWN.get(isa_name, {}).get(kv_format), None
+    if not is_one:
+        problem = "a token computed alone has other logits than in its prompt"
+    elif known is not None and digest != known:
+        problem = f"the logits are {digest}, and known are {known}"
+    return BitsOutcome(isa_name, kv_format, core, problem)
+
+
+def computed(model: PackedModel, kv_format: str, core: int) -> tuple[str, bool]:
+    """A digest of the logits after each token of a prompt; and whether tokens one by one give the same."""
+    from phasewise.serving.batch import Batch, SequenceSlice
+    from phasewise.serving.ranks.open_ranks import KvMemory, LocalRanks, RankOptions
+    from phasewise.serving.ranks.rank_teams import keeping_affinity
+    from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
+
+    ids = tuple(7 * at % _VOCAB for at in range(1, _TOKENS + 1))
+    plans: dict[Phase, ServicePlan] = {phase: ServicePlan(phase, (RankCores((core,)),)) for phase in PHASES}
+    first = _TOKENS - _DECODED
+    with keeping_affinity():
+        ranks = LocalRanks(model, plans, RankOptions(KvMemory(2 * 64, kv_format), 64, 1))
+        try:
+            rows = ranks.all_logits(Batch("prefill", (SequenceSlice(ids, 0, 0, True),)))
+            ranks.forward(Batch("prefill", (SequenceSlice(ids[:first], 0, 64, True),)))
+            is_one = True
+            for at in range(first, _TOKENS):
+                alone = ranks.forward(Batch("decode", (SequenceSlice(ids[at : at + 1], at, 64, True),)))
+                is_one = is_one and alone[0].tobytes() == rows[at].tobytes()
+        finally:
+            ranks.close()
+    return hashlib.sha256(rows.tobytes()).hexdigest()[:_DIGITS], is_one
+
+
+def known_model() -> PackedModel:
+    """The model: the same numbers on every machine, since none of them is rounded."""
+    import numpy as np
+
+    from phasewise.serving.models.packed_model import ModelConfig, PackedModel, RopeSpec
+
+    rng = np.random.default_rng(np.random.PCG64(41))
+    config = ModelConfig(
+        architecture="llama",
+        n_layers=len(KINDS),
+        hidden=_WIDTH,
+        ffn=_WIDTH,
+        n_heads=_WIDTH // _HEAD,
+        n_kv_heads=2,
+        head_dim=_HEAD,
+        vocab_size=_VOCAB,
+        context_length=_TOKENS,
+        norm_eps=2.0**-17,
+        rope=RopeSpec(10000.0, _HEAD, None),
+        tied_embeddings=True,
+        qk_norm=False,
+        sliding_window=None,
+        bos_token_id=None,
+        eos_token_ids=(),
+        add_bos=False,
+    )
+    ones = np.ones(_WIDTH, dtype=np.float32)
+    weights, vectors = {"embed": _weight("f32", _VOCAB, rng)}, {"final_norm": ones}
+    for layer, kind in enumerate(KINDS):
+        name = f"layers.{layer}"
+        weights[f"{name}.qkv"] = _weight(kind, _WIDTH + 4 * _HEAD, rng)
+        weights[f"{name}.o"] = _weight(kind, _WIDTH, rng)
+        weights[f"{name}.gate_up"] = _weight(kind, 2 * _WIDTH, rng)
+        weights[f"{name}.down"] = _weight(kind, _WIDTH, rng)
+        vectors |= {f"{name}.attn_norm": ones, f"{name}.ffn_norm": ones}
+    n_bytes = sum(weight.nbytes for weight in weights.values())
+    return PackedModel(config, "native", "bits", "", "", weights, vectors, "", None, n_bytes)
+
+
+def _weight(kind: str, n: int, rng: np.random.Generator) -> PackedWeight:
+    """Drawn, of a size that keeps the stream of a model in its range."""
+    import numpy as np
+
+    from phasewise.cython_kernels import packing
+    from phasewise.cython_kernels.blocks import BLOCKS, BlockRows
+
+    def below(top: int, *shape: int) -> npt.NDArray[np.uint8]:
+        return rng.integers(0, top, shape, dtype=np.uint8)
+
+    def scales(*shape: int) -> npt.NDArray[np.float16]:
+        return (rng.integers(1, 64, shape) / 2.0**15).astype(np.float16)
+
+    if kind in ("f32", "bf16"):
+        drawn = (rng.integers(-128, 128, (n, _WIDTH)) / 2.0**10).astype(np.float32)
+        return packing.pack_dense(drawn, kind)  # type: ignore[arg-type]
+    if kind in ("q8", "q4"):
+        bits, groups = (8 if kind == "q8" else 4), packing.groups_of(_WIDTH, 32)
+        size = np.float16(1 if kind == "q8" else 16)
+        rows = packing.QuantRows(
+            below(1 << bits, n, _WIDTH), scales(n, groups) * size / 8, None, 1 << (bits - 1), 32, bits
+        )
+        return packing.pack_quant(rows)
+    form = BLOCKS[kind]
+    n_subs, n_blocks = _WIDTH // form.group, _WIDTH // form.inputs
+    sub_top = {"super_halves": 16, "super_mins": 64}.get(form.scaling, 2 * form.sub_zero)
+    return packing.pack_blocks(
+        BlockRows(
+            kind,
+            below(1 << form.code_bits, n, _WIDTH),
+            scales(n, n_blocks) / np.float16(64),
+            scales(n, n_blocks) / np.float16(64) if form.has_mins else None,
+            below(sub_top, n, n_subs) if form.has_subs else None,
+            below(sub_top, n, n_subs) if form.has_subs and form.has_mins else None,
+        )
+    )
+
+
+def known_now() -> Iterator[tuple[str, dict[str, str]]]:
+    """For `bits_known.py`: by each usable instruction set, the digest in each format of keys and values."""
+    from phasewise.cython_kernels import isa
+    from phasewise.cython_kernels.kv_formats import KV_FORMATS
+    from phasewise.topology import read_machine
+
+    core, model = read_machine().allowed_pus[0], known_model()
+    for name in isa.usable():
+        with isa.using(name):
+            yield name, {kv_format: computed(model, kv_format, core)[0] for kv_format in KV_FORMATS}

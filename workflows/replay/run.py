@@ -1,0 +1,267 @@
+"""Check receipts: one prefill of prompt and answer together, and every token chosen again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phasewise._files import read_input
+from phasewise._words import counted
+from phasewise.serving.engine.receipts import (
+    MOST_RECEIPT_BYTES,
+    Receipt,
+    ReceiptError,
+    Replaying,
+    ends_wrongly,
+    read_receipt,
+)
+from phasewise.workflows.errors import WorkflowError
+from phasewise.workflows.opening.open_model import NATIVE, OpenModel, Weights, open_model
+from phasewise.workflows.report import Report, silent
+
+if TYPE_CHECKING:
+    from phasewise.serving.engine.fingerprint import Fingerprint
+    from phasewise.serving.engine.open_engine import ModelText
+    from phasewise.serving.grammar.guides import GuideCompiler
+    from phasewise.serving.ranks.ranks_contract import Ranks
+    from phasewise.serving.sampling.sampling import Sampler
+
+_ROWS_AT_ONCE = 64
+"""Rows of logits that are held at a time."""
+
+
+@dataclass(frozen=True)
+class ReceiptVerdict:
+    """The outcome of one receipt's check.
+
+    problems: why it is refused, in a line each; none: it is confirmed. first_token: the number, from 1, of
+    the first token of the answer that the model would not have chosen, where there is one.
+    """
+
+    source: str
+    request_id: str
+    n_tokens: int
+    problems: tuple[str, ...]
+    first_token: int | None = None
+
+    @property
+    def is_confirmed(self) -> bool:
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "problems": list(self.problems), "is_confirmed": self.is_confirmed}
+
+
+def read_receipts(path: Path) -> list[Receipt | ReceiptError]:
+    """The receipts of a file: one, a list of them as `/v1/receipts/{id}` gives it, or those of an answer.
+
+    One that cannot be read stands there as its error. WorkflowError for a file without any.
+    """
+    try:
+        data = json.loads(read_input(path, MOST_RECEIPT_BYTES))
+    except OSError as error:
+        raise WorkflowError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError):
+        raise WorkflowError(f"{path} is not JSON: give a receipt, or an answer that has some") from None
+    found = list(_in_data(data))
+    if not found:
+        raise WorkflowError(f'{path} has no receipt: a request gets one with "receipt": true')
+    return [_read(one) for one in found]
+
+
+def _in_data(data: Any) -> Iterator[Any]:
+    if isinstance(data, list):
+        yield from data
+    elif isinstance(data, dict) and isinstance(data.get("data"), list):
+        yield from data["data"]
+    elif isinstance(data, dict) and isinstance(data.get("choices"), list):
+        yield from (one["receipt"] for one in data["choices"] if isinstance(one, dict) and "receipt" in one)
+    else:
+        yield data
+
+
+def _read(fields: Any) -> Receipt | ReceiptError:
+    try:
+        return read_receipt(fields)
+    except ReceiptError as error:
+        return error
+
+
+def replay_files(
+    paths: Sequence[Path],
+    model: str,
+    weights: Weights = NATIVE,
+    *,
+    threads: int | None = None,
+    ranks: int | None = None,
+    db: str | None = None,
+    report: Report = silent,
+) -> list[ReceiptVerdict]:
+    """Check all receipts of some files against `model`, in their order.
+
+    Raises WorkflowError for a file without receipts, and what `open_model` raises.
+    """
+    read = [(str(path), receipt) for path in paths for receipt in read_receipts(path)]
+    found = open_model(model, weights, threads, db, report, ranks)
+    with _Replayer(found) as replayer:
+        return [replayer.verdict(source, receipt) for source, receipt in read]
+
+
+def replay_receipts(
+    found: OpenModel, receipts: Iterable[Receipt], *, pinned: bool = True
+) -> list[ReceiptVerdict]:
+    """Check receipts against an opened model. pinned: as in `RankOptions`."""
+    with _Replayer(found, pinned=pinned) as replayer:
+        return [replayer.verdict(one.request_id, one) for one in receipts]
+
+
+class _Replayer:
+    """A model, and ranks that stay open from one receipt to the next where they fit both."""
+
+    def __init__(self, found: OpenModel, *, pinned: bool = True) -> None:
+        from phasewise.serving.engine.open_engine import ModelText
+        from phasewise.serving.grammar.guides import GuideCompiler, TokenView
+
+        self._found = found
+        self._pinned = pinned
+        self._text: ModelText = ModelText(found.model)
+        tokenizer, config = self._text.tokenizer, found.model.config
+        self._ends = frozenset(config.eos_token_ids)
+        self._guides: GuideCompiler = GuideCompiler(
+            TokenView(config.vocab_size, self._ends, tokenizer.special_ids, tokenizer.piece, tokenizer.encode)
+        )
+        self._ranks: Ranks | None = None
+        self._ranks_for: tuple[str, int | None, int] = ("", None, 0)
+
+    def __enter__(self) -> _Replayer:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._guides.close()
+        self._close_ranks()
+
+    def verdict(self, source: str, receipt: Receipt | ReceiptError) -> ReceiptVerdict:
+        """Everything that is wrong with it. What is another model's is not computed."""
+        if isinstance(receipt, ReceiptError):
+            return ReceiptVerdict(source, "", 0, (str(receipt),))
+        problems, first = receipt.contradictions(), None
+        refusal = self._cannot_check(receipt)
+        if refusal is not None:
+            problems.append(refusal)
+        else:
+            replaying, sampler = self._replayed(receipt)
+            problems += _differences(receipt, replaying)
+            if replaying.first_token is not None:
+                first = replaying.first_token + 1
+            wrong = ends_wrongly(receipt, self._ends, self._text_of(receipt), is_cut_short=sampler.cut_short)
+            problems += [wrong] if wrong is not None and first is None else []
+        return ReceiptVerdict(source, receipt.request_id, len(receipt.token_ids), tuple(problems), first)
+
+    def _cannot_check(self, receipt: Receipt) -> str | None:
+        """Why the model here cannot tell; None: it can."""
+        config, theirs = self._found.model.config, receipt.fingerprint
+        try:
+            ours = self._fingerprint(theirs)
+        except ValueError:
+            return f"it names a format of keys and values that there is not: {theirs.kv_format!r:.40}"
+        if differing := theirs.differences(ours):
+            return "it was made with " + ", ".join(
+                f"another {name} ({getattr(theirs, name)!s:.60}, here {getattr(ours, name)!s:.60})"
+                for name in differing
+            )
+        if not ours.has_one_arithmetic:
+            return "prompts and answers have arithmetics of their own with --tile-prompts"
+        ids = (*receipt.prompt_token_ids, *receipt.token_ids)
+        if min(ids) < 0 or max(ids) >= config.vocab_size:
+            return f"its token ids must be 0 to {config.vocab_size - 1}"
+        if len(ids) > config.context_length:
+            return f"it has {counted(len(ids), 'token')}, more than the context of {config.context_length}"
+        if receipt.settings.sampling.seed is None and not receipt.settings.sampling.is_greedy:
+            return "it has no seed, so its tokens cannot be chosen again"
+        return None
+
+    def _fingerprint(self, theirs: Fingerprint) -> Fingerprint:
+        """The identity of the model here, with the receipt's KV format. ValueError: there is no such."""
+        from phasewise.serving.engine.fingerprint import fingerprint_of
+
+        found = self._found
+        positions = theirs.context or found.model.config.context_length
+        return fingerprint_of(found.model, theirs.kv_format, found.schedules, positions)
+
+    def _replayed(self, receipt: Receipt) -> tuple[Replaying, Sampler]:
+        from phasewise.serving.batch import Batch, SequenceSlice
+        from phasewise.serving.sampling.sampling import Sampler
+
+        settings, prompt = receipt.settings, receipt.prompt_token_ids
+        guide = None
+        if settings.guide is not None:
+            from phasewise.serving.grammar.late_guides import begun_guide
+
+            compiled = self._guides.compile(settings.guide.grammar)
+            guide = begun_guide(settings.guide, compiled, self._guides.tokens).fresh()
+        sampler = Sampler(settings.sampling, prompt, self._found.model.config.vocab_size, guide)
+        replaying = Replaying(receipt, sampler)
+        ids = (*prompt, *receipt.token_ids[:-1])
+        ranks = self._open_ranks(receipt, len(ids))
+        if len(prompt) > 1:
+            ranks.forward(Batch("prefill", (SequenceSlice(prompt[:-1], 0, 0, False),)))
+        for start in range(len(prompt) - 1, len(ids), _ROWS_AT_ONCE):
+            piece = ids[start : start + _ROWS_AT_ONCE]
+            replaying.feed(ranks.all_logits(Batch("prefill", (SequenceSlice(piece, start, 0, True),))))
+        return replaying, sampler
+
+    def _open_ranks(self, receipt: Receipt, n_tokens: int) -> Ranks:
+        """Ranks with room for so many tokens, in the receipt's format of keys and values."""
+        from phasewise.serving.pools.arena import aligned
+        from phasewise.serving.ranks.open_ranks import STEP_TOKENS, KvMemory, RankOptions, open_ranks
+
+        wanted = receipt.fingerprint.kv_format, receipt.fingerprint.context
+        if self._ranks is not None and self._ranks_for[:2] == wanted and self._ranks_for[2] >= n_tokens:
+            return self._ranks
+        self._close_ranks()
+        found, model = self._found, self._found.model
+        if receipt.fingerprint.context is not None:
+            config = replace(model.config, context_length=receipt.fingerprint.context)
+            model = replace(model, config=config)
+        n_slots = aligned(max(n_tokens, self._ranks_for[2]))
+        options = RankOptions(
+            KvMemory(n_slots, receipt.fingerprint.kv_format),
+            STEP_TOKENS,
+            1,
+            schedules=found.schedules or None,
+            pinned=self._pinned,
+        )
+        self._ranks = open_ranks(model, found.plans, options)
+        self._ranks_for = (*wanted, n_slots)
+        return self._ranks
+
+    def _close_ranks(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
+
+    def _text_of(self, receipt: Receipt) -> str:
+        """The whole text of an answer, in which stop strings are looked for."""
+        stream = self._text.open_stream(frozenset(receipt.settings.shown))
+        return "".join(map(stream.push, receipt.token_ids)) + stream.flush()
+
+
+def _differences(receipt: Receipt, replaying: Replaying) -> list[str]:
+    """In a line each, where the model says something else."""
+    from phasewise.serving.engine.logit_chain import CHECKPOINT_TOKENS
+
+    said = []
+    if replaying.first_token is not None:
+        place = replaying.first_token
+        said.append(
+            f"token {place + 1} of {len(receipt.token_ids)} is {receipt.token_ids[place]}, and the model "
+            f"chooses {replaying.chosen}"
+        )
+    if replaying.first_digest is not None:
+        place = replaying.first_digest * CHECKPOINT_TOKENS
+        said.append(f"the logits of token {place + 1} are others")
+    return said
