@@ -56,6 +56,8 @@ class _Source:
     n_written: int = 0
     """Tokens up to the last that was ever stored, drafts included: in a ring they took the places of earlier
     ones."""
+    ring_begin: int = 0
+    """Positions before were not copied into its ring: what it began with saw none of them."""
 
 
 def chain(token_ids: Sequence[int], known: tuple[int, ...] = (), space: str = "") -> tuple[int, ...]:
@@ -134,6 +136,13 @@ class PrefixIndex:
         source = self._live.get(owner)
         if source is not None:
             source.n_ready = n_ready
+
+    def brought(self, owner: str, n_tokens: int) -> None:
+        """Keys and values of the first `n_tokens` are copied; into a ring, those that the next token sees."""
+        source = self._live.get(owner)
+        if source is not None:
+            source.n_ready = n_tokens
+            source.ring_begin = max(0, n_tokens - self._rings.window) if self._rings else 0
 
     def wrote(self, owner: str, n_tokens: int) -> None:
         """Keys and values of `owner` were stored up to there, drafts included."""
@@ -224,7 +233,7 @@ class PrefixIndex:
         if ring is None:
             return False
         first_slot, n_slots = ring
-        lost = source.n_written - n_slots  # positions before are written over
+        lost = max(source.ring_begin, source.n_written - n_slots)  # positions before are not there
         wanted = n_tokens if source.is_live and n_ready < n_tokens else n_ready
         if max(0, wanted - self._rings.window) < lost:
             return False

@@ -477,7 +477,7 @@ class Scheduler:
         if not sequence.generated:
             sequence.n_reused = n_tokens
         assert self._prefixes is not None
-        self._prefixes.advance(sequence.request_id, n_tokens)
+        self._prefixes.brought(sequence.request_id, n_tokens)
         self.counts.prefix_hits += n_tokens > 0
         self.counts.prefix_tokens_reused += n_tokens
 

@@ -15,7 +15,7 @@ from phasewise.cython_kernels.division import Teams
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
 from phasewise.serving.engine.engine_size import EngineSize
-from phasewise.serving.engine.messages import Answer, Submit
+from phasewise.serving.engine.messages import Answer, Failure, Submit
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.forward import Capacity, build_program, kv_bytes_by_reach
 from phasewise.serving.models.packed_model import PackedModel
@@ -251,6 +251,19 @@ def test_what_a_window_sees_is_in_its_ring(
         assert ids == answers[name]
     assert pool.stats().slots_used == 0
     pool.check()
+
+
+def test_a_ring_that_began_with_a_window_has_no_earlier_positions() -> None:
+    """The second sequence copies what its next token sees; the third one begins before that."""
+    rings = Rings(1 << 14, 128, 128, 60)
+    engine = make_engine(
+        WindowRanks(rings), pool=RingedPool(any_pool("fixed", 1024, 620), rings), context_length=620
+    )
+    first = tuple(range(1, 65))
+    for name, prompt, n_answer in (("a", first, 66), ("b", (*first, 99), 1), ("c", (*first[:16], 98), 1)):
+        answered = run_all(engine, Submit(name, prompt, n_answer, GREEDY, ignore_eos=True))[name]
+        assert not any(isinstance(out, Failure) for out in answered)
+    assert engine.load().prefix_hits == 1
 
 
 def test_a_conversation_goes_on_from_its_ring() -> None:

@@ -42,7 +42,7 @@ class Facts:
         ({"merges": ["absent tokens"]}, "absent tokens"),
         ({"merges": ["nospace"]}, "nospace"),
         ({"merges": [""]}, "merge 0"),
-        ({"token_type": [1]}, "1 entries"),
+        ({"token_type": [1]}, "1 entry"),
         ({"add_bos_token": True, "bos_token_id": 1 << 30}, "bos_token_id"),
         ({"add_bos_token": True, "bos_token_id": -1}, "bos_token_id"),
         ({"add_bos_token": True, "bos_token_id": "1"}, "bos_token_id"),
