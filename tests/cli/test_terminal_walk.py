@@ -47,7 +47,10 @@ class Step:
 WALK = (
     Step("topo"),
     Step("doctor"),
+    Step("help", "tuning"),
     Step("models pull", "org/tiny-GGUF:Q4_0"),
+    Step("pull", "org/tiny-GGUF:Q4_0"),
+    Step("replay", "no-such-receipt.json --model m.gguf", exits=(0, 1)),
     Step("models list"),
     Step("models inspect", "m.gguf"),
     Step("generate", "m.gguf hello -n 3"),

@@ -134,13 +134,18 @@ def test_a_worker_that_is_killed_is_replaced_and_the_server_stays(
     assert 'phasewise_embedding_restarts_total{device="cpu:0"} 1.0' in metrics
 
 
-def test_what_cannot_be_is_one_line(encoder: Path, tiny: Path, environment: dict[str, str]) -> None:
+def test_what_cannot_be_is_one_line(
+    encoder: Path, tiny: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
     for flag, value in (("--draft", "lookup"), ("--also", tiny), ("--length-log", "/tmp/x")):
         assert f"{flag} has no effect where MODEL" in refused(environment, encoder, flag, value)
     assert "--embed-model has no effect" in refused(environment, encoder, "--embed-model", encoder)
-    assert "leave --ranks out" in refused(environment, encoder, "--ranks", 2)
+    assert "--ranks has no effect" in refused(environment, encoder, "--ranks", 2)
     assert "are there" in refused(environment, encoder, "--threads", N_CORES + 1)
-    assert "no embedding model" in refused(environment, tiny, "--embed-model", tiny)
+    assert "two models are called tiny" in refused(environment, tiny, "--embed-model", tiny)
+    other = tmp_path / "other.gguf"
+    other.write_bytes(tiny.read_bytes())
+    assert "no embedding model" in refused(environment, tiny, "--embed-model", other)
     assert "are there" in refused(environment, tiny, "--embed-model", encoder, "--embed-cores", N_CORES)
 
 

@@ -132,8 +132,9 @@ def test_no_pipeline_makes_a_text_longer_than_is_foreseen(pipeline: list[Any], t
     try:
         made = len(whole.normalizer.normalize_str(text).encode())
     except BaseException as error:
-        assert type(error).__name__ == "PanicException"  # of the library: nothing was made
-        return
+        if type(error).__name__ != "PanicException":
+            raise
+        return  # the library gave up: nothing was made
 
     assert made <= growth.factor * len(text.encode()) + growth.added
     assert (risk_of(changed(normalizer=sequence(*pipeline))) is None) == growth.is_small
