@@ -195,7 +195,7 @@ def cores_of_share(machine: Machine, first: int, count: int) -> tuple[int, ...]:
     pus = _pus_by_preference(machine)
     if first + count > len(pus):
         raise PlanError(
-            f"{count} cores after the first {first} do not fit: this process may use {len(pus)} CPUs "
+            f"{counted(count, 'core')} after the first {first}: too many: this process may use {len(pus)} CPUs "
             f"({list_cores(machine.allowed_pus)})"
         )
     return pus[first : first + count]

@@ -104,7 +104,7 @@ def _checked(rows: Iterator[Row], name: str) -> Trace:
         if request is not None:
             requests.append(request)
         if at > MAX_REQUESTS:
-            raise TraceError(f"{name} has more than {MAX_REQUESTS} rows: cut a part of it out")
+            raise TraceError(f"{name} has more than {counted(MAX_REQUESTS, 'row')}: cut a part of it out")
     if not requests:
         raise TraceError(f"{name} holds no request")
     return _from_first(requests)

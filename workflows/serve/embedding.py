@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.opening.open_model import Weights
 from phasewise.workflows.report import Report
@@ -145,7 +146,7 @@ def threads_beside(settings: Embeddings, threads: int | None) -> int:
     left = n_cores - own if threads is None else threads
     if left < 1 or left + own > n_cores:
         raise UsageError(
-            f"{own} cores for embeddings and {max(left, 1)} for the language model: {n_cores} are there;"
+            f"{counted(own, 'core')} for embeddings and {max(left, 1)} for the language model: {n_cores} are there;"
             " choose fewer with --embed-cores or --threads"
         )
     return left
@@ -173,7 +174,7 @@ def open_beside(
     own = settings.embed_cores or min(_default_share(default_thread_count(machine)), max(1, len(free)))
     if own > len(free):
         raise UsageError(
-            f"{own} cores for embeddings: {len(free)} are there that the language model does not use; choose "
+            f"{counted(own, 'core')} for embeddings: {counted(len(free), 'core')} are there that the language model does not use; choose "
             "fewer for it, or for --embed-cores"
         )
     model = load_embedding_model(settings.embed_model, weights, report)

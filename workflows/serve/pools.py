@@ -324,7 +324,9 @@ def _ray_front(spec: InstanceSpec, pools: Pools) -> Iterator[tuple[OpenHost, lis
         )
         settings = _settings(f"tcp://{node}:*", lambda index, life: f"tcp://{NODE}:*", pools, Keys.new())
         roles: list[Role] = [one.role for one in wanted]
-        lines = [f"{one.role} pool: {one.cores} cores of a node of the Ray cluster" for one in wanted]
+        lines = [
+            f"{one.role} pool: {counted(one.cores, 'core')} of a node of the Ray cluster" for one in wanted
+        ]
         n_here = launcher.n_cores_here
         here = cores_of_share(read_machine(), 0, n_here) if n_here else ()
         yield (

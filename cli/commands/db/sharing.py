@@ -196,5 +196,5 @@ def gc(
     if as_json:
         print_json({"dry_run": dry_run, "deleted": dict(deleted)})
     else:
-        counts = [f"{count} {table.replace('_', ' ')}s" for table, count in deleted.items() if count]
+        counts = [counted(count, table.replace("_", " ")) for table, count in deleted.items() if count]
         say(f"{'would delete' if dry_run else 'deleted'} {', '.join(counts) or 'nothing'}")

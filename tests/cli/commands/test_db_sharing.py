@@ -267,7 +267,7 @@ def test_collecting_garbage_says_what_goes_and_what_went(tuned: Path) -> None:
         "schedule": 0,
     }
     assert run_json("gc", "--dry-run") == {"dry_run": True, "deleted": deleted}
-    assert run("gc", "--dry-run") == "would delete 1 measurements\n"
+    assert run("gc", "--dry-run") == "would delete 1 measurement\n"
     assert run_json("gc") == {"dry_run": False, "deleted": deleted}
     assert run("gc") == "deleted nothing\n"
     assert run_json("gc", "--keep", "1")["deleted"]["measurement"] == 0, "one is fast, one in use"

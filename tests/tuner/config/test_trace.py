@@ -164,7 +164,7 @@ def test_a_hostile_file_is_one_clear_line(tmp_path: Path, content: str | bytes, 
 
 def test_bounds_on_rows_and_their_length_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_files, "MAX_REQUESTS", 1)
-    with pytest.raises(TraceError, match="more than 1 rows"):
+    with pytest.raises(TraceError, match="more than 1 row"):
         read_trace(written(tmp_path, AZURE))
     monkeypatch.setattr(trace_files, "MAX_ROW_CHARS", 40)
     with pytest.raises(TraceError, match="row 1: not JSON"):
