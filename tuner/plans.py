@@ -195,8 +195,8 @@ def cores_of_share(machine: Machine, first: int, count: int) -> tuple[int, ...]:
     pus = _pus_by_preference(machine)
     if first + count > len(pus):
         raise PlanError(
-            f"{counted(count, 'core')} after the first {first}: too many: this process may use {len(pus)} CPUs "
-            f"({list_cores(machine.allowed_pus)})"
+            f"{counted(count, 'core')} after the first {first} are too many: this process may use "
+            f"{len(pus)} CPUs ({list_cores(machine.allowed_pus)})"
         )
     return pus[first : first + count]
 
