@@ -174,8 +174,8 @@ def open_beside(
     own = settings.embed_cores or min(_default_share(default_thread_count(machine)), max(1, len(free)))
     if own > len(free):
         raise UsageError(
-            f"{counted(own, 'core')} for embeddings: {counted(len(free), 'core')} are there that the language "
-            "model does not use; choose fewer for it, or for --embed-cores"
+            f"{counted(own, 'core')} for embeddings: {counted(len(free), 'core')} are there that the "
+            "language model does not use; choose fewer for it, or for --embed-cores"
         )
     model = load_embedding_model(settings.embed_model, weights, report)
     instances = replace(settings, embed_instances=settings.embed_instances or 1)
