@@ -174,7 +174,7 @@ def open_beside(
     own = settings.embed_cores or min(_default_share(default_thread_count(machine)), max(1, len(free)))
     if own > len(free):
         raise UsageError(
-            f"{counted(own, 'core')} for embeddings: {counted(len(free), 'core')} are there that the "
+            f"{counted(own, 'core')} for embeddings: {len(free)} are there that the "
             "language model does not use; choose fewer for it, or for --embed-cores"
         )
     model = load_embedding_model(settings.embed_model, weights, report)
