@@ -21,7 +21,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from sqlalchemy import ColumnExpressionArgument, Delete, Engine, delete, func, select, text
+from sqlalchemy import Delete, Engine, delete, func, select, text
 from sqlalchemy.orm import Session
 
 from phasewise.kerneldb import connect, queries
@@ -61,6 +61,8 @@ from phasewise.kerneldb.schema_copy import copy_beside
 from phasewise.kerneldb.user_kernels import UserPromotion, UserTiming
 
 if TYPE_CHECKING:
+    from sqlalchemy import ColumnExpressionArgument  # 2.0.13, and needed by no call
+
     from phasewise.kerneldb.queries import AnySelect
     from phasewise.kerneldb.rows import AnyRow
     from phasewise.kerneldb.user_kernels import UserProblem
