@@ -5,6 +5,7 @@ The registry of models is loaded by its path: its package imports the kernels, w
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -31,6 +32,7 @@ def registry() -> ModuleType:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     root = Path(os.environ.get("PHASEWISE_CACHE") or user_folder("cache"))
     known = registry()
     known.pull(known.KNOWN[MODEL], root, lambda line: print(line, file=sys.stderr, flush=True))
