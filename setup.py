@@ -18,6 +18,7 @@ from runpy import run_path
 from sysconfig import get_config_var, get_platform
 
 from Cython.Build import cythonize
+from Cython.Compiler.Options import get_directive_defaults
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
@@ -192,8 +193,12 @@ native = Extension(
 )
 
 extensions = [] if ISA_BUILD == "none" else [native]
+# Cython before 3.1 gives no hints, and refuses a directive that it does not know.
+HINTS = {"show_performance_hints": False} if "show_performance_hints" in get_directive_defaults() else {}
+DIRECTIVES = {"binding": True, **HINTS}
+
 setup(
-    ext_modules=cythonize(extensions, language_level=3, compiler_directives={"binding": True}),
+    ext_modules=cythonize(extensions, language_level=3, compiler_directives=DIRECTIVES, quiet=True),
     cmdclass={"build_ext": build_kernels},
     options={"bdist_wheel": {"py_limited_api": STABLE_ABI}} if HAS_STABLE_ABI else {},
 )
