@@ -137,7 +137,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_server_stays(
 def test_what_cannot_be_is_one_line(
     encoder: Path, tiny: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    for flag, value in (("--draft", "lookup"), ("--also", tiny), ("--length-log", "/tmp/x")):
+    for flag, value in (("--draft", "lookup"), ("--also", tiny), ("--length-log", "answers.jsonl")):
         assert f"{flag} has no effect where MODEL" in refused(environment, encoder, flag, value)
     assert "--embed-model has no effect" in refused(environment, encoder, "--embed-model", encoder)
     assert "--ranks has no effect" in refused(environment, encoder, "--ranks", 2)
