@@ -46,7 +46,7 @@ from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.engine.one_answer import OneAnswer
 from phasewise.serving.engine.open_engine import OpenEngine, open_engine
-from phasewise.serving.ranks.open_ranks import KvMemory, LocalRanks, RankOptions
+from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
 from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
 from phasewise.workflows.opening.open_model import open_model
 
@@ -248,7 +248,9 @@ def model_drafts(
         ranks, vocab_size = opened.engine.ranks, opened.model.config.vocab_size
         assert isinstance(ranks, LocalRanks)
         size = EngineSize.for_many(opened.model, 1, 1024, None)
-        guest = GuestRank(small.model, lambda: ranks.first_rank, RankOptions(KvMemory(size.kv.slots), 512, 1))
+        guest = GuestRank(
+            small.model, lambda: ranks.first_rank, RankOptions(KvSettings(size.kv.slots), 512, 1)
+        )
         said, costs = SaidRight(guest, vocab_size, agrees), StepCosts()
         drafter = ModelDrafter(said, costs, MOST_ROWS, vocab_size)
         pairs = Pairs(opened, drafter, n)

@@ -105,7 +105,7 @@ def model_perplexity(model: PackedModel, threads: int | None, n_tokens: int = N_
 
 def _open_ranks(model: PackedModel, threads: int | None, kv_format: str, arithmetic: ArithmeticChoice) -> Any:
     """Without a database: `tuned` is the kernels' own arithmetic."""
-    from phasewise.serving.ranks.open_ranks import KvMemory, LocalRanks, RankOptions
+    from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
     from phasewise.topology import read_machine
     from phasewise.tuner.lookup import ScheduleTable
     from phasewise.tuner.plans import PHASES, default_plan
@@ -115,7 +115,7 @@ def _open_ranks(model: PackedModel, threads: int | None, kv_format: str, arithme
     plans = {phase: default_plan(machine, phase, threads=threads) for phase in PHASES}
     lookups = {phase: KernelSchedules(ScheduleTable([]), choice=arithmetic) for phase in PHASES}
     options = RankOptions(
-        KvMemory(WINDOW_TOKENS, format=kv_format), WINDOW_TOKENS, max_sequences=1, schedules=lookups
+        KvSettings(WINDOW_TOKENS, format=kv_format), WINDOW_TOKENS, max_sequences=1, schedules=lookups
     )
     return LocalRanks(model, plans, options)
 

@@ -34,7 +34,7 @@ from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.engine.open_engine import open_engine
 from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.ranks.rank_teams import keeping_affinity
-from phasewise.serving.ranks.ranks_contract import KvMemory
+from phasewise.serving.ranks.ranks_contract import KvSettings
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
 from phasewise.tuner.errors import TraceError
@@ -149,7 +149,7 @@ def run_policy(found: OpenModel, replay: Replay, policy: str, number: int, n_war
     limits = SchedulerLimits(
         replay.settings.longest_request, max_sequences=replay.max_sequences, prefix_reuse=False
     )
-    size = EngineSize(limits, KvMemory(replay.n_slots), policy)
+    size = EngineSize(limits, KvSettings(replay.n_slots), policy)
     pool = open_pool(policy, replay.n_slots, replay.settings)
     with (
         keeping_affinity(),

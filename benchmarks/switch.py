@@ -26,7 +26,7 @@ from benchmarks.harness import Model, Rounds, Yielded, commands
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.ranks.open_ranks import KvMemory, RankOptions, Ranks, open_ranks
+from phasewise.serving.ranks.open_ranks import KvSettings, RankOptions, Ranks, open_ranks
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import PHASES, Phase, ServicePlan, check_fits, parse_cores, rank_on
 from tests.soak.served_process import TINY
@@ -90,7 +90,7 @@ def switch(
         "prefill": plan_of("prefill", prefill or ["0,1"]),
         "decode": plan_of("decode", decode or ["0", "1"]),
     }
-    ranks = open_ranks(named_model(model), plans, RankOptions(KvMemory(512), 64, 1))
+    ranks = open_ranks(named_model(model), plans, RankOptions(KvSettings(512), 64, 1))
     with contextlib.closing(ranks):
         step_us(ranks, "prefill")
         taken = [one_round(ranks, n) for _ in range(rounds)]

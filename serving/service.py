@@ -24,7 +24,7 @@ from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.fingerprint import Fingerprint, defaults_told
 from phasewise.serving.engine.open_engine import ModelText
 from phasewise.serving.errors import ContextLengthExceeded
-from phasewise.serving.grammar.guides import GuideCompiler, TokenView
+from phasewise.serving.grammar.guides import GuideCompiler
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, ServedModel
 from phasewise.serving.http.length_log import LengthLog
@@ -324,11 +324,7 @@ def _length_check(opened: Served) -> Callable[[str], None]:
 
 def _guides(opened: Served) -> GuideCompiler:
     """Loaded beside the start: the first request that needs it would stall the others."""
-    tokenizer, config = opened.text.tokenizer, opened.model.config
-    ends = frozenset(config.eos_token_ids)
-    guides = GuideCompiler(
-        TokenView(config.vocab_size, ends, tokenizer.special_ids, tokenizer.piece, tokenizer.encode)
-    )
-    if ends:
+    guides = opened.text.guide_compiler()
+    if opened.model.config.eos_token_ids:
         threading.Thread(target=guides.warm, name="grammar-load", daemon=True).start()
     return guides

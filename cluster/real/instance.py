@@ -52,7 +52,7 @@ from phasewise.serving.engine.messages import Abort, Aimed, Answer, Compute, Del
 from phasewise.serving.engine.open_engine import OpenEngine
 from phasewise.serving.errors import RanksError, ServingError
 from phasewise.serving.grammar.guide_thread import GuideThread, GuideWanted
-from phasewise.serving.grammar.guides import Guide, GuideCompiler, TokenView
+from phasewise.serving.grammar.guides import Guide
 from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.processes.sockets import Keys, Sockets, has_input
 from phasewise.serving.ranks.kv_share import KvPlace, KvShare, map_place
@@ -120,7 +120,7 @@ class _Instance:
         self._posts = _Posts(sockets)
         self._expected: dict[str, tuple[int, int]] = {}
         """Epoch and length of the prompts that others compute."""
-        self._guides = GuideThread(_guides(opened))
+        self._guides = GuideThread(opened.text.guide_compiler())
         self._outgoing: deque[FromInstance] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._next_beat_s = 0.0
@@ -380,12 +380,4 @@ def _codec(opened: OpenEngine, share: KvShare) -> Codec:
     told = f"{model.content_hash} {model.format}".encode()
     return Codec(
         share.shape, model.config.vocab_size, opened.size.limits.context_length, hashlib.sha256(told).digest()
-    )
-
-
-def _guides(opened: OpenEngine) -> GuideCompiler:
-    tokenizer, config = opened.text.tokenizer, opened.model.config
-    ends = frozenset(config.eos_token_ids)
-    return GuideCompiler(
-        TokenView(config.vocab_size, ends, tokenizer.special_ids, tokenizer.piece, tokenizer.encode)
     )

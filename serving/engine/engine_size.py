@@ -15,7 +15,7 @@ from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK, Rings
 from phasewise.serving.pools.opening import DEFAULT_POLICY
 from phasewise.serving.processes.memory import available_bytes
 from phasewise.serving.ranks.first_rank import STEP_TOKENS
-from phasewise.serving.ranks.ranks_contract import KvMemory
+from phasewise.serving.ranks.ranks_contract import KvSettings
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
 from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
 
@@ -31,7 +31,7 @@ class EngineSize:
     """The size of an engine, and its way of working: a value for its scheduler, and one for its ranks."""
 
     limits: SchedulerLimits
-    kv: KvMemory
+    kv: KvSettings
     kv_policy: str = DEFAULT_POLICY
     """One of `pools.opening.POLICIES`."""
     tpot_ms: float = DEFAULT_TPOT_MS
@@ -54,7 +54,7 @@ class EngineSize:
         kv_slots = aligned(n_prompt + max_tokens)
         most_rows = max(1, min(STEP_TOKENS, n_prompt))
         limits = SchedulerLimits(context, most_rows, 1, prefix_reuse=False)
-        kv = KvMemory(kv_slots, kv_format, rings=_rings_of(model, kv_slots, 1))
+        kv = KvSettings(kv_slots, kv_format, rings=_rings_of(model, kv_slots, 1))
         return cls(limits, kv, "static")
 
     @classmethod
@@ -70,7 +70,7 @@ class EngineSize:
         kv_shared: bool = False,
     ) -> EngineSize:
         """As many slots as `kv_bytes` pays for, and no more than `max_sequences` full contexts can use.
-        A draft model has as many slots of its own. kv_shared: `KvMemory.shared`; then no layer keeps rings.
+        A draft model has as many slots of its own. kv_shared: `KvSettings.shared`; then no layer keeps rings.
 
         By default a quarter of the free memory, but not more than 1 GiB or four times the weights, whichever
         is larger: a small model does not fill a large machine. The context is the model's, or as much of it
@@ -110,14 +110,14 @@ class EngineSize:
         if rings is not None:
             rings = replace(rings, first_slot=kv_slots)
         limits = SchedulerLimits(min(context, kv_slots), max_sequences=max_sequences)
-        return cls(limits, KvMemory(kv_slots, kv_format, shared=kv_shared, rings=rings))
+        return cls(limits, KvSettings(kv_slots, kv_format, shared=kv_shared, rings=rings))
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> EngineSize:
         """The size that `dataclasses.asdict` wrote."""
         limits, kv = SchedulerLimits(**fields["limits"]), dict(fields["kv"])
         rings = None if kv["rings"] is None else Rings(**kv["rings"])
-        return cls(**{**fields, "limits": limits, "kv": KvMemory(**{**kv, "rings": rings})})
+        return cls(**{**fields, "limits": limits, "kv": KvSettings(**{**kv, "rings": rings})})
 
     def with_slots(self, kv_slots: int) -> EngineSize:
         """With so many slots, and a context that they hold."""

@@ -26,6 +26,7 @@ from phasewise.serving.text.tokenizer import DetokenizeStream, Tokenizer
 from phasewise.tuner.plans import Phase, ServicePlan
 
 if TYPE_CHECKING:
+    from phasewise.serving.grammar.guides import GuideCompiler
     from phasewise.serving.text.chat import Conversations
 
 Plans = Mapping[Phase, ServicePlan]
@@ -50,6 +51,16 @@ class ModelText:
     def open_stream(self, shown: frozenset[int] = frozenset()) -> DetokenizeStream:
         """The decoder of one answer; control tokens have no text, but for those `shown`."""
         return DetokenizeStream(self.tokenizer, shown=shown)
+
+    def guide_compiler(self) -> GuideCompiler:
+        """A compiler of grammars over this vocabulary; close it."""
+        from phasewise.serving.grammar.guides import GuideCompiler, TokenView
+
+        tokenizer, config = self.tokenizer, self._model.config
+        ends = frozenset(config.eos_token_ids)
+        return GuideCompiler(
+            TokenView(config.vocab_size, ends, tokenizer.special_ids, tokenizer.piece, tokenizer.encode)
+        )
 
     @property
     def has_template(self) -> bool:

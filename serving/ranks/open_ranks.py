@@ -20,13 +20,13 @@ from phasewise.serving.processes.segments import Segment
 from phasewise.serving.ranks.first_rank import ALL_LOGITS_ROWS, STEP_TOKENS, FirstRank, room_for
 from phasewise.serving.ranks.kv_share import KvShape, KvShare
 from phasewise.serving.ranks.rank_teams import open_teams, touch_memory
-from phasewise.serving.ranks.ranks_contract import KvMemory, RankOptions, Ranks
+from phasewise.serving.ranks.ranks_contract import KvSettings, RankOptions, Ranks
 from phasewise.tuner.plans import PHASES, Phase, ServicePlan
 
 if TYPE_CHECKING:
     from phasewise.serving.ranks.process_ranks import ProcessRanks
 
-__all__ = ["ALL_LOGITS_ROWS", "STEP_TOKENS", "KvMemory", "LocalRanks", "RankOptions", "Ranks", "open_ranks"]
+__all__ = ["ALL_LOGITS_ROWS", "STEP_TOKENS", "KvSettings", "LocalRanks", "RankOptions", "Ranks", "open_ranks"]
 
 
 def open_ranks(
@@ -84,7 +84,7 @@ class LocalRanks(FirstRank):
 
     @property
     def kv_share(self) -> KvShare:
-        """The place of keys and values. RanksError unless `KvMemory.shared`."""
+        """The place of keys and values. RanksError unless `KvSettings.shared`."""
         if self._kv_share is None:
             raise RanksError("these ranks do not share their keys and values")
         return self._kv_share

@@ -193,7 +193,7 @@ class ProcessRanks:
 
     @property
     def kv_share(self) -> KvShare:
-        """The place of keys and values, until `reopen`. RanksError unless `KvMemory.shared`."""
+        """The place of keys and values, until `reopen`. RanksError unless `KvSettings.shared`."""
         setup = self._setup
         if setup is None or self._step_memory is None or not setup.kv_shared:
             raise RanksError("these ranks do not share their keys and values")

@@ -18,7 +18,7 @@ from phasewise.tuner.plans import Phase
 
 
 @dataclass(frozen=True, slots=True)
-class KvMemory:
+class KvSettings:
     """The memory for keys and values, whoever computes them."""
 
     slots: int
@@ -41,7 +41,7 @@ class KvMemory:
 class RankOptions:
     """The memory and the steps of ranks, and their way of computing."""
 
-    kv: KvMemory
+    kv: KvSettings
     max_batch_tokens: int
     max_sequences: int
     schedules: Mapping[Phase, ScheduleLookup] | None = None
@@ -92,7 +92,7 @@ class Ranks(Protocol):
 
     @property
     def kv_share(self) -> KvShare:
-        """The place of keys and values, until `reopen`. RanksError unless `KvMemory.shared`."""
+        """The place of keys and values, until `reopen`. RanksError unless `KvSettings.shared`."""
         ...
 
     @property

@@ -28,7 +28,7 @@ from tests.support.models.tiny_models import (
 )
 
 pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
-from phasewise.serving.ranks.open_ranks import KvMemory, RankOptions, open_ranks
+from phasewise.serving.ranks.open_ranks import KvSettings, RankOptions, open_ranks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "model-families.md").read_text()
 DIVISOR = 4.0
@@ -81,7 +81,7 @@ def write_calm_gguf(path: Path) -> Path:
 def logits(path: Path, cache: Path) -> np.ndarray:
     plans = {phase: ServicePlan(phase, (RankCores((0,)),)) for phase in PHASES}
     model = load_model(str(path), "f32", cache_dir=cache)
-    with closing(open_ranks(model, plans, RankOptions(KvMemory(64), 16, 1, pinned=False))) as ranks:
+    with closing(open_ranks(model, plans, RankOptions(KvSettings(64), 16, 1, pinned=False))) as ranks:
         return ranks.forward(Batch("prefill", (SequenceSlice([5, 7, 11, 13], 0, 0, True),))).copy()
 
 

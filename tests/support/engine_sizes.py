@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phasewise.serving.engine.engine_size import EngineSize
-from phasewise.serving.ranks.ranks_contract import KvMemory
+from phasewise.serving.ranks.ranks_contract import KvSettings
 from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
 
 
@@ -17,4 +17,4 @@ def engine_size(
 ) -> EngineSize:
     """The size of an engine that does all by default."""
     limits = SchedulerLimits(context_length, max_batch_tokens, max_sequences)
-    return EngineSize(limits, KvMemory(kv_slots, kv_format), kv_policy)
+    return EngineSize(limits, KvSettings(kv_slots, kv_format), kv_policy)

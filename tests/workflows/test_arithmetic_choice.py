@@ -18,7 +18,7 @@ from phasewise.kerneldb.records import MachineKey, Measurement, Origin, Problem,
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.ranks.open_ranks import KvMemory, LocalRanks, RankOptions
+from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
 from phasewise.topology import read_machine
 from phasewise.tuner import native
 from phasewise.tuner.lookup import ScheduleTable
@@ -69,7 +69,7 @@ def logits(model: PackedModel, choice: ArithmeticChoice, threads: int, cut: int)
     machine = read_machine()
     plans = {phase: default_plan(machine, phase, threads=threads) for phase in ("prefill", "decode")}
     lookups = {phase: lookup(choice) for phase in ("prefill", "decode")}
-    ranks = LocalRanks(model, plans, RankOptions(KvMemory(64), 64, max_sequences=1, schedules=lookups))
+    ranks = LocalRanks(model, plans, RankOptions(KvSettings(64), 64, max_sequences=1, schedules=lookups))
     try:
         found = ranks.all_logits(Batch("prefill", (SequenceSlice(TOKENS[:cut], 0, 0, True),)))
         for at in range(cut, len(TOKENS)):

@@ -20,7 +20,7 @@ from phasewise.serving.engine.throughput import (
     measure,
     streamed_bytes,
 )
-from phasewise.serving.ranks.open_ranks import STEP_TOKENS, KvMemory, RankOptions, Ranks
+from phasewise.serving.ranks.open_ranks import STEP_TOKENS, KvSettings, RankOptions, Ranks
 from phasewise.serving.ranks.open_ranks import open_ranks as open_planned
 from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.tuner.machine_limits import peak_flops, read_bandwidth
@@ -136,7 +136,7 @@ def open_ranks(
         found.model,
         found.plans,
         RankOptions(
-            KvMemory(max(workload.kv_slots for workload in workloads), format=kv_format),
+            KvSettings(max(workload.kv_slots for workload in workloads), format=kv_format),
             max_batch_tokens=batch_tokens,
             max_sequences=max(workload.n_sequences for workload in workloads),
             schedules=found.schedules,

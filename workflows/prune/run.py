@@ -324,7 +324,7 @@ def _perplexity(model: str, text: Path, report: Report, progress: Report) -> flo
     """Perplexity of a model as bf16 over the first tokens of a text, in windows that do not overlap."""
     from phasewise.serving.batch import Batch, SequenceSlice
     from phasewise.serving.loaders import load_model
-    from phasewise.serving.ranks.open_ranks import KvMemory, LocalRanks, RankOptions
+    from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import PHASES, Phase, ServicePlan, default_plan
 
@@ -333,7 +333,7 @@ def _perplexity(model: str, text: Path, report: Report, progress: Report) -> flo
     longest = max(map(len, pieces))
     machine = read_machine()
     plans: dict[Phase, ServicePlan] = {phase: default_plan(machine, phase) for phase in PHASES}
-    ranks = LocalRanks(loaded, plans, RankOptions(KvMemory(longest), longest, max_sequences=1))
+    ranks = LocalRanks(loaded, plans, RankOptions(KvSettings(longest), longest, max_sequences=1))
     total, count = 0.0, 0
     try:
         for number, piece in enumerate(pieces):

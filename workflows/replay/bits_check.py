@@ -81,7 +81,7 @@ def _outcome(model: PackedModel, isa_name: str, kv_format: str, core: int) -> Bi
 def computed(model: PackedModel, kv_format: str, core: int) -> tuple[str, bool]:
     """A digest of the logits after each token of a prompt; and whether tokens one by one give the same."""
     from phasewise.serving.batch import Batch, SequenceSlice
-    from phasewise.serving.ranks.open_ranks import KvMemory, LocalRanks, RankOptions
+    from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
     from phasewise.serving.ranks.rank_teams import keeping_affinity
     from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 
@@ -89,7 +89,7 @@ def computed(model: PackedModel, kv_format: str, core: int) -> tuple[str, bool]:
     plans: dict[Phase, ServicePlan] = {phase: ServicePlan(phase, (RankCores((core,)),)) for phase in PHASES}
     first = _TOKENS - _DECODED
     with keeping_affinity():
-        ranks = LocalRanks(model, plans, RankOptions(KvMemory(2 * 64, kv_format), 64, 1))
+        ranks = LocalRanks(model, plans, RankOptions(KvSettings(2 * 64, kv_format), 64, 1))
         try:
             rows = ranks.all_logits(Batch("prefill", (SequenceSlice(ids, 0, 0, True),)))
             ranks.forward(Batch("prefill", (SequenceSlice(ids[:first], 0, 64, True),)))

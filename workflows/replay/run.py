@@ -124,16 +124,12 @@ class _Replayer:
 
     def __init__(self, found: OpenModel, *, pinned: bool = True) -> None:
         from phasewise.serving.engine.open_engine import ModelText
-        from phasewise.serving.grammar.guides import GuideCompiler, TokenView
 
         self._found = found
         self._pinned = pinned
         self._text: ModelText = ModelText(found.model)
-        tokenizer, config = self._text.tokenizer, found.model.config
-        self._ends = frozenset(config.eos_token_ids)
-        self._guides: GuideCompiler = GuideCompiler(
-            TokenView(config.vocab_size, self._ends, tokenizer.special_ids, tokenizer.piece, tokenizer.encode)
-        )
+        self._ends = frozenset(found.model.config.eos_token_ids)
+        self._guides: GuideCompiler = self._text.guide_compiler()
         self._ranks: Ranks | None = None
         self._ranks_for: tuple[str, int | None, int] = ("", None, 0)
 
@@ -217,7 +213,7 @@ class _Replayer:
     def _open_ranks(self, receipt: Receipt, n_tokens: int) -> Ranks:
         """Ranks with room for so many tokens, in the receipt's format of keys and values."""
         from phasewise.serving.pools.arena import aligned
-        from phasewise.serving.ranks.open_ranks import STEP_TOKENS, KvMemory, RankOptions, open_ranks
+        from phasewise.serving.ranks.open_ranks import STEP_TOKENS, KvSettings, RankOptions, open_ranks
 
         wanted = receipt.fingerprint.kv_format, receipt.fingerprint.context
         if self._ranks is not None and self._ranks_for[:2] == wanted and self._ranks_for[2] >= n_tokens:
@@ -229,7 +225,7 @@ class _Replayer:
             model = replace(model, config=config)
         n_slots = aligned(max(n_tokens, self._ranks_for[2]))
         options = RankOptions(
-            KvMemory(n_slots, receipt.fingerprint.kv_format),
+            KvSettings(n_slots, receipt.fingerprint.kv_format),
             STEP_TOKENS,
             1,
             schedules=found.schedules or None,

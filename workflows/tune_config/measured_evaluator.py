@@ -19,7 +19,7 @@ import numpy as np
 from phasewise.cython_kernels.errors import KernelError
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import ServingError
-from phasewise.serving.ranks.open_ranks import STEP_TOKENS, KvMemory, RankOptions, open_ranks
+from phasewise.serving.ranks.open_ranks import STEP_TOKENS, KvSettings, RankOptions, open_ranks
 from phasewise.serving.ranks.rank_teams import keeping_affinity
 from phasewise.tuner import timing
 from phasewise.tuner.conditions import Watch, is_disturbed
@@ -158,7 +158,7 @@ class MeasuredEvaluator:
             plans: dict[Phase, ServicePlan] = {phase: default_plan(self._machine, phase) for phase in PHASES}
             plans[plan.phase] = plan
             watch = Watch(plan.cores)
-            kv = KvMemory(self._room.kv_slots)
+            kv = KvSettings(self._room.kv_slots)
             options = RankOptions(kv, STEP_TOKENS, self._room.sequences, self._schedules(plans))
             ranks = open_ranks(self._model, plans, options)
             try:

@@ -23,7 +23,7 @@ from phasewise.serving.engine.receipts import Receipt, ReceiptError, read_receip
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.ranks.open_ranks import KvMemory, LocalRanks, RankOptions
+from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.serving.sampling.sampling import _with_logprobs as logprobs
 from phasewise.workflows.opening.open_model import OpenModel
@@ -173,7 +173,7 @@ def test_scoring_is_generation(path: Path, model: PackedModel, asked: list[Submi
     with open_alone(path) as opened:
         outs = run_all(opened.engine, *scored)
     ranks = LocalRanks(
-        model, {plan.phase: plan for plan in plans_of(1)}, RankOptions(KvMemory(2048), 512, 1, pinned=False)
+        model, {plan.phase: plan for plan in plans_of(1)}, RankOptions(KvSettings(2048), 512, 1, pinned=False)
     )
     try:
         for request in scored:

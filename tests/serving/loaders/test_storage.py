@@ -22,7 +22,7 @@ from phasewise.serving.loaders.storage import (
 from phasewise.serving.models.forward import Capacity, build_program
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.models.sparse_mode import SPARSE_MODES
-from phasewise.serving.ranks.open_ranks import KvMemory, RankOptions, open_ranks
+from phasewise.serving.ranks.open_ranks import KvSettings, RankOptions, open_ranks
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 from tests.support.models.tiny_models import TinyShape, write_sparse_hf, write_tiny_hf
 
@@ -191,7 +191,7 @@ def test_two_ranks_share_out_sparse_weights(pruned: Path, weight_format: str) ->
         for n_ranks in (1, 2):
             ranks = tuple(RankCores((core,)) for core in range(n_ranks))
             plans: dict[Phase, ServicePlan] = {phase: ServicePlan(phase, ranks) for phase in PHASES}
-            options = RankOptions(KvMemory(64), 32, 1, pinned=False)
+            options = RankOptions(KvSettings(64), 32, 1, pinned=False)
             with closing(open_ranks(load(pruned, mode, weight_format), plans, options)) as opened:
                 slices = (SequenceSlice(prompt, 0, 0, True), SequenceSlice([7], len(prompt), 0, True))
                 rows = [

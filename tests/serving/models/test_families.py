@@ -25,7 +25,7 @@ from tests.support.models import reference_models as layout
 from tests.support.tiers import isas
 
 pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
-from phasewise.serving.ranks.open_ranks import KvMemory, LocalRanks, RankOptions, Ranks, open_ranks
+from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions, Ranks, open_ranks
 
 BOUND = 1e-3
 """Largest difference, as a share of the row's largest logit."""
@@ -49,7 +49,7 @@ def opened(model: PackedModel, kv_slots: int = 256, sequences: int = 8) -> Local
     machine = read_machine()
     plans: dict[Any, Any] = {phase: default_plan(machine, phase) for phase in ("prefill", "decode")}
     return LocalRanks(
-        model, plans, RankOptions(KvMemory(kv_slots), max_batch_tokens=1024, max_sequences=sequences)
+        model, plans, RankOptions(KvSettings(kv_slots), max_batch_tokens=1024, max_sequences=sequences)
     )
 
 
@@ -129,7 +129,7 @@ def test_two_ranks_compute_the_same_bits_as_one(name: str, tmp_path: Path) -> No
     plans: dict[Any, Any] = {phase: ServicePlan(phase, two) for phase in ("prefill", "decode")}
     with (
         closing(opened(model)) as one,
-        closing(open_ranks(model, plans, RankOptions(KvMemory(256), 512, 8, pinned=False))) as ranks,
+        closing(open_ranks(model, plans, RankOptions(KvSettings(256), 512, 8, pinned=False))) as ranks,
     ):
         expected, found = greedy(one, prompt, 4), greedy(ranks, prompt, 4)
 

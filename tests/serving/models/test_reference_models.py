@@ -23,7 +23,7 @@ from phasewise.tuner.plans import default_plan
 from tests.support.models import reference_models as layout
 
 pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
-from phasewise.serving.ranks.open_ranks import KvMemory, LocalRanks, RankOptions
+from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 BOUND = 1e-3
@@ -55,7 +55,7 @@ def _decoding(model: PackedModel, kv_slots: int) -> Iterator[Decoder]:
     machine = read_machine()
     plans: dict[Any, Any] = {phase: default_plan(machine, phase) for phase in ("prefill", "decode")}
     with closing(
-        LocalRanks(model, plans, RankOptions(KvMemory(kv_slots), max_batch_tokens=1024, max_sequences=1))
+        LocalRanks(model, plans, RankOptions(KvSettings(kv_slots), max_batch_tokens=1024, max_sequences=1))
     ) as ranks:
         yield Decoder(ranks)
 

@@ -22,7 +22,7 @@ from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.contract import Demand, Placement, Rings
 from phasewise.serving.pools.opening import POLICIES
 from phasewise.serving.pools.rings import RingedPool
-from phasewise.serving.ranks.open_ranks import KvMemory, RankOptions, Ranks, open_ranks
+from phasewise.serving.ranks.open_ranks import KvSettings, RankOptions, Ranks, open_ranks
 from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.serving.scheduling.prefixes import copies_between
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
@@ -112,7 +112,7 @@ def test_rank_processes_keep_rings_together(name: str, windowed: Callable[[str],
     model = windowed(name)
     ids = random_ids(500, model)
     one, two = ({phase: ServicePlan(phase, cores) for phase in PHASES} for cores in (ONE_RANK, TWO_RANKS))
-    plain = RankOptions(KvMemory(512), 128, 1, pinned=False)
+    plain = RankOptions(KvSettings(512), 128, 1, pinned=False)
 
     def rows_of(ranks: Ranks, ring: tuple[int, int] | None) -> np.ndarray:
         rows = []
@@ -127,7 +127,7 @@ def test_rank_processes_keep_rings_together(name: str, windowed: Callable[[str],
     with closing(open_ranks(model, one, plain)) as alone:
         expected = rows_of(alone, None)
     with closing(
-        open_ranks(model, two, replace(plain, kv=KvMemory(512, rings=Rings(512, 256, 256, 24))))
+        open_ranks(model, two, replace(plain, kv=KvSettings(512, rings=Rings(512, 256, 256, 24))))
     ) as divided:
         found = rows_of(divided, (512, 256))
 

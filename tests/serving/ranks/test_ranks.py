@@ -16,7 +16,7 @@ from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import ModelError, RanksError
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.processes.memory import available_bytes
-from phasewise.serving.ranks.open_ranks import KvMemory, LocalRanks, RankOptions
+from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
 from phasewise.serving.ranks.rank_teams import touch_memory
 from phasewise.tuner.plans import Phase, RankCores, ServicePlan
 from tests.support.models.reference_forward import reference_logits, tiny_config, tiny_model
@@ -40,7 +40,7 @@ def local(
     model: PackedModel = MODEL, kv_slots: int = 2000, touched: bool = False, **changes: int
 ) -> LocalRanks:
     sizes = {"max_batch_tokens": 1500, "max_sequences": 4} | changes
-    return LocalRanks(model, plans(), RankOptions(KvMemory(kv_slots, touched=touched), **sizes))
+    return LocalRanks(model, plans(), RankOptions(KvSettings(kv_slots, touched=touched), **sizes))
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_each_phase_runs_on_its_own_cores() -> None:
     if len(CPUS) < 2:
         pytest.skip("needs two CPUs")
     home = os.sched_getaffinity(0)
-    ranks = LocalRanks(MODEL, plans(CPUS[:2], CPUS[1:2]), RankOptions(KvMemory(500), 100, 2))
+    ranks = LocalRanks(MODEL, plans(CPUS[:2], CPUS[1:2]), RankOptions(KvSettings(500), 100, 2))
     ids = ids_of(20)
     for _ in range(3):
         ranks.forward(prefill(SequenceSlice(ids, 0, 0, False)))
@@ -146,7 +146,7 @@ def test_touched_ranks_have_their_memory_before_the_first_step() -> None:
 
 def test_a_thread_that_touches_runs_where_it_did() -> None:
     before = os.sched_getaffinity(0)
-    ranks = LocalRanks(MODEL, plans(CPUS[:1], CPUS[:1]), RankOptions(KvMemory(100, touched=True), 10, 1))
+    ranks = LocalRanks(MODEL, plans(CPUS[:1], CPUS[:1]), RankOptions(KvSettings(100, touched=True), 10, 1))
 
     assert os.sched_getaffinity(0) == before
     ranks.close()
@@ -164,12 +164,12 @@ def test_memory_that_was_granted_and_is_not_there_is_one_line() -> None:
 def test_a_plan_of_two_ranks_is_refused() -> None:
     two = ServicePlan("prefill", (RankCores((0,)), RankCores((1,))))
     with pytest.raises(RanksError, match="prefill plan has 2 ranks"):
-        LocalRanks(MODEL, {"prefill": two}, RankOptions(KvMemory(100), 10, 1))
+        LocalRanks(MODEL, {"prefill": two}, RankOptions(KvSettings(100), 10, 1))
 
 
 def test_cores_that_are_not_there_are_refused() -> None:
     with pytest.raises(RanksError, match="cannot pin a thread to CPU 8000"):
-        LocalRanks(MODEL, plans(prefill=(8000,)), RankOptions(KvMemory(100), 10, 1))
+        LocalRanks(MODEL, plans(prefill=(8000,)), RankOptions(KvSettings(100), 10, 1))
 
 
 def test_more_memory_than_there_is_is_refused() -> None:
@@ -194,7 +194,7 @@ def test_closed_ranks_say_so(ranks: LocalRanks) -> None:
 
 
 def test_a_phase_without_a_plan_is_named() -> None:
-    ranks = LocalRanks(MODEL, {"prefill": plans()["prefill"]}, RankOptions(KvMemory(100), 10, 1))
+    ranks = LocalRanks(MODEL, {"prefill": plans()["prefill"]}, RankOptions(KvSettings(100), 10, 1))
 
     with pytest.raises(RanksError, match="no plan for decode"):
         ranks.forward(Batch("decode", (SequenceSlice([1], 0, 0, True),)))

@@ -26,7 +26,7 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.fetching.registry import KNOWN, known_path
 from phasewise.serving.loaders.fetching.resolve import cache_root
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.ranks.open_ranks import KvMemory, LocalRanks, RankOptions, Ranks, open_ranks
+from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions, Ranks, open_ranks
 from phasewise.serving.ranks.process_ranks import ProcessRanks
 from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
@@ -60,7 +60,9 @@ def plans(prefill: Teams, decode: Teams, nodes: tuple[int | None, ...] = ()) -> 
 
 
 def opened(model: PackedModel, prefill: Teams, decode: Teams, nodes: tuple[int | None, ...] = ()) -> Ranks:
-    return open_ranks(model, plans(prefill, decode, nodes), RankOptions(KvMemory(700), 100, 3, pinned=False))
+    return open_ranks(
+        model, plans(prefill, decode, nodes), RankOptions(KvSettings(700), 100, 3, pinned=False)
+    )
 
 
 def token_by_token(ranks: Ranks, phases: tuple[Phase, ...], n_tokens: int = 12) -> np.ndarray:
@@ -274,12 +276,12 @@ def test_nothing_is_left_after_closing(three_heads: PackedModel) -> None:
 SCRIPT = """
     import json, os, signal, sys
     from tests.support.models.reference_forward import tiny_config, tiny_model
-    from phasewise.serving.ranks.open_ranks import KvMemory, RankOptions, open_ranks
+    from phasewise.serving.ranks.open_ranks import KvSettings, RankOptions, open_ranks
     from phasewise.tuner.plans import RankCores, ServicePlan
 
     two = (RankCores((0,)), RankCores((1,)))
     plans = {phase: ServicePlan(phase, two) for phase in ("prefill", "decode")}
-    ranks = open_ranks(tiny_model(tiny_config()), plans, RankOptions(KvMemory(100), 10, 1, pinned=False))
+    ranks = open_ranks(tiny_model(tiny_config()), plans, RankOptions(KvSettings(100), 10, 1, pinned=False))
     print(json.dumps(list(ranks.pids.values())), flush=True)
 """
 
@@ -340,7 +342,7 @@ def test_a_core_that_another_rank_cannot_have_is_named(three_heads: PackedModel)
     before = descriptors()
 
     with pytest.raises(RanksError, match=r"^rank 1 cannot start: cannot pin a thread to CPU 8000") as caught:
-        open_ranks(three_heads, {"decode": ServicePlan("decode", cores)}, RankOptions(KvMemory(100), 10, 1))
+        open_ranks(three_heads, {"decode": ServicePlan("decode", cores)}, RankOptions(KvSettings(100), 10, 1))
     assert "\n" not in str(caught.value)
     del caught
     gc.collect()
@@ -349,12 +351,12 @@ def test_a_core_that_another_rank_cannot_have_is_named(three_heads: PackedModel)
 
 def test_more_memory_than_there_is_is_refused(three_heads: PackedModel) -> None:
     with pytest.raises(ServingError, match=r"KV cache of \d+ slots .* need \d+ MiB"):
-        open_ranks(three_heads, plans(ONE, TWO), RankOptions(KvMemory(1 << 30), 10, 1, pinned=False))
+        open_ranks(three_heads, plans(ONE, TWO), RankOptions(KvSettings(1 << 30), 10, 1, pinned=False))
 
 
 def test_a_phase_without_a_plan_is_named(three_heads: PackedModel) -> None:
     ranks = open_ranks(
-        three_heads, {"decode": plans(ONE, TWO)["decode"]}, RankOptions(KvMemory(100), 10, 1, pinned=False)
+        three_heads, {"decode": plans(ONE, TWO)["decode"]}, RankOptions(KvSettings(100), 10, 1, pinned=False)
     )
 
     with pytest.raises(RanksError, match="no plan for prefill"):
@@ -392,7 +394,7 @@ def test_pinned_ranks_stay_on_their_cores(eight_heads: PackedModel) -> None:
         "prefill": ServicePlan("prefill", (RankCores((cpus[0], cpus[1])),)),
         "decode": ServicePlan("decode", (RankCores((cpus[0],)), RankCores((cpus[1],)))),
     }
-    ranks = open_ranks(eight_heads, by_phase, RankOptions(KvMemory(300), 100, 2))
+    ranks = open_ranks(eight_heads, by_phase, RankOptions(KvSettings(300), 100, 2))
     token_by_token(ranks, ("decode", "prefill"))
 
     assert ranks.observed_cpus() == {"prefill": (cpus[0], cpus[1]), "decode": (cpus[0], cpus[1])}

@@ -20,7 +20,7 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks import process_ranks
 from phasewise.serving.ranks.process_ranks import ProcessRanks
-from phasewise.serving.ranks.ranks_contract import KvMemory, RankOptions
+from phasewise.serving.ranks.ranks_contract import KvSettings, RankOptions
 from tests.serving.ranks.test_ranks_processes import (
     BOUND_S,
     ONE,
@@ -243,7 +243,7 @@ def test_every_rank_has_its_memory_at_the_start_and_when_started_anew(
         return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssShmem"))
 
     ranks = ProcessRanks(
-        in_memory, plans(ONE, TWO), RankOptions(KvMemory(1 << 17, touched=True), 100, 3, pinned=False)
+        in_memory, plans(ONE, TWO), RankOptions(KvSettings(1 << 17, touched=True), 100, 3, pinned=False)
     )
     kv_bytes = ranks.kv_slots * ranks.kv_bytes_per_slot
     try:

@@ -22,7 +22,7 @@ from phasewise.serving.errors import ModelError, ServingError, StepFailed
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.ranks.open_ranks import KvMemory, RankOptions, open_ranks
+from phasewise.serving.ranks.open_ranks import KvSettings, RankOptions, open_ranks
 from phasewise.serving.sampling.sampling import GREEDY, Sampler
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from phasewise.workflows.prune.masks import Pattern
@@ -248,7 +248,7 @@ def _run(model: PackedModel) -> None:
     plans = {phase: ServicePlan(phase, (RankCores((0,)),)) for phase in PHASES}
     ids = [one % model.config.vocab_size for one in _RUN_IDS]
     sampler = Sampler(GREEDY, ids, model.config.vocab_size)
-    ranks = open_ranks(model, plans, RankOptions(KvMemory(32), 8, 1, pinned=False))
+    ranks = open_ranks(model, plans, RankOptions(KvSettings(32), 8, 1, pinned=False))
     try:
         logits = ranks.forward(Batch("prefill", (SequenceSlice(ids, 0, 0, True),)))
         for position in (len(ids), len(ids) + 1):

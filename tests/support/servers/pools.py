@@ -17,7 +17,7 @@ from phasewise.cluster.routing import Role
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.messages import Answer, Delivery, Failure, Submit
 from phasewise.serving.engine.open_engine import ModelText, OpenEngine, open_engine
-from phasewise.serving.grammar.guides import Grammar, GuideCompiler, TokenView
+from phasewise.serving.grammar.guides import Grammar, GuideCompiler
 from phasewise.serving.grammar.late_guides import ThoughtGuide
 from phasewise.serving.loaders import load_model
 from phasewise.serving.processes.restarts import Restarts
@@ -150,16 +150,7 @@ def pools(
 
 
 def guides_of(path: Path) -> GuideCompiler:
-    model = load_model(str(path), "native")
-    tokenizer, config = ModelText(model).tokenizer, model.config
-    view = TokenView(
-        config.vocab_size,
-        frozenset(config.eos_token_ids),
-        tokenizer.special_ids,
-        tokenizer.piece,
-        tokenizer.encode,
-    )
-    return GuideCompiler(view)
+    return ModelText(load_model(str(path), "native")).guide_compiler()
 
 
 def open_alone(path: Path, size: EngineSize | None = None, n_ranks: int = 1) -> OpenEngine:
