@@ -95,7 +95,7 @@ def attention(
         systems = {name: Layers(team, name, options, count) for name, count in layers.items()}
 
         def times_ns(name: str) -> tuple[float, float]:
-            """Of a prompt and of a token, a layer."""
+            """Time in one layer: of a whole prompt, and of one token behind it."""
             prompt_ns = systems[name].prompt(tokens)
             token_ns = min(systems[name].run(tokens - 1, 1) for _ in range(5))
             return prompt_ns / layers[name], token_ns / layers[name]

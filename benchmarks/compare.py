@@ -38,7 +38,7 @@ NAMES = (
     *("onnxruntime", "openvino_encoder", "llama_server"),
 )
 PROGRAMS = ("llama_cpp", "ik_llama_cpp")
-"""What may be a llama-bench."""
+"""Peers whose program may be a llama-bench at a path."""
 PAUSE_S = 0.3  # lets the other engine's threads fall asleep
 PROBE_S = 20.0
 PEER = re.compile(r"(?P<name>\w+)(?:=(?P<file>[^@]+))?(?:@(?P<program>.+))?")

@@ -1,4 +1,4 @@
-"""What every benchmark shares: its command line, turns, medians and spread, the machine, forms of output.
+"""The parts that benchmarks share: the command line, turns, medians and spread, the machine, forms of output.
 
 A benchmark is a function whose parameters are its options. It yields rows (mappings from column to value) and
 remarks (text). `commands` runs it: rows are printed as Markdown as they come, or together as JSON (`--json`).
@@ -53,7 +53,7 @@ class Spread:
 def in_turns(
     systems: Mapping[str, Callable[[], T]], rounds: int, *, warm_ups: int = 1, pause_s: float = 0.005
 ) -> dict[str, list[T]]:
-    """What each system gives, round by round, the order alternating: a drift of the machine meets all.
+    """Run each system once a round, in alternating order, so that a drift of the machine meets all.
 
     pause_s: lets the threads of the one before stop spinning.
     """
@@ -100,12 +100,12 @@ def cores_of(threads: int) -> list[int]:
 
 
 def note(text: str) -> None:
-    """Progress, for whoever waits."""
+    """Print a line of progress on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def machine() -> dict[str, object]:
-    """What the figures were taken on."""
+    """The machine and the program that the figures are of."""
     from phasewise.cython_kernels import isa
     from phasewise.topology import core_signature, read_machine
 
