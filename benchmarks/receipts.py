@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import time
 
+from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.messages import Answer, Submit
-from phasewise.serving.engine.open_engine import EngineSize, OpenEngine, open_engine
+from phasewise.serving.engine.open_engine import OpenEngine, open_engine
 from phasewise.serving.engine.receipts import Receipt, receipt_of
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.workflows.opening.open_model import open_model
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()
     found = open_model(asked.model)
-    size = EngineSize(2048, 4096, 1)
+    size = EngineSize.for_many(found.model, 1, 2048, None)
     times_s: dict[bool, list[float]] = {False: [], True: []}
     receipts: list[Receipt] = []
     with open_engine(found.model, found.plans, size, schedules=found.schedules) as opened:
