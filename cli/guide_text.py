@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 from pathlib import Path
 
 GUIDE = Path(__file__).parents[0] / "guide"
-COLUMNS = 90
+COLUMNS = 79
+"""A terminal of 80 columns holds each line."""
 
 _COMMENT = re.compile(r"<!--.*?-->\n?", re.S)
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)]*)\)")
 _GOES_ON = re.compile(r"(?![|#]| *- | *\d+\. ) *\S")
 _CAN_GO_ON = re.compile(r"(?![|#]) *\S")
 """A line that belongs to the paragraph or the item before it, and one that such a line may follow."""
+_CELL_ENDS = re.compile(r"(?<!\\)\|")
 _FENCE = re.compile(r"(^```.*?^```$)", re.S | re.M)
 
 
@@ -33,7 +36,7 @@ def list_text() -> str:
 
 
 def page_text(name: str) -> str:
-    """The page, its paragraphs filled and each link written as what it says; blocks of code as they are."""
+    """The page, its paragraphs filled, its tables set, each link written as what it says; code as it is."""
     text = _COMMENT.sub("", (GUIDE / f"{name}.md").read_text(encoding="utf-8"))
     parts = _FENCE.split(text)
     return "".join(part if part.startswith("```") else _filled(part) for part in parts)
@@ -46,12 +49,32 @@ def _filled(text: str) -> str:
             lines[-1] = f"{lines[-1]} {line.strip()}"
         else:
             lines.append(line)
-    return "\n".join(map(_line, lines))
+    rows = itertools.groupby(lines, key=lambda line: line.startswith("|"))
+    return "\n".join(_table(list(part)) if table else "\n".join(map(_line, part)) for table, part in rows)
+
+
+def _table(lines: list[str]) -> str:
+    """A Markdown table with its widest columns folded until a row fits."""
+    from tabulate import tabulate
+
+    head, _, *rows = ([cell.strip() for cell in _CELL_ENDS.split(line)[1:-1]] for line in lines)
+    natural = [max(len(name) + 2, *map(len, cells)) for name, *cells in zip(head, *rows, strict=True)]
+    room = COLUMNS - 2 * (len(head) - 1)
+    cap = next(cap for cap in range(room, 0, -1) if sum(min(width, cap) for width in natural) <= room)
+    widths = [min(width, cap) for width in natural]
+    return tabulate(
+        rows,
+        head,
+        tablefmt="simple",
+        disable_numparse=True,
+        maxcolwidths=widths,
+        maxheadercolwidths=[width - 2 for width in widths],  # tabulate keeps two columns beside a name
+    )
 
 
 def _line(line: str) -> str:
-    """One line of Markdown, broken where it is too long and no row of a table."""
-    if len(line) <= COLUMNS or line.startswith("|"):
+    """One line of Markdown, broken where it is too long."""
+    if len(line) <= COLUMNS:
         return line
     inset = re.match(r" *(?:- |\d+\. )?", line)
     indent = " " * (inset.end() if inset else 0)
