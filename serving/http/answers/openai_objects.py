@@ -29,6 +29,7 @@ class Choice:
     finish_reason: FinishReason | None = None
     drafts: DraftCounts | None = None
     evidence: Evidence | None = None
+    stop_text: str | None = None
 
     def add(self, piece: Answer) -> None:
         self.text += piece.text
@@ -38,6 +39,7 @@ class Choice:
         self.finish_reason = piece.finish_reason
         self.drafts = piece.drafts
         self.evidence = piece.evidence
+        self.stop_text = piece.stop_text
 
 
 class Used(NamedTuple):

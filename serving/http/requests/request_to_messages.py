@@ -79,9 +79,8 @@ def chat_requests(body: ChatRequest, model: ServedModel, sender: RequestOrigin |
     _refuse(body, model)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-    check_tools(body)
     sender = sender or RequestOrigin()
-    prompt = _conversation(body, model, sender.patience)
+    prompt = conversation_tokens(body, model, sender.patience)
     max_tokens = body.max_completion_tokens or body.max_tokens
     sampling = _sampling(body, model.sampling, (body.top_logprobs or 0) if body.logprobs else None)
     choices = _choices(
@@ -190,12 +189,12 @@ def _tokens_of(body: TokenizeRequest, model: ServedModel, patience: Patience) ->
     if body.messages is None:
         return model.encode(body.prompt or "", body.add_special_tokens)
     chat = ChatRequest.model_construct(messages=body.messages, tools=body.tools)
-    check_tools(chat)
-    return list(_conversation(chat, model, patience))
+    return list(conversation_tokens(chat, model, patience))
 
 
-def _conversation(body: ChatRequest, model: ServedModel, patience: Patience) -> tuple[int, ...]:
+def conversation_tokens(body: ChatRequest, model: ServedModel, patience: Patience) -> tuple[int, ...]:
     """Its token ids; the template writes the opening tokens itself, until `patience` ends."""
+    check_tools(body)
     if model.encode_chat is None:
         raise bad_request(
             f"{model.model_id} has no chat template: use /v1/completions", "messages", "no_chat_template"

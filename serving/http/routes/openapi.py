@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from phasewise.serving.engine.receipts import SCHEMA_VERSION
+from phasewise.serving.http.requests.message_schemas import CountTokensRequest, MessagesRequest
 from phasewise.serving.http.requests.response_schemas import ResponsesRequest
 from phasewise.serving.http.requests.schemas import (
     ChatRequest,
@@ -32,6 +33,8 @@ _GENERATION: tuple[type[BaseModel], ...] = (
     ResponsesRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    MessagesRequest,
+    CountTokensRequest,
 )
 _EMBEDDING: tuple[type[BaseModel], ...] = (EmbeddingRequest, RerankRequest, TeiRerankRequest)
 _POST_REFUSALS = (400, 401, 404, 408, 413, 415, 429, 431, 500, 503)
@@ -107,6 +110,10 @@ def _generation_paths() -> Json:
             ),
             "parameters": [{**_NAME, "name": "answer_id"}],
         },
+        "/v1/messages": _post(
+            "messages", "Answer a conversation, in Anthropic's form", "Message", "Messages"
+        ),
+        "/v1/messages/count_tokens": _post("count_tokens", "The tokens of a conversation", "CountTokens"),
         "/tokenize": _post("tokenize", "The tokens of a text or a conversation", "Tokenize"),
         "/detokenize": _post("detokenize", "The text that tokens spell", "Detokenize"),
         "/v1/completions": _post("completions", "Continue a text, or several", "Completion"),
@@ -236,6 +243,8 @@ def _answers() -> Json:
         "Detokenize": _object(prompt=_TEXT),
         "Response": _response(),
         "Receipts": _object(object={"const": "list"}, data=_list(_receipt())),
+        "Message": _message(),
+        "CountTokens": _object(input_tokens=_COUNT),
         "Forgotten": _object(id=_TEXT, object={"const": "response"}, deleted={"const": True}),
         "Completion": _whole("text_completion", _completion_choice()),
         "ChatCompletion": _whole("chat.completion", _chat_choice()),
@@ -260,6 +269,27 @@ def _response() -> Json:
         system_fingerprint=_or_null(_TEXT),
         status={"enum": ["completed", "incomplete"]},
         output=_list(item),
+        usage=usage,
+    )
+
+
+def _message() -> Json:
+    block = {"type": "object", "properties": {"type": {"enum": ["text", "thinking", "tool_use"]}}}
+    reasons = ["end_turn", "stop_sequence", "max_tokens", "model_context_window_exceeded", "tool_use"]
+    usage = _object(
+        input_tokens=_COUNT,
+        cache_creation_input_tokens=_COUNT,
+        cache_read_input_tokens=_COUNT,
+        output_tokens=_COUNT,
+    )
+    return _object(
+        id=_TEXT,
+        type={"const": "message"},
+        role={"const": "assistant"},
+        model=_TEXT,
+        content=_list(block),
+        stop_reason={"enum": reasons},
+        stop_sequence=_or_null(_TEXT),
         usage=usage,
     )
 

@@ -125,7 +125,7 @@ def test_an_item_of_another_type_names_those_that_are_taken(server: FakeServer) 
         ("/", "POST /v1/chat/completions"),
         ("/api/chat", "POST /v1/chat/completions"),
         ("/api/tags", "GET /v1/models"),
-        ("/v1/messages", "POST /v1/chat/completions"),
+        ("/v1/complete", "POST /v1/chat/completions"),
         ("/chat/completions", "use /v1/chat/completions"),
         ("/v1/v1/chat/completions", "use /v1/chat/completions"),
         ("/v1/chat/completions/", "use /v1/chat/completions"),
