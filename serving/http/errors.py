@@ -1,6 +1,7 @@
 """Every refusal in OpenAI's shape, with its status: `{"error": {"message", "type", "param", "code"}}`.
 
-Those of `/v1/messages` are in Anthropic's: `{"type": "error", "error": {"type", "message"}}`.
+`/v1/messages` has Anthropic's, `{"type": "error", "error": {"type", "message"}}`, and `/api/` Ollama's,
+`{"error": MESSAGE}`.
 """
 
 from __future__ import annotations
@@ -67,6 +68,10 @@ class ApiError(Exception):
         kind = _ANTHROPIC_TYPE_OF_STATUS.get(self.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
+    def ollama_body(self) -> dict[str, Any]:
+        """The shape of Ollama's API."""
+        return {"error": self.message}
+
     def response(self, path: str = "") -> JSONResponse:
         """In the shape of the API that `path` belongs to."""
         headers = {}
@@ -76,7 +81,9 @@ class ApiError(Exception):
             headers["WWW-Authenticate"] = "Bearer"
         if self.closes:
             headers["Connection"] = "close"
-        body = self.anthropic_body() if path.startswith(_ANTHROPIC_PATHS) else self.body()
+        if path.startswith(_ANTHROPIC_PATHS):
+            return JSONResponse(self.anthropic_body(), self.status, headers)
+        body = self.ollama_body() if path.startswith(_OLLAMA_PATHS) else self.body()
         return JSONResponse(body, self.status, headers)
 
     def raw_response(self) -> bytes:
@@ -99,6 +106,7 @@ _TYPE_OF_STATUS = {
     503: "server_error",
 }
 _ANTHROPIC_PATHS = "/v1/messages"
+_OLLAMA_PATHS = "/api/"
 _ANTHROPIC_TYPE_OF_STATUS = {
     401: "authentication_error",
     404: "not_found_error",

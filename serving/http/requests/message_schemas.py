@@ -8,15 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError
 
-from phasewise.serving.engine.messages import Submit
 from phasewise.serving.http.errors import bad_request, from_validation
-from phasewise.serving.http.http_settings import ServedModel
-from phasewise.serving.http.requests.request_to_messages import RequestOrigin, chat_requests
 from phasewise.serving.http.requests.schemas import (
     MOST_INT,
     AnswerTokens,
@@ -176,15 +172,6 @@ def chat_of(body: CountTokensRequest) -> ChatRequest:
         return ChatRequest.model_validate({name: value for name, value in out.items() if value is not None})
     except ValidationError as error:
         raise from_validation(error) from error
-
-
-def message_requests(
-    chat: ChatRequest, model: ServedModel, sender: RequestOrigin | None, *, most_tokens: int
-) -> list[Submit]:
-    """Messages to the engine. Agents ask for more tokens than small contexts have: the answer may fill it."""
-    (one,) = chat_requests(chat, model, sender)
-    room = model.context_length - len(one.prompt_token_ids)
-    return [replace(one, max_tokens=most_tokens if most_tokens <= room else None)]
 
 
 def _prompt_of(body: CountTokensRequest) -> Json:

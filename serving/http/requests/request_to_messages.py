@@ -90,6 +90,19 @@ def chat_requests(body: ChatRequest, model: ServedModel, sender: RequestOrigin |
     return [replace(one, shown=shown) for one in choices]
 
 
+def within_context(requests: Sequence[Submit], most_tokens: int | None, model: ServedModel) -> list[Submit]:
+    """The requests with `most_tokens` each, or with the rest of the context where that is less.
+
+    Agents ask for more tokens than small models have room for.
+    """
+
+    def most(request: Submit) -> int | None:
+        room = model.context_length - len(request.prompt_token_ids)
+        return most_tokens if most_tokens is not None and most_tokens <= room else None
+
+    return [replace(one, max_tokens=most(one)) for one in requests]
+
+
 def _choices(
     body: GenerationRequest,
     request_id: str,

@@ -59,6 +59,8 @@ from phasewise.serving.http.routes.generation_service import GenerationService, 
 from phasewise.serving.http.routes.messages import PATHS as MESSAGE_PATHS
 from phasewise.serving.http.routes.messages import add_messages
 from phasewise.serving.http.routes.middleware import ApiKeys, CheckHost, CountAnswers, RequireKey, client_of
+from phasewise.serving.http.routes.ollama import PATHS as OLLAMA_PATHS
+from phasewise.serving.http.routes.ollama import add_ollama
 from phasewise.serving.http.routes.page_routes import OPEN_PATHS, add_page
 
 Body = TypeVar("Body", bound=Strict)
@@ -67,6 +69,7 @@ _PATHS = frozenset(
     {"/health", "/ready", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
     | {"/v1/responses", "/tokenize", "/detokenize", "/live", "/live/machine"}
     | MESSAGE_PATHS
+    | OLLAMA_PATHS
     | EMBEDDING_PATHS
     | OPEN_PATHS
 )
@@ -129,6 +132,7 @@ def create_app(
     _add_chat(app, service)
     _add_responses(app, service)
     add_messages(app, service)
+    add_ollama(app, service)
     _add_receipts(app, service)
     _add_tokens(app, service)
     cards: list[NamedCard] = [(one.names, partial(_card, one)) for one in (model, *others)]

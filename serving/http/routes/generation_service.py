@@ -22,7 +22,18 @@ from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.monitoring.access_log import AccessLog, record_of
 from phasewise.serving.http.requests.body import BodyReader
 from phasewise.serving.http.requests.request_threads import Preparation
-from phasewise.serving.http.requests.schemas import GenerationRequest, Strict
+from phasewise.serving.http.requests.request_to_messages import (
+    RequestOrigin,
+    chat_requests,
+    completion_requests,
+    within_context,
+)
+from phasewise.serving.http.requests.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Strict,
+)
 from phasewise.serving.http.routes.embeddings import EmbeddingModel
 from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.http.transport.connection import connection_of
@@ -80,6 +91,26 @@ class GenerationService:
         if connection is not None:
             connection.vouch()
         return response
+
+    async def prepare_within(
+        self,
+        request: Request,
+        body: ChatRequest | CompletionRequest,
+        most_tokens: int | None,
+        model: ServedModel,
+    ) -> tuple[list[Submit], list[RequestFacts]]:
+        """Messages to the engine for answers of at most `most_tokens`, or as many as the context holds."""
+
+        def make(
+            body: ChatRequest | CompletionRequest, model: ServedModel, sender: RequestOrigin
+        ) -> list[Submit]:
+            if isinstance(body, ChatRequest):
+                made = chat_requests(body, model, sender)
+            else:
+                made = completion_requests(body, model, sender)
+            return within_context(made, most_tokens, model)
+
+        return await self.preparation.prepare(request, body, make, model)
 
     def model_of(self, name: str | None) -> ServedModel:
         """The one that a request names; without a name the first. ApiError where there is none."""

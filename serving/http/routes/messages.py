@@ -17,7 +17,6 @@ from phasewise.serving.http.requests.message_schemas import (
     CountTokensRequest,
     MessagesRequest,
     chat_of,
-    message_requests,
 )
 from phasewise.serving.http.requests.request_to_messages import conversation_tokens
 from phasewise.serving.http.routes.generation_service import GenerationService, reply_of
@@ -42,8 +41,7 @@ def add_messages(app: FastAPI, service: GenerationService) -> None:
         model = service.model_of(body.model)
         with naming(_NAMES):
             chat = await service.bodies.convert(request, lambda: chat_of(body))
-            make = partial(message_requests, most_tokens=body.max_tokens)
-            requests, facts = await service.preparation.prepare(request, chat, make, model)
+            requests, facts = await service.prepare_within(request, chat, body.max_tokens, model)
         (one,) = requests
         messaging = Messaging(
             f"msg_{one.request_id.split('-')[1]}",
