@@ -29,10 +29,15 @@ class AnswerText:
         self._held = ""
         self._n_given = 0  # characters given out
         self._tokens: deque[tuple[int, SampledToken]] = deque()  # with the character at which each begins
-        self.stopped = False
+        self.stop_text: str | None = None
+        """The stop string that has ended the answer."""
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop_text is not None
 
     def push(self, token: SampledToken) -> None:
-        """A token of the answer. Sets `stopped` when a stop string is complete."""
+        """A token of the answer. Sets `stop_text` when a stop string is complete."""
         self._tokens.append((self._n_given + len(self._held), token))
         self._held += self._stream.push(token.token_id)
         if self._stop:
@@ -54,10 +59,10 @@ class AnswerText:
         return text, self._begun(everything=finished and not self.stopped)
 
     def _cut_at_stop(self) -> None:
-        places = [place for place in (self._held.find(one) for one in self._stop) if place >= 0]
+        places = [(self._held.find(one), one) for one in self._stop if one in self._held]
         if places:
-            self._held = self._held[: min(places)]
-            self.stopped = True
+            place, self.stop_text = min(places, key=lambda found: found[0])
+            self._held = self._held[:place]
 
     def _n_ambiguous(self) -> int:
         """Length of the longest end of the held text that begins a stop string."""

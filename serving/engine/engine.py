@@ -498,7 +498,16 @@ class Engine:
         counts = self._counts(live.n_drafted, live.n_accepted)
         evidence = live.evidence(run[:n_new], has_ended=reason is not None)
         return Answer(
-            request_id, text, tokens, out.n_generated, now_ns, reason, out.n_reused, counts, evidence
+            request_id,
+            text,
+            tokens,
+            out.n_generated,
+            now_ns,
+            reason,
+            out.n_reused,
+            counts,
+            evidence,
+            live.text.stop_text,
         )
 
     def _count_drafts(self, live: _Live, run: list[SampledToken], drafted: Sequence[int]) -> None:

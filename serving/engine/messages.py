@@ -131,6 +131,8 @@ class Answer(NamedTuple):
     """Counts of the whole answer so far; None where drafts are off."""
     evidence: Evidence | None = None
     """With the last piece, where it was asked for."""
+    stop_text: str | None = None
+    """The stop string that ended the answer, with the last piece."""
 
 
 class Failure(NamedTuple):

@@ -1,4 +1,8 @@
-"""Every refusal in OpenAI's shape, with its status: `{"error": {"message", "type", "param", "code"}}`."""
+"""Every refusal in OpenAI's shape, with its status: `{"error": {"message", "type", "param", "code"}}`.
+
+`/v1/messages` has Anthropic's, `{"type": "error", "error": {"type", "message"}}`, and `/api/` Ollama's,
+`{"error": MESSAGE}`.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +63,17 @@ class ApiError(Exception):
         kind = _TYPE_OF_STATUS.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
+    def anthropic_body(self) -> dict[str, Any]:
+        """The shape of Anthropic's Messages API."""
+        kind = _ANTHROPIC_TYPE_OF_STATUS.get(self.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def ollama_body(self) -> dict[str, Any]:
+        """The shape of Ollama's API."""
+        return {"error": self.message}
+
+    def response(self, path: str = "") -> JSONResponse:
+        """In the shape of the API that `path` belongs to."""
         headers = {}
         if self.status in (429, 503):
             headers["Retry-After"] = str(self.retry_after_s or RETRY_AFTER_S)
@@ -67,7 +81,10 @@ class ApiError(Exception):
             headers["WWW-Authenticate"] = "Bearer"
         if self.closes:
             headers["Connection"] = "close"
-        return JSONResponse(self.body(), self.status, headers)
+        if path.startswith(_ANTHROPIC_PATHS):
+            return JSONResponse(self.anthropic_body(), self.status, headers)
+        body = self.ollama_body() if path.startswith(_OLLAMA_PATHS) else self.body()
+        return JSONResponse(body, self.status, headers)
 
     def raw_response(self) -> bytes:
         """The answer as it is sent where no framework is, its connection closed then."""
@@ -87,6 +104,16 @@ _TYPE_OF_STATUS = {
     429: "rate_limit_error",
     500: "server_error",
     503: "server_error",
+}
+_ANTHROPIC_PATHS = "/v1/messages"
+_OLLAMA_PATHS = "/api/"
+_ANTHROPIC_TYPE_OF_STATUS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
 }
 
 
@@ -189,9 +216,9 @@ def install(app: FastAPI, refused: Callable[[ApiError], None]) -> None:
     """Make every error of `app`, ours or the framework's, come out in the one shape. `refused` sees ours."""
 
     @app.exception_handler(ApiError)
-    async def _api_error(_request: Request, error: ApiError) -> JSONResponse:
+    async def _api_error(request: Request, error: ApiError) -> JSONResponse:
         refused(error)
-        return error.response()
+        return error.response(request.url.path)
 
     @app.exception_handler(ClientLeft)
     async def _client_left(_request: Request, _error: ClientLeft) -> Response:
@@ -206,10 +233,10 @@ def install(app: FastAPI, refused: Callable[[ApiError], None]) -> None:
             404: f"there is no {path[:_MOST_NAME]} here: {advice(path, paths)}",
             405: f"{request.method} is not allowed on {path[:_MOST_NAME]}: use {methods}",
         }
-        response = ApiError(error.status_code, what.get(error.status_code, str(error.detail))).response()
+        response = ApiError(error.status_code, what.get(error.status_code, str(error.detail))).response(path)
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(Exception)
-    async def _surprise(_request: Request, error: Exception) -> JSONResponse:
-        return from_engine(error).response()
+    async def _surprise(request: Request, error: Exception) -> JSONResponse:
+        return from_engine(error).response(request.url.path)

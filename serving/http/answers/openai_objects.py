@@ -16,6 +16,7 @@ from phasewise.serving.sampling.sampling import SampledToken
 from phasewise.serving.tools.parts import Begun, Call, Piece, Reader, Reasoning, Text
 
 Json = dict[str, Any]
+EVENT_STREAM = "text/event-stream"
 
 
 @dataclass(slots=True)
@@ -29,6 +30,10 @@ class Choice:
     finish_reason: FinishReason | None = None
     drafts: DraftCounts | None = None
     evidence: Evidence | None = None
+    stop_text: str | None = None
+    first_ns: int = 0
+    last_ns: int = 0
+    """When its first and its newest token were chosen, on `time.perf_counter_ns`."""
 
     def add(self, piece: Answer) -> None:
         self.text += piece.text
@@ -38,6 +43,9 @@ class Choice:
         self.finish_reason = piece.finish_reason
         self.drafts = piece.drafts
         self.evidence = piece.evidence
+        self.stop_text = piece.stop_text
+        self.first_ns = self.first_ns or piece.at_ns
+        self.last_ns = piece.at_ns
 
 
 class Used(NamedTuple):
@@ -100,6 +108,8 @@ class Form(NamedTuple):
 
     whole: Callable[[Sequence[Choice]], bytes]
     events: Callable[[], EventWriter]
+    media_type: str = EVENT_STREAM
+    """The type of a stream; only server-sent events may have comments."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from phasewise.serving.engine.messages import Answer, Failure
 from phasewise.serving.errors import RankLost, ServingError
 from phasewise.serving.http.answers.client import AnswerStream, EngineClient, Pieces
-from phasewise.serving.http.answers.openai_objects import Choice, EventWriter, Reply, Used
+from phasewise.serving.http.answers.openai_objects import EVENT_STREAM, Choice, EventWriter, Reply, Used
 from phasewise.serving.http.answers.sse_events import Events, encode
 from phasewise.serving.http.errors import ClientLeft, from_engine
 from phasewise.serving.http.routes.middleware import client_of
@@ -43,7 +43,9 @@ async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Res
     )
     leaving = _closing_when_gone(stream, request)
     first = asyncio.ensure_future(stream.take())
-    every_s = None if request.headers.get(COMMENTS_HEADER) == "off" else client.sign_of_life_s
+    media_type = reply.form.media_type if reply.form else EVENT_STREAM
+    is_silent = media_type != EVENT_STREAM or request.headers.get(COMMENTS_HEADER) == "off"
+    every_s = None if is_silent else client.sign_of_life_s
     try:
         # Headers wait for the first piece, so that an early failure still gets its own status; but no longer
         # than clients wait for a sign of life.
@@ -58,7 +60,7 @@ async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Res
         stream.close()
         raise
     events = reply.form.events() if reply.form else Events(reply)
-    return _EventStream(events, first, stream, leaving, every_s)
+    return _EventStream(events, first, stream, leaving, every_s, media_type)
 
 
 async def _whole(client: EngineClient, reply: Reply, request: Request) -> Response:
@@ -105,9 +107,7 @@ def _written(reply: Reply, choices: Sequence[Choice]) -> bytes:
 
 
 class _EventStream(Response):
-    """Server-sent events. However the sending ends, the engine's side of it ends too."""
-
-    media_type = "text/event-stream"
+    """A stream of events. However the sending ends, the engine's side of it ends too."""
 
     def __init__(
         self,
@@ -116,10 +116,12 @@ class _EventStream(Response):
         stream: AnswerStream,
         leaving: asyncio.Task[None],
         every_s: float | None,
+        media_type: str,
     ) -> None:
         """every_s: says a comment where it has said nothing for so long; None: never."""
         self.status_code = 200
         self.background = None
+        self.media_type = media_type
         self.init_headers({"Cache-Control": "no-cache"})
         self._events = events
         self._first: asyncio.Task[Pieces] | None = first

@@ -28,9 +28,8 @@ from phasewise.serving.http.requests.request_to_messages import (
     compiled,
     held_to,
     n_characters,
-    tokenized,
 )
-from phasewise.serving.http.requests.schemas import ChatRequest, GenerationRequest, TokenizeRequest
+from phasewise.serving.http.requests.schemas import ChatRequest, GenerationRequest
 from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.sandbox.confined import Abandoned, Patience
 
@@ -86,14 +85,16 @@ class Preparation:
             raise from_engine(error) from error
         return requests, facts
 
-    async def tokenized(self, request: Request, body: TokenizeRequest, model: ServedModel) -> bytes:
-        """The answer with the tokens of a text or a conversation, made in the lanes of prompts. ApiError, or
-        ClientLeft.
+    async def tokenize(
+        self, request: Request, make: Callable[[Patience], Made], *, is_text: bool = False
+    ) -> Made:
+        """The result of `make`, which writes out a conversation or a text as tokens, in the lanes of prompts.
+        ApiError, or ClientLeft.
         """
-        lane = self._texts if body.messages is None else self._conversations
+        lane = self._texts if is_text else self._conversations
         lane = self._long if n_bytes_of(request) > _LONG_CHARACTERS else lane
         patience = Patience()
-        work = lane.run(client_of(request.scope).name, lambda: tokenized(body, model, patience))
+        work = lane.run(client_of(request.scope).name, lambda: make(patience))
         try:
             return await while_there(request, work, patience)
         except Abandoned as error:

@@ -79,9 +79,8 @@ def chat_requests(body: ChatRequest, model: ServedModel, sender: RequestOrigin |
     _refuse(body, model)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-    check_tools(body)
     sender = sender or RequestOrigin()
-    prompt = _conversation(body, model, sender.patience)
+    prompt = conversation_tokens(body, model, sender.patience)
     max_tokens = body.max_completion_tokens or body.max_tokens
     sampling = _sampling(body, model.sampling, (body.top_logprobs or 0) if body.logprobs else None)
     choices = _choices(
@@ -89,6 +88,19 @@ def chat_requests(body: ChatRequest, model: ServedModel, sender: RequestOrigin |
     )
     shown = model.dialect.shown if is_read(body, model) else frozenset()
     return [replace(one, shown=shown) for one in choices]
+
+
+def within_context(requests: Sequence[Submit], most_tokens: int | None, model: ServedModel) -> list[Submit]:
+    """The requests with `most_tokens` each, or with the rest of the context where that is less.
+
+    Agents ask for more tokens than small models have room for.
+    """
+
+    def most(request: Submit) -> int | None:
+        room = model.context_length - len(request.prompt_token_ids)
+        return most_tokens if most_tokens is not None and most_tokens <= room else None
+
+    return [replace(one, max_tokens=most(one)) for one in requests]
 
 
 def _choices(
@@ -190,12 +202,12 @@ def _tokens_of(body: TokenizeRequest, model: ServedModel, patience: Patience) ->
     if body.messages is None:
         return model.encode(body.prompt or "", body.add_special_tokens)
     chat = ChatRequest.model_construct(messages=body.messages, tools=body.tools)
-    check_tools(chat)
-    return list(_conversation(chat, model, patience))
+    return list(conversation_tokens(chat, model, patience))
 
 
-def _conversation(body: ChatRequest, model: ServedModel, patience: Patience) -> tuple[int, ...]:
+def conversation_tokens(body: ChatRequest, model: ServedModel, patience: Patience) -> tuple[int, ...]:
     """Its token ids; the template writes the opening tokens itself, until `patience` ends."""
+    check_tools(body)
     if model.encode_chat is None:
         raise bad_request(
             f"{model.model_id} has no chat template: use /v1/completions", "messages", "no_chat_template"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,26 +15,18 @@ from starlette.middleware.cors import CORSMiddleware
 
 from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.embedding.metrics import EmbeddingMetrics
-from phasewise.serving.engine.messages import Evidence, Submit
-from phasewise.serving.engine.receipts import FinishReason, receipt_of
-from phasewise.serving.errors import ServingError
 from phasewise.serving.http import errors
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.answers.openai_objects import (
     ChatRendering,
     CompletionRendering,
     Form,
-    Rendering,
-    Reply,
 )
-from phasewise.serving.http.answers.receipt_store import ReceiptStore
 from phasewise.serving.http.answers.response_events import Responding, ResponseEvents, whole
-from phasewise.serving.http.answers.send_answer import respond
-from phasewise.serving.http.answers.sse_events import encode
-from phasewise.serving.http.errors import ApiError, from_engine, naming, other_purpose, unknown_model
-from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, ServedModel
+from phasewise.serving.http.errors import naming, unknown_model
+from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from phasewise.serving.http.lifecycle import Lifecycle
-from phasewise.serving.http.monitoring.access_log import AccessLog, NameRequests, record_of
+from phasewise.serving.http.monitoring.access_log import AccessLog, NameRequests
 from phasewise.serving.http.monitoring.live import MachineFacts
 from phasewise.serving.http.monitoring.metrics import Metrics
 from phasewise.serving.http.requests.body import BodyReader
@@ -44,6 +36,7 @@ from phasewise.serving.http.requests.request_to_messages import (
     chat_requests,
     check_token_ids,
     completion_requests,
+    tokenized,
 )
 from phasewise.serving.http.requests.response_schemas import (
     ResponsesRequest,
@@ -55,7 +48,6 @@ from phasewise.serving.http.requests.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationRequest,
     Strict,
     TokenizeRequest,
 )
@@ -63,15 +55,21 @@ from phasewise.serving.http.routes import openapi
 from phasewise.serving.http.routes.embeddings import PATHS as EMBEDDING_PATHS
 from phasewise.serving.http.routes.embeddings import EmbeddingModel, EmbeddingRoutes
 from phasewise.serving.http.routes.embeddings import add_routes as add_embedding_routes
+from phasewise.serving.http.routes.generation_service import GenerationService, reply_of, response_id_of
+from phasewise.serving.http.routes.messages import PATHS as MESSAGE_PATHS
+from phasewise.serving.http.routes.messages import add_messages
 from phasewise.serving.http.routes.middleware import ApiKeys, CheckHost, CountAnswers, RequireKey, client_of
+from phasewise.serving.http.routes.ollama import PATHS as OLLAMA_PATHS
+from phasewise.serving.http.routes.ollama import add_ollama
 from phasewise.serving.http.routes.page_routes import OPEN_PATHS, add_page
-from phasewise.serving.http.transport.connection import connection_of
 
 Body = TypeVar("Body", bound=Strict)
 
 _PATHS = frozenset(
     {"/health", "/ready", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
     | {"/v1/responses", "/tokenize", "/detokenize", "/live", "/live/machine"}
+    | MESSAGE_PATHS
+    | OLLAMA_PATHS
     | EMBEDDING_PATHS
     | OPEN_PATHS
 )
@@ -127,10 +125,14 @@ def create_app(
         client.observe(log)
     app = _new_app(limits, life, metrics, surroundings)
     embedder = None if embeddings is None else embeddings.model
-    service = _Service((model, *others), client, app.state.bodies, Preparation(), life, log, embedder)
+    service = GenerationService(
+        (model, *others), client, app.state.bodies, Preparation(), life, log, embedder
+    )
     _add_completions(app, service)
     _add_chat(app, service)
     _add_responses(app, service)
+    add_messages(app, service)
+    add_ollama(app, service)
     _add_receipts(app, service)
     _add_tokens(app, service)
     cards: list[NamedCard] = [(one.names, partial(_card, one)) for one in (model, *others)]
@@ -277,87 +279,19 @@ def _add_models(app: FastAPI, cards: Sequence[NamedCard]) -> None:
         raise unknown_model(name, " and ".join(names[0] for names, _ in cards))
 
 
-@dataclass(frozen=True, slots=True)
-class _Service:
-    """The services that the two generating routes need."""
-
-    models: tuple[ServedModel, ...]
-    client: EngineClient
-    bodies: BodyReader
-    preparation: Preparation
-    life: Lifecycle
-    log: AccessLog | None
-    embedder: EmbeddingModel | None = None
-    """Served beside."""
-    receipts: ReceiptStore = field(default_factory=ReceiptStore)
-
-    async def read(self, request: Request, kind: type[Body]) -> Body:
-        self.refuse_unless_open()
-        return await self.bodies.read(request, kind)
-
-    def with_receipts(self, reply: Reply, model: ServedModel, request: Request) -> Reply:
-        """The same reply, with receipts where its requests ask for them. ApiError: not yet."""
-        if not reply.requests[0].receipt:
-            return reply
-        fingerprint, client = model.fingerprint(), client_of(request.scope).name
-        if fingerprint is None:
-            raise ApiError(503, "receipt: no instance has told its fingerprint yet", param="receipt")
-
-        def make(asked: Submit, evidence: Evidence, reason: FinishReason) -> dict[str, Any]:
-            receipt = receipt_of(asked, evidence, reason, fingerprint, model.model_id).to_json()
-            self.receipts.put(client, _response_id([asked]), encode(receipt))
-            return receipt
-
-        return replace(reply, receipt=make)
-
-    async def answer(self, reply: Reply, request: Request, ignored: tuple[str, ...] = ()) -> Response:
-        """`ignored`: fields of the body that say nothing to this server; the answer's header names them."""
-        self.refuse_unless_open()
-        record = record_of(request.scope)
-        if record is not None and self.log is not None:
-            record.ignored = ignored
-            self.log.expects(record, reply.requests, reply.usage([])["prompt_tokens"])
-        try:
-            response = await respond(self.client, reply, request)
-        except ServingError as error:
-            raise from_engine(error) from error
-        if ignored:
-            response.headers["X-Ignored-Fields"] = ",".join(ignored)
-        connection = connection_of(request.scope)
-        if connection is not None:
-            connection.vouch()
-        return response
-
-    def model_of(self, name: str | None) -> ServedModel:
-        """The one that a request names; without a name the first. ApiError where there is none."""
-        found = (one for one in self.models if name is None or name in one.names)
-        model = next(found, None)
-        if model is None and self.embedder is not None and name in self.embedder.names:
-            path = "/v1/rerank" if self.embedder.scores else "/v1/embeddings"
-            raise other_purpose(str(name), "makes vectors and no text", path)
-        if model is None:
-            raise unknown_model(str(name), ", ".join(one.model_id for one in self.models))
-        return model
-
-    def refuse_unless_open(self) -> None:
-        refusal = self.life.refusal()
-        if refusal is not None:
-            raise refusal
-
-
-def _add_completions(app: FastAPI, service: _Service) -> None:
+def _add_completions(app: FastAPI, service: GenerationService) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         """Continue a text, or several."""
         body = await service.read(request, CompletionRequest)
         model = service.model_of(body.model)
         requests, facts = await service.preparation.prepare(request, body, completion_requests, model)
-        rendering = CompletionRendering(_response_id(requests), model)
-        reply = service.with_receipts(_reply(body, requests, facts, rendering), model, request)
+        rendering = CompletionRendering(response_id_of(requests), model)
+        reply = service.with_receipts(reply_of(body, requests, facts, rendering), model, request)
         return await service.answer(reply, request, body.ignored())
 
 
-def _add_chat(app: FastAPI, service: _Service) -> None:
+def _add_chat(app: FastAPI, service: GenerationService) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
@@ -366,12 +300,12 @@ def _add_chat(app: FastAPI, service: _Service) -> None:
         with naming(_IN_CHAT):
             requests, facts = await service.preparation.prepare(request, body, chat_requests, model)
             reading = reading_of(body, model, requests[0])
-            rendering = ChatRendering(_response_id(requests), model, reading)
-            reply = service.with_receipts(_reply(body, requests, facts, rendering), model, request)
+            rendering = ChatRendering(response_id_of(requests), model, reading)
+            reply = service.with_receipts(reply_of(body, requests, facts, rendering), model, request)
             return await service.answer(reply, request, body.ignored())
 
 
-def _add_responses(app: FastAPI, service: _Service) -> None:
+def _add_responses(app: FastAPI, service: GenerationService) -> None:
     store = ResponseStore()
 
     @app.post("/v1/responses")
@@ -404,7 +338,7 @@ def _add_responses(app: FastAPI, service: _Service) -> None:
             keep,
         )
         form = Form(partial(whole, responding), partial(ResponseEvents, responding))
-        reply = replace(_reply(chat, requests, facts, ChatRendering("", model)), form=form)
+        reply = replace(reply_of(chat, requests, facts, ChatRendering("", model)), form=form)
         with naming(_IN_RESPONSES):
             return await service.answer(reply, request, body.ignored())
 
@@ -421,7 +355,7 @@ def _add_responses(app: FastAPI, service: _Service) -> None:
         return {"id": response_id, "object": "response", "deleted": True}
 
 
-def _add_receipts(app: FastAPI, service: _Service) -> None:
+def _add_receipts(app: FastAPI, service: GenerationService) -> None:
     @app.get("/v1/receipts/{answer_id}")
     async def show_receipts(request: Request, answer_id: str) -> Response:
         """The receipts of an answer, one for each of its choices."""
@@ -429,13 +363,14 @@ def _add_receipts(app: FastAPI, service: _Service) -> None:
         return Response(written, media_type="application/json")
 
 
-def _add_tokens(app: FastAPI, service: _Service) -> None:
+def _add_tokens(app: FastAPI, service: GenerationService) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         """The tokens of a text, or of a conversation as the model's template writes it out."""
         body = await service.read(request, TokenizeRequest)
         model = service.model_of(body.model)
-        tokens = await service.preparation.tokenized(request, body, model)
+        make = partial(tokenized, body, model)
+        tokens = await service.preparation.tokenize(request, make, is_text=body.messages is None)
         return Response(tokens, media_type="application/json")
 
     @app.post("/detokenize")
@@ -445,22 +380,3 @@ def _add_tokens(app: FastAPI, service: _Service) -> None:
         model = service.model_of(body.model)
         check_token_ids(body.tokens, model)
         return {"prompt": b"".join(map(model.piece, body.tokens)).decode("utf-8", "replace")}
-
-
-def _reply(
-    body: GenerationRequest, requests: list[Submit], facts: list[RequestFacts], rendering: Rendering
-) -> Reply:
-    return Reply(
-        requests=requests,
-        facts=facts,
-        n_choices_per_prompt=body.n or 1,
-        rendering=rendering,
-        streamed=bool(body.stream),
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        continuous_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
-    )
-
-
-def _response_id(requests: list[Submit]) -> str:
-    """`cmpl-HEX` of the engine's `cmpl-HEX-0-0`."""
-    return "-".join(requests[0].request_id.split("-")[:2])

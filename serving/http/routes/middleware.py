@@ -63,8 +63,10 @@ class ApiKeys:
 
 
 class RequireKey:
-    """401 unless the request carries one of `keys` as a bearer token. Health, readiness and `also_open` stay
-    open."""
+    """401 unless the request carries one of `keys`, as a bearer token or in `x-api-key`.
+
+    Health, readiness and `also_open` stay open.
+    """
 
     def __init__(
         self, app: ASGIApp, keys: ApiKeys, metrics: Metrics, also_open: frozenset[str] = frozenset()
@@ -82,18 +84,21 @@ class RequireKey:
         if key is not None:
             await self._app({**scope, _CLIENT: key}, receive, send)
             return
-        given = Headers(scope=scope).get("authorization", "")
+        headers = Headers(scope=scope)
+        is_given = headers.get("authorization", "").lower().startswith("bearer ") or "x-api-key" in headers
         message = (
             "the API key is wrong: this server does not know it"
-            if given.lower().startswith("bearer ")
+            if is_given
             else "an API key is needed: send the header Authorization: Bearer KEY"
         )
         error = ApiError(401, message, code="invalid_api_key", closes=True)
         self._metrics.refused(error)
-        await error.response()(scope, receive, send)
+        await error.response(scope["path"])(scope, receive, send)
 
     def _key_of(self, headers: Headers) -> str | None:
-        """The digest of the request's key; None where it is none of ours."""
+        """The digest of the request's key, in either API's header; None where it is none of ours."""
+        if "x-api-key" in headers and "authorization" not in headers:
+            return self._keys.digest_of(headers["x-api-key"].strip())
         scheme, _, token = headers.get("authorization", "").partition(" ")
         found = self._keys.digest_of(token.strip())
         return found if scheme.lower() == "bearer" else None
@@ -118,7 +123,7 @@ class CheckHost:
         message = "this server does not answer for the host that the request names; see --allowed-host"
         error = ApiError(421, message, code="host_not_allowed", closes=True)
         self._metrics.refused(error)
-        await error.response()(scope, receive, send)
+        await error.response(scope["path"])(scope, receive, send)
 
 
 class CountAnswers:

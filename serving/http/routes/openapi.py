@@ -14,6 +14,12 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from phasewise.serving.engine.receipts import SCHEMA_VERSION
+from phasewise.serving.http.requests.message_schemas import CountTokensRequest, MessagesRequest
+from phasewise.serving.http.requests.ollama_schemas import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
 from phasewise.serving.http.requests.response_schemas import ResponsesRequest
 from phasewise.serving.http.requests.schemas import (
     ChatRequest,
@@ -32,6 +38,11 @@ _GENERATION: tuple[type[BaseModel], ...] = (
     ResponsesRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
 )
 _EMBEDDING: tuple[type[BaseModel], ...] = (EmbeddingRequest, RerankRequest, TeiRerankRequest)
 _POST_REFUSALS = (400, 401, 404, 408, 413, 415, 429, 431, 500, 503)
@@ -107,6 +118,22 @@ def _generation_paths() -> Json:
             ),
             "parameters": [{**_NAME, "name": "answer_id"}],
         },
+        "/v1/messages": _post(
+            "messages",
+            "Answer a conversation, in Anthropic's form",
+            "Message",
+            "Messages",
+            refusal="MessageRefusal",
+        ),
+        "/v1/messages/count_tokens": _post(
+            "count_tokens", "The tokens of a conversation", "CountTokens", refusal="MessageRefusal"
+        ),
+        "/api/version": _get("ollama_version", "The version of this server", _answer(_ref("OllamaVersion"))),
+        "/api/tags": _get("ollama_tags", "The models that are served", _answer(_ref("OllamaModels"))),
+        "/api/ps": _get("ollama_ps", "The same: all are loaded", _answer(_ref("OllamaModels"))),
+        "/api/show": _post_ollama("show", "The kind of a model"),
+        "/api/chat": _post_ollama("chat", "Answer a conversation, in Ollama's form"),
+        "/api/generate": _post_ollama("generate", "Answer a prompt, in Ollama's form"),
         "/tokenize": _post("tokenize", "The tokens of a text or a conversation", "Tokenize"),
         "/detokenize": _post("detokenize", "The text that tokens spell", "Detokenize"),
         "/v1/completions": _post("completions", "Continue a text, or several", "Completion"),
@@ -134,16 +161,29 @@ def _delete(name: str, summary: str, answer: Json) -> Json:
     }
 
 
-def _post(name: str, summary: str, answer: str, body: str | None = None) -> Json:
+def _post_ollama(name: str, summary: str) -> Json:
+    answer = f"Ollama{name.capitalize()}"
+    return _post(f"ollama_{name}", summary, answer, refusal="OllamaRefusal", stream="application/x-ndjson")
+
+
+def _post(
+    name: str,
+    summary: str,
+    answer: str,
+    body: str | None = None,
+    *,
+    refusal: str = "Refusal",
+    stream: str = "text/event-stream",
+) -> Json:
     content = {"application/json": {"schema": _ref(f"{body or answer}Request")}}
     whole = {
-        "description": "the answer; as server-sent events where `stream` is true",
+        "description": "the answer; as events or lines where it is streamed",
         "content": {
             "application/json": {"schema": _ref(answer)},
-            "text/event-stream": {},  # events, for which this version of OpenAPI has no schema
+            stream: {},  # events, for which this version of OpenAPI has no schema
         },
     }
-    refusals = _refusals(*_POST_REFUSALS)
+    refusals = _refusals(*_POST_REFUSALS, refusal=refusal)
     return {
         "post": {
             "operationId": name,
@@ -154,9 +194,9 @@ def _post(name: str, summary: str, answer: str, body: str | None = None) -> Json
     }
 
 
-def _refusals(*statuses: int) -> Json:
+def _refusals(*statuses: int, refusal: str = "Refusal") -> Json:
     return {
-        str(status): {"description": REFUSALS[status], **_content("application/json", _ref("Refusal"))}
+        str(status): {"description": REFUSALS[status], **_content("application/json", _ref(refusal))}
         for status in (*statuses, 405, 421)
     }
 
@@ -191,6 +231,7 @@ def _or_null(schema: Json) -> Json:
 
 
 _TEXT, _COUNT, _NUMBER = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "number"}
+_ANY, _FLAG = {"type": "object"}, {"type": "boolean"}
 _REASON = {"enum": ["stop", "length", None]}
 _CHAT_REASON = {"enum": ["stop", "length", "tool_calls", None]}
 
@@ -198,6 +239,7 @@ _CHAT_REASON = {"enum": ["stop", "length", "tool_calls", None]}
 def _answers() -> Json:
     """Schemas of what is given."""
     refusal = _object(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_or_null(_TEXT))
+    of_messages = _object(type=_TEXT, message=_TEXT)
     sampling = _object(
         temperature=_NUMBER,
         top_k=_or_null(_COUNT),
@@ -228,6 +270,9 @@ def _answers() -> Json:
     )  # there where drafts are on
     return {
         "Refusal": _object(error=refusal),
+        # What is refused before a path is known has OpenAI's shape everywhere.
+        "MessageRefusal": {"anyOf": [_ref("Refusal"), _object(type={"const": "error"}, error=of_messages)]},
+        "OllamaRefusal": {"anyOf": [_ref("Refusal"), _object(error=_TEXT)]},
         "Status": _object(status=_TEXT),
         "Model": card,
         "ModelList": _object(object={"const": "list"}, data=_list(_ref("Model"))),
@@ -236,6 +281,17 @@ def _answers() -> Json:
         "Detokenize": _object(prompt=_TEXT),
         "Response": _response(),
         "Receipts": _object(object={"const": "list"}, data=_list(_receipt())),
+        "Message": _message(),
+        "CountTokens": _object(input_tokens=_COUNT),
+        "OllamaVersion": _object(version=_TEXT),
+        "OllamaModels": _object(models=_list(_ANY)),
+        "OllamaShow": _object(
+            details={"type": "object"}, model_info={"type": "object"}, capabilities=_list(_TEXT)
+        ),
+        "OllamaChat": _object(
+            model=_TEXT, created_at=_TEXT, message={"type": "object"}, done={"type": "boolean"}
+        ),
+        "OllamaGenerate": _object(model=_TEXT, created_at=_TEXT, response=_TEXT, done={"type": "boolean"}),
         "Forgotten": _object(id=_TEXT, object={"const": "response"}, deleted={"const": True}),
         "Completion": _whole("text_completion", _completion_choice()),
         "ChatCompletion": _whole("chat.completion", _chat_choice()),
@@ -260,6 +316,27 @@ def _response() -> Json:
         system_fingerprint=_or_null(_TEXT),
         status={"enum": ["completed", "incomplete"]},
         output=_list(item),
+        usage=usage,
+    )
+
+
+def _message() -> Json:
+    block = {"type": "object", "properties": {"type": {"enum": ["text", "thinking", "tool_use"]}}}
+    reasons = ["end_turn", "stop_sequence", "max_tokens", "model_context_window_exceeded", "tool_use"]
+    usage = _object(
+        input_tokens=_COUNT,
+        cache_creation_input_tokens=_COUNT,
+        cache_read_input_tokens=_COUNT,
+        output_tokens=_COUNT,
+    )
+    return _object(
+        id=_TEXT,
+        type={"const": "message"},
+        role={"const": "assistant"},
+        model=_TEXT,
+        content=_list(block),
+        stop_reason={"enum": reasons},
+        stop_sequence=_or_null(_TEXT),
         usage=usage,
     )
 

@@ -115,6 +115,12 @@ def test_an_item_of_another_type_names_those_that_are_taken(server: FakeServer) 
     assert error["message"].startswith("input.0: type 'computer_call' is not taken here, only 'message'")
 
 
+def message_of(refusal: httpx.Response) -> str:
+    """The message, in the shape of Ollama's API or of OpenAI's."""
+    error = refusal.json()["error"]
+    return str(error if isinstance(error, str) else error["message"])
+
+
 @pytest.mark.parametrize(
     ("path", "says"),
     [
@@ -123,9 +129,9 @@ def test_an_item_of_another_type_names_those_that_are_taken(server: FakeServer) 
         ("/docs", "/openapi.json"),
         ("/redoc", "/openapi.json"),
         ("/", "POST /v1/chat/completions"),
-        ("/api/chat", "POST /v1/chat/completions"),
-        ("/api/tags", "GET /v1/models"),
-        ("/v1/messages", "POST /v1/chat/completions"),
+        ("/api/pull", "POST /v1/chat/completions"),
+        ("/api/create", "GET /v1/models"),
+        ("/v1/complete", "POST /v1/chat/completions"),
         ("/chat/completions", "use /v1/chat/completions"),
         ("/v1/v1/chat/completions", "use /v1/chat/completions"),
         ("/v1/chat/completions/", "use /v1/chat/completions"),
@@ -139,7 +145,7 @@ def test_a_wrong_path_has_one_sentence_that_helps(server: FakeServer, path: str,
     for method in ("GET", "POST"):
         answer = httpx.request(method, f"{server.url}{path}")
         assert answer.status_code == 404
-        assert says in answer.json()["error"]["message"]
+        assert says in message_of(answer)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +162,7 @@ def test_so_has_that_of_a_server_that_embeds(vectors: Path, path: str, says: str
     with embedding_server(vectors) as server:
         answer = httpx.post(f"{server.url}{path}", json={})
     assert answer.status_code == 404
-    assert says in answer.json()["error"]["message"]
+    assert says in message_of(answer)
 
 
 def test_a_wrong_method_names_the_right_one(server: FakeServer) -> None:

@@ -20,7 +20,12 @@ from tests.support.servers.api_bombs import Bomb
 STATED = frozenset({"server_starting", "server_stopping", "engine_stopped", "rank_lost", "queue_full"})
 """Codes with which a server that is well may answer 503."""
 _EVERY_EVENT = 1 << 30
-_LAST_EVENTS = ("event: response.completed", "event: response.incomplete", "event: response.failed")
+_LAST_EVENTS = (
+    "event: response.completed",
+    "event: response.incomplete",
+    "event: response.failed",
+    "event: message_stop",
+)
 
 
 @dataclass
@@ -61,9 +66,15 @@ def drop(url: str, bombs: Iterable[Bomb], bound_s: float) -> Tally:
 
 
 def check_refusal(body: Any, name: str) -> None:
-    """Every refusal has OpenAI's shape, and one line."""
-    assert set(body["error"]) == {"message", "type", "param", "code"}, f"{name}: {body}"
-    message = body["error"]["message"]
+    """Every refusal has the shape of its API, and one line."""
+    error = body["error"]
+    is_anthropic = body.get("type") == "error"
+    if isinstance(error, str):
+        error = {"message": error}
+    else:
+        own = () if is_anthropic else ("param", "code")
+        assert set(error) == {"message", "type", *own}, f"{name}: {body}"
+    message = error["message"]
     assert 0 < len(message) < 1000, f"{name}: {message[:1200]!r}"
     for unwanted in ("\n", "Traceback", "panic"):
         assert unwanted not in message, f"{name}: {message!r}"
@@ -125,7 +136,8 @@ def _generate(
         assert took_s < bound_s, f"{name}: {took_s:.1f} s"
         excluded = []
         if response.status_code == 503 and case.method.upper() == "POST":
-            assert response.json()["error"]["code"] in STATED
+            error = response.json()["error"]
+            assert not isinstance(error, dict) or error.get("code", "queue_full") in STATED
             excluded = [not_a_server_error]
         if "text/event-stream" in response.headers.get("content-type", [""])[0]:
             check_stream(response.text, name)
@@ -168,5 +180,7 @@ def _make_answerable(case: schemathesis.Case, served: str, at: int) -> None:
             body[name] = 1 + body[name] % 16
     if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
         body["max_output_tokens" if "input" in body else "max_tokens"] = 1 + at % 16
+    if case.path.startswith("/api/") and isinstance(body.get("options", {}), dict):
+        body["options"] = {**body.get("options", {}), "num_predict": 1 + at % 16}
     if isinstance(body.get("n"), int) and body["n"] > 4:
         body["n"] = 1 + body["n"] % 4

@@ -1,0 +1,280 @@
+"""The requests of Anthropic's Messages API (`/v1/messages`), and the chat request that each means.
+
+Images, documents, tools that run on the server, and answers that the client has begun are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError
+
+from phasewise.serving.http.errors import bad_request, from_validation
+from phasewise.serving.http.requests.schemas import (
+    MOST_INT,
+    AnswerTokens,
+    ChatRequest,
+    FunctionName,
+    StopText,
+    Strict,
+    kind_of,
+)
+
+Json = dict[str, Any]
+
+_MOST_BLOCKS = 1024
+_MOST_MESSAGES = 10_000
+_MOST_TOOLS = 128
+_NOT_OFFERED = ("container", "mcp_servers", "output_format", "receipt", "fallbacks")
+_WITHOUT_EFFECT = frozenset(
+    {"service_tier", "context_management", "inference_geo", "betas", "cache_control", *_NOT_OFFERED}
+)
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+Id = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class TextBlock(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Strict):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedBlock(Strict):
+    """Thoughts that another server has encrypted: nothing that a model could read."""
+
+    type: Literal["redacted_thinking"]
+
+
+class CallBlock(Strict):
+    type: Literal["tool_use"]
+    id: Id
+    name: FunctionName
+    input: dict[str, Any]
+
+
+Texts = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[list[TextBlock], Field(fail_fast=True, max_length=_MOST_BLOCKS), Tag("list of dict")],
+    Discriminator(kind_of),
+]
+
+
+class ResultBlock(Strict):
+    type: Literal["tool_result"]
+    tool_use_id: Id
+    content: Texts | None = None
+    is_error: bool = False
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | RedactedBlock | CallBlock | ResultBlock, Field(discriminator="type")
+]
+
+
+class Message(Strict):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[
+        Annotated[str, Tag("str")]
+        | Annotated[list[Block], Field(fail_fast=True, max_length=_MOST_BLOCKS), Tag("list of dict")],
+        Discriminator(kind_of),
+    ]
+
+
+class ClientTool(Strict):
+    """A tool that the client runs. Those that Anthropic's servers run have other types."""
+
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Strict):
+    """The model thinks, or does not, where its template knows both; the budget is ignored."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class OutputFormat(Strict):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(Strict):
+    """The prompt of a request. The tokens that it would have are counted."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=_MOST_MESSAGES)]
+    system: Texts | None = None
+    tools: Annotated[list[ClientTool], Field(fail_fast=True, max_length=_MOST_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = Field(None, description="without it the model does not think first")
+
+    def ignored(self) -> tuple[str, ...]:
+        """Fields that this server does not know, as a header can name them."""
+        names = (name for name in self.model_extra or () if name not in _WITHOUT_EFFECT)
+        return tuple(sorted(name for name in names if _PLAIN_NAME.fullmatch(name))[:16])
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: AnswerTokens = Field(
+        description="the most; an answer that fills the model's context before ends with "
+        "`model_context_window_exceeded`"
+    )
+    stop_sequences: Annotated[list[StopText], Field(fail_fast=True, max_length=16)] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=MOST_INT)] | None = None
+    metadata: dict[str, Any] | None = Field(None, description="ignored")
+    output_config: OutputConfig | None = Field(
+        None, description="a schema that the answer keeps, and how hard a model thinks that thinks"
+    )
+
+
+def chat_of(body: CountTokensRequest) -> ChatRequest:
+    """The chat request that a request means. ApiError where there is none."""
+    field = next((name for name in _NOT_OFFERED if (body.model_extra or {}).get(name)), None)
+    if field is not None:
+        raise bad_request(f"{field} is not supported by this server", field, "unsupported_parameter")
+    out = _prompt_of(body)
+    if isinstance(body, MessagesRequest):
+        out |= {
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "stop": body.stop_sequences or None,
+            "stream": body.stream,
+            **_of_output(body.output_config or OutputConfig(), thinks=_thinks(body)),
+        }
+    try:
+        return ChatRequest.model_validate({name: value for name, value in out.items() if value is not None})
+    except ValidationError as error:
+        raise from_validation(error) from error
+
+
+def _prompt_of(body: CountTokensRequest) -> Json:
+    """The fields of a chat request that its prompt depends on."""
+    if body.messages[-1].role == "assistant":
+        raise bad_request(
+            "messages: the last one is the assistant's, and this server does not go on with an answer that "
+            "has begun; end with a message of the user",
+            "messages",
+        )
+    messages = [{"role": "system", "content": _text(body.system)}] if body.system else []
+    for message in body.messages:
+        messages += _of_assistant(message) if message.role == "assistant" else _of_others(message)
+    return {
+        "model": body.model,
+        "messages": messages,
+        "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
+        **_choice(body.tool_choice),
+        "chat_template_kwargs": dict.fromkeys(("enable_thinking", "thinking"), _thinks(body)),
+    }
+
+
+def _thinks(body: CountTokensRequest) -> bool:
+    return body.thinking is not None and body.thinking.type != "disabled"
+
+
+def _of_output(wanted: OutputConfig, *, thinks: bool) -> Json:
+    out: Json = {}
+    if wanted.format is not None:
+        named = {"name": "answer", "schema": wanted.format.schema_}
+        out["response_format"] = {"type": "json_schema", "json_schema": named}
+    if thinks and wanted.effort is not None:
+        out["reasoning_effort"] = "xhigh" if wanted.effort == "max" else wanted.effort
+    return out
+
+
+def _blocks(message: Message) -> Sequence[Any]:
+    return (
+        [TextBlock(type="text", text=message.content)]
+        if isinstance(message.content, str)
+        else message.content
+    )
+
+
+def _of_assistant(message: Message) -> list[Json]:
+    """One message: its thoughts, its text and its calls."""
+    out: Json = {"role": "assistant"}
+    texts, thoughts, calls = [], [], []
+    for block in _blocks(message):
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ThinkingBlock():
+                thoughts.append(block.thinking)
+            case CallBlock():
+                called = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+                calls.append({"id": block.id, "type": "function", "function": called})
+            case ResultBlock():
+                raise bad_request("messages: a tool_result is the user's, not the assistant's", "messages")
+    if texts or not calls:
+        out["content"] = "".join(texts)
+    if thoughts:
+        out["reasoning_content"] = "".join(thoughts)
+    return [{**out, "tool_calls": calls} if calls else out]
+
+
+def _of_others(message: Message) -> Iterator[Json]:
+    """The results of tools, each a message, and the texts between them."""
+    texts: list[str] = []
+    for block in _blocks(message):
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ResultBlock():
+                if texts:
+                    yield {"role": message.role, "content": "\n\n".join(texts)}
+                    texts = []
+                said = _text(block.content or "")
+                said = f"Error: {said}" if block.is_error else said
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": said}
+            case _:
+                raise bad_request(
+                    f"messages: a {block.type} block is the assistant's, not the user's", "messages"
+                )
+    if texts or not message.content:
+        yield {"role": message.role, "content": "\n\n".join(texts)}
+
+
+def _text(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n\n".join(block.text for block in content)
+
+
+def _tool(tool: ClientTool) -> Json:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    known = {name: value for name, value in function.items() if value is not None}
+    return {"type": "function", "function": known | ({} if tool.strict is None else {"strict": tool.strict})}
+
+
+def _choice(choice: ToolChoice | None) -> Json:
+    if choice is None:
+        return {}
+    if choice.type == "tool" and choice.name is None:
+        raise bad_request("tool_choice: type tool needs a name", "tool_choice")
+    named = {"type": "function", "function": {"name": choice.name}}
+    wanted = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
+    return {"tool_choice": wanted, "parallel_tool_calls": False if choice.disable_parallel_tool_use else None}

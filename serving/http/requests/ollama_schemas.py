@@ -1,0 +1,188 @@
+"""The requests of Ollama's API (`/api/chat`, `/api/generate`, `/api/show`), and the requests that they mean.
+
+Images, suffixes and templates of a request's own are refused by name; `keep_alive` and `num_ctx` say nothing
+here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+
+from phasewise.serving.http.errors import bad_request, from_validation
+from phasewise.serving.http.requests.schemas import (
+    MOST_INT,
+    ChatRequest,
+    CompletionRequest,
+    FunctionName,
+    GenerationRequest,
+    StopText,
+    Strict,
+    Tool,
+)
+
+Json = dict[str, Any]
+Kind = TypeVar("Kind", bound=GenerationRequest)
+
+_MOST_MESSAGES = 10_000
+_MOST_TOOLS = 128
+_NOT_OFFERED = ("images", "suffix", "template")
+_LEVELS = ("low", "medium", "high")
+
+
+class OllamaOptions(Strict):
+    """Those that change an answer here; others are ignored."""
+
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MOST_INT)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: int | None = None
+    num_predict: Annotated[int, Field(ge=-2, le=MOST_INT)] | None = None
+    """0 and below: no limit but the context."""
+    stop: Annotated[list[StopText], Field(fail_fast=True, max_length=16)] | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+
+
+class OllamaFunction(Strict):
+    name: FunctionName
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class OllamaCall(Strict):
+    function: OllamaFunction
+
+
+class OllamaMessage(Strict):
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str | None = None
+    tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True, max_length=128)] | None = None
+
+
+class _Asked(Strict):
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    stream: bool | None = Field(None, description="true unless stated")
+    format: Literal["", "json"] | dict[str, Any] | None = Field(None, description="json, or a schema")
+    options: OllamaOptions | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    keep_alive: str | float | None = Field(None, description="ignored: models stay")
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens of the answer; None: as many as the context holds."""
+        asked = self.options.num_predict if self.options else None
+        return asked if asked is not None and asked > 0 else None
+
+    def refuse_what_is_not_offered(self) -> None:
+        """ApiError for what would change the answer and cannot be done."""
+        given = self.model_extra or {}
+        field = next((name for name in _NOT_OFFERED if given.get(name)), None)
+        if field is not None:
+            raise bad_request(f"{field} is not supported by this server", field, "unsupported_parameter")
+
+    def common(self) -> Json:
+        """The fields that chats and completions share."""
+        options = self.options or OllamaOptions()
+        return {
+            "model": self.model,
+            "stream": self.stream is not False,
+            **options.model_dump(exclude={"num_predict", "repeat_penalty"}, exclude_none=True),
+            "repetition_penalty": options.repeat_penalty,
+            "response_format": _format(self.format),
+        }
+
+
+class OllamaChatRequest(_Asked):
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=_MOST_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=_MOST_TOOLS)] | None = None
+
+
+class OllamaGenerateRequest(_Asked):
+    prompt: str = ""
+    system: str | None = None
+    raw: bool = Field(False, description="the prompt as it is, without the model's template")
+
+
+class OllamaShowRequest(Strict):
+    model: str = Field(description="or `name`, as older clients have it")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _old_name(cls, given: Any) -> Any:
+        return {"model": given["name"]} if isinstance(given, dict) and "name" in given else given
+
+
+def chat_of(body: OllamaChatRequest) -> ChatRequest:
+    """The chat request that a request means. ApiError where there is none."""
+    body.refuse_what_is_not_offered()
+    if any((message.model_extra or {}).get("images") for message in body.messages or ()):
+        raise bad_request("messages: this server reads text alone; leave images out", "messages")
+    out = {**body.common(), **_thinking(body.think), "messages": list(_messages(body.messages or ()))}
+    return _checked(ChatRequest, {**out, "tools": body.tools or None})
+
+
+def prompt_of(body: OllamaGenerateRequest, *, has_template: bool) -> ChatRequest | CompletionRequest:
+    """The request that a prompt means: a chat where the model has a template. ApiError if there is none."""
+    body.refuse_what_is_not_offered()
+    if body.raw or not has_template:
+        return _checked(CompletionRequest, {**body.common(), "prompt": f"{body.system or ''}{body.prompt}"})
+    messages = [{"role": "user", "content": body.prompt}]
+    if body.system is not None:
+        messages.insert(0, {"role": "system", "content": body.system})
+    return _checked(ChatRequest, {**body.common(), **_thinking(body.think), "messages": messages})
+
+
+def _checked(kind: type[Kind], out: Json) -> Kind:
+    try:
+        return kind.model_validate({name: value for name, value in out.items() if value is not None})
+    except ValidationError as error:
+        raise from_validation(error) from error
+
+
+def _messages(messages: Sequence[OllamaMessage]) -> Iterator[Json]:
+    """Calls have no ids in this API: results belong to them in their order."""
+    open_calls: deque[str] = deque()
+    for number, message in enumerate(messages):
+        out: Json = {"role": message.role, "content": message.content}
+        if message.thinking:
+            out["reasoning_content"] = message.thinking
+        if message.role == "tool" and open_calls:
+            out["tool_call_id"] = open_calls.popleft()
+        if message.tool_calls:
+            ids = [f"call_{number}_{index}" for index in range(len(message.tool_calls))]
+            open_calls = deque(ids)
+            out["tool_calls"] = [
+                {"id": call_id, "function": {"name": call.function.name, "arguments": _written(call)}}
+                for call_id, call in zip(ids, message.tool_calls, strict=True)
+            ]
+        yield out
+
+
+def _written(call: OllamaCall) -> str:
+    return json.dumps(call.function.arguments, ensure_ascii=False)
+
+
+def _thinking(think: bool | str | None) -> Json:
+    if think is None:
+        return {}
+    out: Json = {"chat_template_kwargs": dict.fromkeys(("enable_thinking", "thinking"), bool(think))}
+    return {**out, "reasoning_effort": think} if think in _LEVELS else out
+
+
+def _format(wanted: str | Json | None) -> Json | None:
+    if not wanted:
+        return None
+    if isinstance(wanted, str):
+        return {"type": "json_object"}
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted}}

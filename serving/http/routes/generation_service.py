@@ -1,0 +1,149 @@
+"""The parts that the routes which generate text share: reading a request, its model, its answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from phasewise.serving.engine.messages import Evidence, Submit
+from phasewise.serving.engine.receipts import FinishReason, receipt_of
+from phasewise.serving.errors import ServingError
+from phasewise.serving.http.answers.client import EngineClient
+from phasewise.serving.http.answers.openai_objects import Rendering, Reply
+from phasewise.serving.http.answers.receipt_store import ReceiptStore
+from phasewise.serving.http.answers.send_answer import respond
+from phasewise.serving.http.answers.sse_events import encode
+from phasewise.serving.http.errors import ApiError, from_engine, other_purpose, unknown_model
+from phasewise.serving.http.http_settings import RequestFacts, ServedModel
+from phasewise.serving.http.lifecycle import Lifecycle
+from phasewise.serving.http.monitoring.access_log import AccessLog, record_of
+from phasewise.serving.http.requests.body import BodyReader
+from phasewise.serving.http.requests.request_threads import Preparation
+from phasewise.serving.http.requests.request_to_messages import (
+    RequestOrigin,
+    chat_requests,
+    completion_requests,
+    within_context,
+)
+from phasewise.serving.http.requests.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Strict,
+)
+from phasewise.serving.http.routes.embeddings import EmbeddingModel
+from phasewise.serving.http.routes.middleware import client_of
+from phasewise.serving.http.transport.connection import connection_of
+
+Body = TypeVar("Body", bound=Strict)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationService:
+    """The services that the routes which generate text need."""
+
+    models: tuple[ServedModel, ...]
+    client: EngineClient
+    bodies: BodyReader
+    preparation: Preparation
+    life: Lifecycle
+    log: AccessLog | None
+    embedder: EmbeddingModel | None = None
+    """Served beside."""
+    receipts: ReceiptStore = field(default_factory=ReceiptStore)
+
+    async def read(self, request: Request, kind: type[Body]) -> Body:
+        self.refuse_unless_open()
+        return await self.bodies.read(request, kind)
+
+    def with_receipts(self, reply: Reply, model: ServedModel, request: Request) -> Reply:
+        """The same reply, with receipts where its requests ask for them. ApiError: not yet."""
+        if not reply.requests[0].receipt:
+            return reply
+        fingerprint, client = model.fingerprint(), client_of(request.scope).name
+        if fingerprint is None:
+            raise ApiError(503, "receipt: no instance has told its fingerprint yet", param="receipt")
+
+        def make(asked: Submit, evidence: Evidence, reason: FinishReason) -> dict[str, Any]:
+            receipt = receipt_of(asked, evidence, reason, fingerprint, model.model_id).to_json()
+            self.receipts.put(client, response_id_of([asked]), encode(receipt))
+            return receipt
+
+        return replace(reply, receipt=make)
+
+    async def answer(self, reply: Reply, request: Request, ignored: tuple[str, ...] = ()) -> Response:
+        """`ignored`: fields of the body that say nothing to this server; the answer's header names them."""
+        self.refuse_unless_open()
+        record = record_of(request.scope)
+        if record is not None and self.log is not None:
+            record.ignored = ignored
+            self.log.expects(record, reply.requests, reply.usage([])["prompt_tokens"])
+        try:
+            response = await respond(self.client, reply, request)
+        except ServingError as error:
+            raise from_engine(error) from error
+        if ignored:
+            response.headers["X-Ignored-Fields"] = ",".join(ignored)
+        connection = connection_of(request.scope)
+        if connection is not None:
+            connection.vouch()
+        return response
+
+    async def prepare_within(
+        self,
+        request: Request,
+        body: ChatRequest | CompletionRequest,
+        most_tokens: int | None,
+        model: ServedModel,
+    ) -> tuple[list[Submit], list[RequestFacts]]:
+        """Messages to the engine for answers of at most `most_tokens`, or as many as the context holds."""
+
+        def make(
+            body: ChatRequest | CompletionRequest, model: ServedModel, sender: RequestOrigin
+        ) -> list[Submit]:
+            if isinstance(body, ChatRequest):
+                made = chat_requests(body, model, sender)
+            else:
+                made = completion_requests(body, model, sender)
+            return within_context(made, most_tokens, model)
+
+        return await self.preparation.prepare(request, body, make, model)
+
+    def model_of(self, name: str | None) -> ServedModel:
+        """The one that a request names; without a name the first. ApiError where there is none."""
+        found = (one for one in self.models if name is None or name in one.names)
+        model = next(found, None)
+        if model is None and self.embedder is not None and name in self.embedder.names:
+            path = "/v1/rerank" if self.embedder.scores else "/v1/embeddings"
+            raise other_purpose(str(name), "makes vectors and no text", path)
+        if model is None:
+            raise unknown_model(str(name), ", ".join(one.model_id for one in self.models))
+        return model
+
+    def refuse_unless_open(self) -> None:
+        refusal = self.life.refusal()
+        if refusal is not None:
+            raise refusal
+
+
+def reply_of(
+    body: GenerationRequest, requests: list[Submit], facts: list[RequestFacts], rendering: Rendering
+) -> Reply:
+    """The reply to a request that has been prepared."""
+    return Reply(
+        requests=requests,
+        facts=facts,
+        n_choices_per_prompt=body.n or 1,
+        rendering=rendering,
+        streamed=bool(body.stream),
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        continuous_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
+    )
+
+
+def response_id_of(requests: list[Submit]) -> str:
+    """`cmpl-HEX` of the engine's `cmpl-HEX-0-0`."""
+    return "-".join(requests[0].request_id.split("-")[:2])

@@ -1,0 +1,66 @@
+"""Anthropic's Messages API: chat requests in another form, and their answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from phasewise.serving.http.answers.message_events import MessageEvents, Messaging, whole
+from phasewise.serving.http.answers.openai_objects import ChatRendering, Form
+from phasewise.serving.http.errors import naming
+from phasewise.serving.http.requests.calls import reading_of
+from phasewise.serving.http.requests.message_schemas import (
+    CountTokensRequest,
+    MessagesRequest,
+    chat_of,
+)
+from phasewise.serving.http.requests.request_to_messages import conversation_tokens
+from phasewise.serving.http.routes.generation_service import GenerationService, reply_of
+
+PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+_NAMES = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "max_completion_tokens": "max_tokens",
+    "response_format": "output_config",
+}
+"""The names in these requests of fields of the chat requests that they are made into."""
+
+
+def add_messages(app: FastAPI, service: GenerationService) -> None:
+    """The two routes."""
+
+    @app.post("/v1/messages")
+    async def messages(request: Request) -> Response:
+        """Answer a conversation."""
+        body = await service.read(request, MessagesRequest)
+        model = service.model_of(body.model)
+        with naming(_NAMES):
+            chat = await service.bodies.convert(request, lambda: chat_of(body))
+            requests, facts = await service.prepare_within(request, chat, body.max_tokens, model)
+        (one,) = requests
+        messaging = Messaging(
+            f"msg_{one.request_id.split('-')[1]}",
+            model.model_id,
+            len(one.prompt_token_ids),
+            one.max_tokens is not None,
+            reading_of(chat, model, one),
+        )
+        form = Form(partial(whole, messaging), partial(MessageEvents, messaging))
+        reply = replace(reply_of(chat, requests, facts, ChatRendering("", model)), form=form)
+        with naming(_NAMES):
+            return await service.answer(reply, request, body.ignored())
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> dict[str, Any]:
+        """Count the tokens of a conversation as the model's template writes it out."""
+        body = await service.read(request, CountTokensRequest)
+        model = service.model_of(body.model)
+        with naming(_NAMES):
+            chat = await service.bodies.convert(request, lambda: chat_of(body))
+            tokens = await service.preparation.tokenize(request, partial(conversation_tokens, chat, model))
+        return {"input_tokens": len(tokens)}

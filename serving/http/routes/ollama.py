@@ -1,0 +1,137 @@
+"""Ollama's API, as far as its clients need it to list models and to generate text."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from phasewise.serving.http.answers.ollama_lines import MEDIA_TYPE, OllamaAnswering, OllamaLines, whole
+from phasewise.serving.http.answers.openai_objects import ChatRendering, Form
+from phasewise.serving.http.errors import naming
+from phasewise.serving.http.http_settings import ServedModel
+from phasewise.serving.http.requests.calls import reading_of
+from phasewise.serving.http.requests.ollama_schemas import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+    chat_of,
+    prompt_of,
+)
+from phasewise.serving.http.requests.schemas import ChatRequest, CompletionRequest
+from phasewise.serving.http.routes.generation_service import GenerationService, reply_of
+
+Json = dict[str, Any]
+
+PATHS = frozenset({"/api/version", "/api/tags", "/api/ps", "/api/show", "/api/chat", "/api/generate"})
+_IN_CHAT = {"prompt": "messages", "response_format": "format", "max_completion_tokens": "options"}
+_IN_GENERATE = {"messages": "prompt", "response_format": "format", "max_completion_tokens": "options"}
+"""The names in these requests of fields of the requests that they are made into."""
+
+
+def add_ollama(app: FastAPI, service: GenerationService) -> None:
+    """The routes."""
+
+    @app.get("/api/version")
+    async def show_version() -> Json:
+        """The version of this server."""
+        return {"version": version("phasewise")}
+
+    async def models() -> Json:
+        """The models that are served. All are loaded."""
+        return {"models": [_listed(one) for one in service.models]}
+
+    app.add_api_route("/api/tags", models, methods=["GET"])
+    app.add_api_route("/api/ps", models, methods=["GET"])
+
+    @app.post("/api/show")
+    async def show(request: Request) -> Json:
+        """The kind of a model, and what it can do."""
+        model = _model_of(service, (await service.read(request, OllamaShowRequest)).model)
+        can = ["completion", *(["tools"] if model.dialect.knows_tools else [])]
+        return {
+            "details": _details(model),
+            "model_info": {
+                "general.architecture": "phasewise",
+                "phasewise.context_length": model.context_length,
+            },
+            "capabilities": [*can, "thinking"] if model.dialect.thinks else can,
+            "modified_at": _at(model),
+        }
+
+    @app.post("/api/chat")
+    async def ollama_chat(request: Request) -> Response:
+        """Answer a conversation."""
+        began_ns = time.perf_counter_ns()
+        body = await service.read(request, OllamaChatRequest)
+        model = _model_of(service, body.model)
+        if not body.messages:
+            return _loaded(model, {"message": {"role": "assistant", "content": ""}})
+        with naming(_IN_CHAT):
+            chat = await service.bodies.convert(request, lambda: chat_of(body))
+            return await _answer(service, request, chat, body.most_tokens, model, began_ns, is_chat=True)
+
+    @app.post("/api/generate")
+    async def ollama_generate(request: Request) -> Response:
+        """Continue a text, or answer one."""
+        began_ns = time.perf_counter_ns()
+        body = await service.read(request, OllamaGenerateRequest)
+        model = _model_of(service, body.model)
+        if not body.prompt:
+            return _loaded(model, {"response": ""})
+        has_template = model.encode_chat is not None
+        with naming({} if body.raw or not has_template else _IN_GENERATE):
+            prompt = prompt_of(body, has_template=has_template)
+            return await _answer(service, request, prompt, body.most_tokens, model, began_ns, is_chat=False)
+
+
+async def _answer(
+    service: GenerationService,
+    request: Request,
+    body: ChatRequest | CompletionRequest,
+    most_tokens: int | None,
+    model: ServedModel,
+    began_ns: int,
+    *,
+    is_chat: bool,
+) -> Response:
+    body = body.model_copy(update={"model": model.model_id})
+    requests, facts = await service.prepare_within(request, body, most_tokens, model)
+    (one,) = requests
+    reading = reading_of(body, model, one) if isinstance(body, ChatRequest) else None
+    answering = OllamaAnswering(model.model_id, len(one.prompt_token_ids), began_ns, is_chat, reading)
+    form = Form(partial(whole, answering), partial(OllamaLines, answering), MEDIA_TYPE)
+    reply = replace(reply_of(body, requests, facts, ChatRendering("", model)), form=form)
+    return await service.answer(reply, request)
+
+
+def _model_of(service: GenerationService, name: str) -> ServedModel:
+    """Names may have a tag: `latest` is the one that every model has here."""
+    return service.model_of(name.removesuffix(":latest"))
+
+
+def _loaded(model: ServedModel, said: Json) -> Response:
+    """The answer to an empty prompt, by which clients have a model loaded."""
+    head = {"model": model.model_id, "created_at": datetime.now(UTC).isoformat()}
+    return JSONResponse({**head, **said, "done": True, "done_reason": "load"})
+
+
+def _listed(model: ServedModel) -> Json:
+    fingerprint = model.system_fingerprint or ""
+    names = {"name": model.model_id, "model": model.model_id}
+    return {**names, "modified_at": _at(model), "size": 0, "digest": fingerprint, "details": _details(model)}
+
+
+def _details(_model: ServedModel) -> Json:
+    texts = dict.fromkeys(("parent_model", "family", "parameter_size", "quantization_level"), "")
+    return {"format": "phasewise", "families": [], **texts}
+
+
+def _at(model: ServedModel) -> str:
+    return datetime.fromtimestamp(model.created_s, UTC).isoformat()
