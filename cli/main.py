@@ -12,6 +12,7 @@ import typer
 from phasewise._version import __version__
 from phasewise.cli.command_app import CommandApp, GroupedCommands
 from phasewise.cli.commands import (
+    batch,
     bench,
     chat,
     cluster,
@@ -57,6 +58,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
     "Models, texts and vectors": {
         "models": models.app,
         "generate": generate.generate,
+        "batch": batch.batch,
         "replay": replay.replay,
         "tune-embed": tune_embed.tune_embed,
         "predict-len": predict_len.app,

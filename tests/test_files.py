@@ -282,6 +282,7 @@ OTHER_WRITERS = {
     "ir.raising.preprocess": "files in a temporary directory",
     "ir.running.checking": "files in a temporary directory",
     "ir.running.timing": "files in a temporary directory",
+    "workflows.batch.requests_file": "appends answers to a file that it goes on with",
     "workflows.user_kernels.files": "files in a temporary directory",
     "workflows.user_kernels.tune": "files in a temporary directory",
     "kerneldb.schema_copy": "a copy of a database, which SQLite makes",

@@ -194,8 +194,24 @@ _AUTHORS_C = ("--include", "--define")
 _ODMA = ("--buckets", "--alpha", "--tau", "--window", "--refresh-every", "--reserve")
 _CLUSTER_DB = Way("without --machine-from-db", ("--db",), unless=("--machine-from-db",))
 
+_OF_AN_ENGINE = ("--sparse", "--arithmetic", "--ranks", "--draft", "--kv-format", "--db")
+
 WAYS: Mapping[str, tuple[Way, ...]] = {
     "serve": _SERVE,
+    "batch": (
+        Way(
+            "with --url",
+            ("--format", *_OF_AN_ENGINE, "--threads"),
+            when=("--url",),
+            instead="the server has its own; leave that out",
+        ),
+        Way(
+            "where MODEL makes vectors and generates no text",
+            _OF_AN_ENGINE,
+            unless=("--url",),
+            makes_vectors=True,
+        ),
+    ),
     "topo": (
         Way("without --trees", ("--limit", "--power-of-two"), unless=("--trees",)),
         Way("with --trees", ("--svg",), when=("--trees",), instead="--tree draws one of them"),

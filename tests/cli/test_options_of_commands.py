@@ -101,6 +101,22 @@ HANDED = {
             "--draw": ["--draw", "columns"],
         },
     ),
+    "batch": Handing(
+        "phasewise.workflows.batch.run.answer_batch",
+        ["in.jsonl", "m", "-o", "out.jsonl"],
+        {
+            "--concurrency": ["--concurrency", "3"],
+            "--format": ["--format", "int8"],
+            "--sparse": ["--sparse", "always"],
+            "--arithmetic": ["--arithmetic", "blocks"],
+            "--threads": ["--threads", "2"],
+            "--ranks": ["--ranks", "2"],
+            "--draft": ["--draft", "lookup"],
+            "--kv-format": ["--kv-format", "int8"],
+            "--db": ["--db", "x.db"],
+        },
+        {"phasewise.workflows.serve.embedding.makes_vectors": False},
+    ),
     "replay": Handing(
         "phasewise.workflows.replay.run.replay_files",
         ["receipt.json", "--model", "m"],

@@ -1,0 +1,104 @@
+"""`phasewise batch`: answers to a file of requests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phasewise._words import counted, number
+from phasewise.cli.options import (
+    ArithmeticOption,
+    DbOption,
+    DraftOption,
+    FormatOption,
+    JsonOption,
+    KvFormatOption,
+    RanksOption,
+    SparseOption,
+    ThreadsOption,
+)
+from phasewise.cli.present import note, print_json
+from phasewise.cli.status_line import status_line
+
+EXIT_REFUSED = 3
+
+
+def batch(
+    requests: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="requests, one a line")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="OUT.jsonl", help="answers, in the same order")
+    ],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="a known name, a GGUF file, a Hugging Face directory or a hub name"
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option("--url", metavar="URL", help="a server that runs, in place of MODEL"),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", min=1, max=512, metavar="N", help="requests at the same time")
+    ] = 32,
+    weight_format: FormatOption = "native",
+    sparse: SparseOption = "auto",
+    arithmetic: ArithmeticOption = "tuned",
+    threads: ThreadsOption = None,
+    ranks: RanksOption = None,
+    draft: DraftOption = None,
+    kv_format: KvFormatOption = "auto",
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer a file of requests in OpenAI's batch form.
+
+    Each line of IN.jsonl is {"custom_id": ..., "method": "POST", "url":
+    "/v1/chat/completions", "body": {...}}; completions, responses and
+    embeddings are taken too. OUT.jsonl gets a line for each, in the same
+    order: the answer, or why there is none. A batch that was stopped goes on
+    where it stopped if the same command is given again.
+
+    MODEL is served for as long as the batch takes, behind a socket of its
+    own. For pools, clusters and all else that `serve` can, start a server and
+    give its --url; its API key is PHASEWISE_API_KEY.
+
+    The exit code is 0 if every line was answered, and 3 if some were refused.
+    """
+    from phasewise.workflows.batch.run import BatchResult, answer_batch
+    from phasewise.workflows.batch.server import OwnServer
+    from phasewise.workflows.errors import UsageError
+    from phasewise.workflows.opening.open_model import Weights
+
+    weights = Weights(weight_format, sparse, arithmetic=arithmetic)
+    if model is not None and url is None:
+        server: str | OwnServer = OwnServer(model, weights, concurrency, threads, ranks, draft, kv_format, db)
+    elif url is not None and model is None:
+        server = url
+    else:
+        raise UsageError("give MODEL or --url, one of the two")
+
+    def told(result: BatchResult) -> str:
+        rate = result.n_answered / result.duration_s if result.duration_s else 0.0
+        return f"{counted(result.n_lines, 'line')}: {result.n_refused} refused, {number(rate, 3)} answers/s"
+
+    with status_line() as line:
+        result = answer_batch(
+            requests,
+            output,
+            server,
+            key=os.environ.get("PHASEWISE_API_KEY"),
+            concurrency=concurrency,
+            report=note,
+            progress=lambda result: line.show(lambda: told(result)),
+        )
+    if as_json:
+        print_json(result.to_json())
+    else:
+        earlier = f"; {counted(result.n_earlier, 'answer')} there already" if result.n_earlier else ""
+        note(f"{counted(result.n_answered, 'line')} answered, {result.n_refused} refused{earlier}")
+    if result.n_refused:
+        raise typer.Exit(EXIT_REFUSED)

@@ -1,0 +1,1 @@
+"""Offline batches: requests from a file, answers to a file."""

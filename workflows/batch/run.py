@@ -1,0 +1,160 @@
+"""Answer a batch of requests: in windows, each request sent once, and written in the order of its line."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import local
+from typing import Any
+
+from phasewise._words import counted
+from phasewise.workflows.batch.requests_file import (
+    BatchLine,
+    Json,
+    answered,
+    faulty,
+    open_answers,
+    read_requests,
+)
+from phasewise.workflows.batch.server import Endpoint, OwnServer, Response, endpoint_of
+from phasewise.workflows.errors import WorkflowError
+from phasewise.workflows.report import Report, silent
+
+_WINDOWS = 8
+"""Requests that may be ahead of the oldest unanswered one, in multiples of those at the same time."""
+_BUSY = (429, 503)
+_MOST_WAIT_S = 600.0
+"""The time for which a request is tried again while the server says that it is busy."""
+_UNAUTHORISED = 401
+
+
+@dataclass
+class BatchResult:
+    """The outcome of a batch: lines by what became of them. `n_earlier`: answered by an earlier run."""
+
+    n_earlier: int = 0
+    n_answered: int = 0
+    n_refused: int = 0
+    duration_s: float = 0.0
+
+    @property
+    def n_lines(self) -> int:
+        return self.n_earlier + self.n_answered + self.n_refused
+
+    def to_json(self) -> Json:
+        """Plain JSON values."""
+        return {"lines": self.n_lines, **asdict(self)}
+
+
+def answer_batch(
+    requests: Path,
+    answers: Path,
+    server: str | OwnServer,
+    *,
+    key: str | None = None,
+    concurrency: int = 32,
+    report: Report = silent,
+    progress: Callable[[BatchResult], None] = lambda _result: None,
+) -> BatchResult:
+    """Send every request of a file that has no answer yet, and append the answers in the requests' order.
+
+    server: the address of one that runs, or what is served for the batch. A run that was ended at any moment
+    goes on where it stopped. Raises UsageError, ModelError, and WorkflowError where a file or the server
+    fails.
+    """
+    result = BatchResult()
+    with open_answers(answers) as out:
+        lines = read_requests(requests)
+        result.n_earlier = out.follow(lines)
+        first = next(lines, None)
+        if first is None:
+            return result
+        if result.n_earlier:
+            report(f"{answers} has {counted(result.n_earlier, 'answer')} already: the batch goes on behind")
+        with endpoint_of(server, key, report) as endpoint, _Senders(endpoint, concurrency) as senders:
+            began_s = time.monotonic()
+            for answer in senders.answers(itertools.chain([first], lines)):
+                out.write(answer)
+                is_good = answer["error"] is None and answer["response"]["status_code"] == http.HTTPStatus.OK
+                result.n_answered += is_good
+                result.n_refused += not is_good
+                result.duration_s = time.monotonic() - began_s
+                progress(result)
+    return result
+
+
+class _Senders:
+    """Threads that send requests, each over a connection of its own."""
+
+    def __init__(self, endpoint: Endpoint, concurrency: int) -> None:
+        self._endpoint = endpoint
+        self._concurrency = concurrency
+        self._own = local()
+        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="phasewise-batch")
+        self._is_over = False
+
+    def __enter__(self) -> _Senders:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._is_over = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def answers(self, lines: Iterator[BatchLine]) -> Iterator[Json]:
+        """The answers in the order of their lines."""
+        window: deque[Future[Json]] = deque()
+        for line in itertools.islice(lines, self._concurrency * _WINDOWS):
+            window.append(self._threads.submit(self._answer, line))
+        while window:
+            answer = window.popleft().result()
+            line = next(lines, None)
+            if line is not None:
+                window.append(self._threads.submit(self._answer, line))
+            yield answer
+
+    def _answer(self, line: BatchLine) -> Json:
+        if line.fault is not None:
+            return faulty(line)
+        said = self._send(line)
+        if said.status == _UNAUTHORISED:
+            raise WorkflowError("the server asks for another API key: set PHASEWISE_API_KEY")
+        return answered(line, said.status, said.request_id, _read(said.body))
+
+    def _send(self, line: BatchLine) -> Response:
+        """The answer; a server that is busy is asked again."""
+        until_s = time.monotonic() + _MOST_WAIT_S
+        while True:
+            try:
+                said = self._endpoint.post(self._connection(), line.url, line.body)
+            except (OSError, http.client.HTTPException) as error:
+                self._own.connection = None
+                if self._endpoint.has_ended() or time.monotonic() > until_s or self._is_over:
+                    raise WorkflowError(
+                        f"the server has gone ({error or type(error).__name__}); what was answered is kept, "
+                        "and the same command goes on"
+                    ) from None
+                time.sleep(1)
+                continue
+            if said.status not in _BUSY or time.monotonic() > until_s or self._is_over:
+                return said
+            time.sleep(said.retry_after_s or 1)
+
+    def _connection(self) -> http.client.HTTPConnection:
+        known: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
+        if known is None:
+            known = self._own.connection = self._endpoint.connect()
+        return known
+
+
+def _read(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return body.decode("utf-8", "replace")

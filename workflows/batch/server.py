@@ -1,0 +1,161 @@
+"""The server that answers a batch: one that runs already, or one of the batch's own behind a Unix socket."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from phasewise.serving.ranks.rank_worker import end_with_parent
+from phasewise.workflows.errors import UsageError, WorkflowError
+from phasewise.workflows.opening.open_model import Weights
+from phasewise.workflows.report import Report
+from phasewise.workflows.serve.embedding import makes_vectors
+
+_LOOK_EVERY_S = 0.1
+_END_S = 30.0
+_NO_PROMISE_MS = 60_000
+
+
+@dataclass(frozen=True)
+class OwnServer:
+    """A model that is served for one batch, and the options of `phasewise serve` for it."""
+
+    model: str
+    weights: Weights
+    concurrency: int
+    threads: int | None = None
+    ranks: int | None = None
+    draft: str | None = None
+    kv_format: str = "auto"
+    db: str | None = None
+
+    def command(self, report: Report) -> list[str]:
+        """The words behind `phasewise serve`. ModelError for a file that is no model."""
+        weight_format = self.weights.weight_format
+        words = [self.model, "--format", weight_format, "--log-level", "error"]
+        words += [] if self.threads is None else ["--threads", str(self.threads)]
+        if makes_vectors(self.model, weight_format, report):
+            return words
+        words += ["--sparse", self.weights.sparse, "--arithmetic", self.weights.arithmetic, "--no-page"]
+        # Nobody waits for a token: prompts and answers take turns by their sizes alone.
+        words += ["--tpot", str(_NO_PROMISE_MS), "--max-sequences", str(self.concurrency)]
+        words += ["--kv-format", self.kv_format]
+        for flag, value in (("--ranks", self.ranks), ("--draft", self.draft), ("--db", self.db)):
+            words += [] if value is None else [flag, str(value)]
+        return words
+
+
+class Response(NamedTuple):
+    """The answer of a server."""
+
+    status: int
+    request_id: str
+    retry_after_s: float | None
+    body: bytes
+
+
+class Endpoint:
+    """The address of a server. `child`: the server, where it is the batch's own."""
+
+    def __init__(self, url: str, key: str | None, child: subprocess.Popen[bytes] | None = None) -> None:
+        self._parts = urlsplit(url)
+        self._key = key
+        self._child = child
+
+    def connect(self) -> http.client.HTTPConnection:
+        """A connection of one thread's."""
+        if self._parts.scheme == "unix":
+            return _UnixConnection(self._parts.path)
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        return kind(self._parts.hostname or "", self._parts.port)
+
+    def post(self, connection: http.client.HTTPConnection, path: str, body: bytes) -> Response:
+        """Send a request, and wait for its answer. OSError or HTTPException where the server has gone."""
+        headers = {"Content-Type": "application/json"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        connection.request("POST", f"{self._parts.path if self._child is None else ''}{path}", body, headers)
+        answer = connection.getresponse()
+        given = answer.headers.get("Retry-After", "")
+        after_s = float(given) if given.isdigit() else None
+        return Response(answer.status, answer.headers.get("X-Request-Id", ""), after_s, answer.read())
+
+    def has_ended(self) -> bool:
+        """True if the batch's own server is no more."""
+        return self._child is not None and self._child.poll() is not None
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost")
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.connect(self._path)
+
+
+@contextmanager
+def endpoint_of(server: str | OwnServer, key: str | None, report: Report) -> Iterator[Endpoint]:
+    """The server at an address; else one of the batch's own, which ends with it.
+
+    UsageError for an address that is none. WorkflowError where the server does not start; it has said why.
+    """
+    if isinstance(server, str):
+        if urlsplit(server).scheme not in ("http", "https") or not urlsplit(server).hostname:
+            raise UsageError(f"--url {server!r} is no address: give one such as http://127.0.0.1:8000")
+        yield Endpoint(server.rstrip("/").removesuffix("/v1"), key)
+        return
+    command = server.command(report)
+    with tempfile.TemporaryDirectory(prefix="phasewise-batch-") as folder:
+        path = Path(folder) / "socket"
+        words = [sys.executable, "-m", "phasewise", "serve", *command, "--unix-socket", str(path)]
+        child = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            preexec_fn=end_with_parent,
+            process_group=0,  # Ctrl-C is the batch's, which ends the server in order
+        )
+        try:
+            endpoint = Endpoint(f"unix://{path}", key, child)
+            _await_ready(endpoint, child)
+            yield endpoint
+        finally:
+            _end(child)
+
+
+def _await_ready(endpoint: Endpoint, child: subprocess.Popen[bytes]) -> None:
+    while child.poll() is None:
+        try:
+            connection = endpoint.connect()
+            connection.request("GET", "/ready")
+            if connection.getresponse().status == http.HTTPStatus.OK:
+                return
+        except (OSError, http.client.HTTPException):
+            pass
+        time.sleep(_LOOK_EVERY_S)
+    raise WorkflowError(f"the server ended before it was ready, with exit code {child.returncode}")
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """In order: its ranks and sandboxes go with it."""
+    if child.poll() is None:
+        os.kill(child.pid, signal.SIGTERM)
+    try:
+        child.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
