@@ -40,7 +40,7 @@ def with_windows(
     local = LayerKind(window, rope or config.rope)
     whole = LayerKind(None, config.rope)
     if len({local if one else whole for one in sliding}) == 1:
-        return replace(config, sliding_window=window if sliding[0] else None)
+        return replace(config, sliding_window=window, rope=local.rope) if sliding[0] else config
     return replace(config, layer_kinds=tuple(local if one else whole for one in sliding))
 
 

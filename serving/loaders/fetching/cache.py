@@ -79,7 +79,7 @@ def _folders(place: Path) -> list[Path]:
 
 
 def _stored_in(folder: Path, name: str, is_whole: bool) -> StoredModel:
-    gguf, safetensors = list(folder.glob("*.gguf")), list(folder.glob("*.safetensors"))
+    gguf, safetensors = sorted(folder.glob("*.gguf")), list(folder.glob("*.safetensors"))
     kind = "GGUF" if gguf else "safetensors" if safetensors else "nothing"
     return StoredModel(name, gguf[0] if gguf else folder, kind, _bytes_under(folder), is_whole)
 

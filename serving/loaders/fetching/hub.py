@@ -26,6 +26,7 @@ from phasewise.serving.loaders.fetching.download import (
     fetch_file,
     read_url,
 )
+from phasewise.serving.loaders.formats.gguf_parts import part_paths, stem_of
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 DEFAULT_TAGS = ("Q4_K_M", "Q4_0", "Q8_0", "Q5_K_M", "Q6_K", "BF16", "F16")
@@ -209,7 +210,7 @@ def _chosen(repository: str, tag: str | None, listing: Listing) -> list[RemoteFi
     for one in tags:
         found = [file for path, file in sorted(gguf.items()) if _has_tag(path, one)]
         if found:
-            return _one_file(found)
+            return _whole_model(found)
     if tag is None and len(gguf) == 1:
         return list(gguf.values())
     first = [file for _, file in sorted(gguf.items())][:12]
@@ -219,16 +220,19 @@ def _chosen(repository: str, tag: str | None, listing: Listing) -> list[RemoteFi
 
 def _has_tag(path: str, tag: str) -> bool:
     """`...-Q4_K_M.gguf`, or a part, `...-Q4_K_M-00001-of-00002.gguf`; letter case does not matter."""
-    stem = re.sub(r"-\d{5}-of-\d{5}$", "", PurePosixPath(path).name.removesuffix(".gguf"))
+    stem = stem_of(PurePosixPath(path).name)
     return re.search(rf"(^|[-._]){re.escape(tag)}$", stem, re.IGNORECASE) is not None
 
 
-def _one_file(found: list[RemoteFile]) -> list[RemoteFile]:
-    if re.search(r"-of-\d{5}\.gguf$", found[0].name):
-        raise DownloadError(
-            f"{found[0].name} is one of {counted(len(found), 'part')}: models in parts are not read"
-        )
-    return found[:1]
+def _whole_model(found: list[RemoteFile]) -> list[RemoteFile]:
+    """The first of these files, with the other parts where it is one of several."""
+    first = PurePosixPath(found[0].name)
+    by_name = {file.name: file for file in found}
+    names = [str(path) for path in part_paths(Path(first))]
+    missing = [name for name in names if name not in by_name]
+    if missing:
+        raise DownloadError(f"{first} is one of {counted(len(names), 'part')}, and {missing[0]} is not there")
+    return [by_name[name] for name in names]
 
 
 def _size(n_bytes: int) -> str:

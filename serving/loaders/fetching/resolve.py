@@ -11,6 +11,7 @@ from phasewise._places import user_folder
 from phasewise._words import meant
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.fetching.registry import KNOWN, KNOWN_ON_HUB, is_here, known_path, pull
+from phasewise.serving.loaders.formats.gguf_parts import part_paths, stem_of
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 
 Report = Callable[[str], None]
@@ -27,7 +28,9 @@ class Located:
 
     def files(self) -> list[Path]:
         """Every file that the model is read from, sorted. ModelError for a link out of a directory."""
-        return ModelDirectory(self.path).source_files() if self.path.is_dir() else [self.path]
+        if self.path.is_dir():
+            return ModelDirectory(self.path).source_files()
+        return [path for path in part_paths(self.path) if path == self.path or path.exists()]
 
 
 def cache_root(override: Path | None = None) -> Path:
@@ -46,7 +49,9 @@ def locate(ref: str, root: Path, report: Report) -> Located:
         return Located(ref, known_path(KNOWN[ref], root) if here else pull(KNOWN[ref], root, report))
     path = _existing(ref)
     if path is not None:
-        return Located(path.resolve().name.removesuffix(".gguf"), path)
+        first = part_paths(path)[0]  # any part names the model
+        path = first if first.exists() else path
+        return Located(stem_of(path.resolve().name), path)
     if (hub_name := _hub_name(ref)) is not None:
         from phasewise.serving.loaders.fetching import hub
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -228,13 +227,3 @@ class _Parser:
                 )
             placed[info.name] = TensorInfo(info.name, info.shape, info.type_name, offset, info.n_bytes)
         return placed
-
-
-def open_gguf(path: Path) -> tuple[SourceFile, GgufHeader]:
-    """The file, open, and its checked header. The caller closes the file."""
-    file = SourceFile(path)
-    try:
-        return file, read_header(file)
-    except BaseException:
-        file.close()
-        raise

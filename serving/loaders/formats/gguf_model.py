@@ -18,11 +18,12 @@ from phasewise.serving.loaders.encoders import encoder_gguf
 from phasewise.serving.loaders.families import Family, family_of_gguf
 from phasewise.serving.loaders.families.bert import ENCODERS_BY_GGUF, EncoderFamily
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_rows
-from phasewise.serving.loaders.formats.gguf_file import GgufHeader, TensorInfo, open_gguf
+from phasewise.serving.loaders.formats.gguf_file import GgufHeader, TensorInfo
+from phasewise.serving.loaders.formats.gguf_parts import GgufFiles, open_gguf
 from phasewise.serving.loaders.formats.hf_config import yarn_magnitude
 from phasewise.serving.loaders.forms import Rows
 from phasewise.serving.loaders.layout import shapes_of_all
-from phasewise.serving.loaders.source import ModelSource, SourceFile, SourceTensor, take_rows
+from phasewise.serving.loaders.source import ModelSource, SourceTensor, take_rows
 from phasewise.serving.models.packed_model import (
     FrequencyFactors,
     LinearScaling,
@@ -53,7 +54,7 @@ END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|eom_id|>", "<|endoftext
 
 
 def open_gguf_model(path: Path, name: str) -> ModelSource:
-    """Read the header of the file at `path`. The result holds it open: close it."""
+    """Read the header of the file at `path`, and of the other parts where it is one. Close the result."""
     file, header = open_gguf(path)
     try:
         return _source(file, header, name)
@@ -62,12 +63,8 @@ def open_gguf_model(path: Path, name: str) -> ModelSource:
         raise
 
 
-def _source(file: SourceFile, header: GgufHeader, name: str) -> ModelSource:
+def _source(file: GgufFiles, header: GgufHeader, name: str) -> ModelSource:
     metadata = header.metadata
-    if field(metadata, "split.count", int, 1) > 1:
-        raise ModelError(
-            f"{file.path} is one part of a split GGUF: merge the parts with llama-gguf-split --merge"
-        )
     architecture = field(metadata, "general.architecture", str, "nothing")
     encoder = ENCODERS_BY_GGUF.get(architecture)
     if encoder is not None:
@@ -98,7 +95,7 @@ def _source(file: SourceFile, header: GgufHeader, name: str) -> ModelSource:
     )
 
 
-def _encoder_source(file: SourceFile, header: GgufHeader, name: str, family: EncoderFamily) -> ModelSource:
+def _encoder_source(file: GgufFiles, header: GgufHeader, name: str, family: EncoderFamily) -> ModelSource:
     metadata = header.metadata
 
     def read(key: str, kind: Any, default: Any) -> Any:
@@ -132,7 +129,7 @@ def field(metadata: Mapping[str, Any], key: str, kind: type[T], default: T | Non
 
 
 def _tensors(
-    file: SourceFile, header: GgufHeader, family: Family, config: ModelConfig
+    file: GgufFiles, header: GgufHeader, family: Family, config: ModelConfig
 ) -> dict[str, SourceTensor]:
     """Every tensor by our name, as views."""
     names = {**LAYER_NAMES, **family.gguf_names}
@@ -253,7 +250,7 @@ def _long_scaling(get: Callable[..., Any], factors: Mapping[str, tuple[float, ..
     return LongScaling(factors["short_factors"], factors["long_factors"], _original_context(get), magnitude)
 
 
-def _factors(file: SourceFile, info: TensorInfo) -> tuple[float, ...]:
+def _factors(file: GgufFiles, info: TensorInfo) -> tuple[float, ...]:
     if len(info.shape) != 1 or info.type_name != "F32" or info.shape[0] > 1 << 10:
         raise ModelError(f"{file.path} has {info.name} as {info.type_name} {info.shape}: unusable")
     return tuple(np.frombuffer(file.read(info.offset, info.n_bytes), "<f4").tolist())
@@ -285,7 +282,7 @@ def _heads(name: str, family: Family, config: ModelConfig) -> int:
     return config.n_heads if match[1] == "q" else config.n_kv_heads
 
 
-def _tensor(file: SourceFile, info: TensorInfo) -> SourceTensor:
+def _tensor(file: GgufFiles, info: TensorInfo) -> SourceTensor:
     kind = BLOCK_TYPES.get(info.type_name)
     if kind is None:
         raise ModelError(

@@ -29,6 +29,8 @@ DEFAULT_THETA = 10000.0
 # Absent means off; any other value asks for arithmetic that we do not do.
 MUST_BE_OFF = ("mlp_bias",)
 QUANTISATIONS = ("mxfp4",)  # of safetensors, that can be read
+OTHER_NAMES = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
+"""Names that one release of transformers writes and another reads."""
 LONG_TYPES = ("longrope", "su")  # two names of one scaling
 
 
@@ -90,7 +92,24 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
 def text_fields(fields: Fields, family: Family) -> Fields:
     """The family's defaults, under the fields of the language model where it is part of a larger one."""
     inner = field(fields, "text_config", dict) if family.hf_text_prefixes else None
-    return {**family.hf_defaults, **fields, **(inner or {})}
+    given = {**fields, **(inner or {})}
+    return {**family.hf_defaults, **given, **_by_other_names(given, family)}
+
+
+def _by_other_names(given: Fields, family: Family) -> dict[str, Any]:
+    """Fields of the family that the file has under another release's name. ModelError where both differ."""
+    found: dict[str, Any] = {}
+    for key in family.hf_defaults:
+        other = OTHER_NAMES.get(key, "")
+        if given.get(other) is None:
+            continue
+        if given.get(key) not in (None, given[other]):
+            raise ModelError(
+                f"config.json has {key} = {given[key]!r:.40} and {other} = {given[other]!r:.40}, which mean "
+                "the same thing"
+            )
+        found[key] = given[other]
+    return found
 
 
 def _refuse_what_cannot_run(get: Callable[..., Any], activation: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,8 @@ from phasewise.cython_kernels.packing import unpack
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.fetching.registry import KNOWN, known_path
 from phasewise.serving.loaders.fetching.resolve import cache_root
-from phasewise.serving.loaders.formats.gguf_file import GgufHeader, open_gguf
-from phasewise.serving.loaders.source import SourceFile
+from phasewise.serving.loaders.formats.gguf_file import GgufHeader
+from phasewise.serving.loaders.formats.gguf_parts import GgufFiles, open_gguf
 from phasewise.serving.models.packed_model import PackedModel
 
 NAME = "smollm2-135m-instruct"
@@ -34,9 +35,9 @@ def model(path: Path, tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
 
 
 @pytest.fixture(scope="module")
-def shipped(path: Path) -> Iterator[tuple[SourceFile, GgufHeader]]:
+def shipped(path: Path) -> Iterator[tuple[GgufFiles, GgufHeader]]:
     file, header = open_gguf(path)
-    with file:
+    with closing(file):
         yield file, header
 
 
@@ -57,7 +58,7 @@ def test_its_shape_is_smollm2s(model: PackedModel) -> None:
     [("embed", "token_embd"), ("layers.0.o", "blk.0.attn_output"), ("layers.29.down", "blk.29.ffn_down")],
 )
 def test_weights_are_what_the_gguf_package_reads(
-    model: PackedModel, shipped: tuple[SourceFile, GgufHeader], ours: str, theirs: str
+    model: PackedModel, shipped: tuple[GgufFiles, GgufHeader], ours: str, theirs: str
 ) -> None:
     file, header = shipped
     info = header.tensors[f"{theirs}.weight"]
@@ -69,7 +70,7 @@ def test_weights_are_what_the_gguf_package_reads(
 
 
 def test_query_rows_are_in_half_split_order(
-    model: PackedModel, shipped: tuple[SourceFile, GgufHeader]
+    model: PackedModel, shipped: tuple[GgufFiles, GgufHeader]
 ) -> None:
     file, header = shipped
     info = header.tensors["blk.3.attn_q.weight"]

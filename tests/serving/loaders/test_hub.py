@@ -38,6 +38,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandI
             "big/tiny-BF16-00002-of-00002.gguf": b"2",
             "README.md": b"hello",
         }
+        one.repositories["org/parts-GGUF"] = {
+            "big/tiny-BF16-00001-of-00002.gguf": b"1",
+        }
         yield one
 
 
@@ -208,12 +211,20 @@ def test_redirects_end(stand_in: StandInHub, tmp_path: Path, to: str, what: str)
     assert what in refusal("org/tiny-GGUF:Q4_K_M", tmp_path)
 
 
+def test_a_model_in_parts_is_fetched_whole(stand_in: StandInHub, tmp_path: Path) -> None:
+    lines: list[str] = []
+    path = pull("org/tiny-GGUF:BF16", tmp_path, lines)
+    assert path.name == "tiny-BF16-00001-of-00002.gguf"
+    assert [one.read_bytes() for one in sorted(path.parent.glob("*.gguf"))] == [b"1", b"2"]
+    assert "2 files" in lines[0]
+
+
 @pytest.mark.parametrize(
     ("ref", "what"),
     [
         ("org/absent", "HTTP status 404"),
         ("org/tiny-GGUF:Q2_K", "there are big/tiny-BF16-00001-of-00002.gguf (0.0 MB)"),
-        ("org/tiny-GGUF:BF16", "one of 2 parts"),
+        ("org/parts-GGUF:BF16", "one of 2 parts, and big/tiny-BF16-00002-of-00002.gguf is not there"),
     ],
 )
 def test_what_is_not_there_is_one_line(stand_in: StandInHub, tmp_path: Path, ref: str, what: str) -> None:

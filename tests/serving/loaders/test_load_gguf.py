@@ -12,7 +12,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, quants
 from phasewise.cython_kernels.packing import BLOCK_KINDS, unpack
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.formats.gguf_file import TENSOR_TYPES, open_gguf
+from phasewise.serving.loaders.formats.gguf_file import TENSOR_TYPES
+from phasewise.serving.loaders.formats.gguf_parts import open_gguf
 from phasewise.serving.models.packed_model import FrequencyFactors, LinearScaling, PackedModel
 from tests.support.models.tiny_models import (
     CHAT_TEMPLATE,
@@ -246,7 +247,7 @@ BAD_METADATA = {
     "a base of NaN": ({"llama.rope.freq_base": float("nan")}, "RoPE"),
     "dynamic": ({"llama.rope.scaling.type": "dynamic"}, "dynamic"),
     "experts": ({"llama.expert_count": 8}, "mixture"),
-    "a split file": ({"split.count": 2}, "split"),
+    "a split file": ({"split.count": 2}, "one of 2 parts"),
     "an end outside the vocabulary": ({"tokenizer.ggml.eos_token_id": 272}, "outside"),
     "odd rotation": ({"llama.rope.dimension_count": 7}, "RoPE over 7"),
     "rotation of more than a head": ({"llama.rope.dimension_count": 18}, "RoPE over 18"),
