@@ -114,9 +114,8 @@ class _Senders:
             window.append(self._threads.submit(self._answer, line))
         while window:
             answer = window.popleft().result()
-            line = next(lines, None)
-            if line is not None:
-                window.append(self._threads.submit(self._answer, line))
+            for following in itertools.islice(lines, 1):
+                window.append(self._threads.submit(self._answer, following))
             yield answer
 
     def _answer(self, line: BatchLine) -> Json:

@@ -37,10 +37,11 @@ def with_windows(
     config: ModelConfig, sliding: list[bool], window: int | None, rope: RopeSpec | None = None
 ) -> ModelConfig:
     """The config with a window in some layers, where `rope` holds too (None: the rope of all layers)."""
-    local = LayerKind(window, rope or config.rope)
+    local_rope = rope or config.rope
+    local = LayerKind(window, local_rope)
     whole = LayerKind(None, config.rope)
     if len({local if one else whole for one in sliding}) == 1:
-        return replace(config, sliding_window=window, rope=local.rope) if sliding[0] else config
+        return replace(config, sliding_window=window, rope=local_rope) if sliding[0] else config
     return replace(config, layer_kinds=tuple(local if one else whole for one in sliding))
 
 

@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.formats.gguf_file import GgufHeader, TensorInfo, read_header
 from phasewise.serving.loaders.source import SourceFile
@@ -75,7 +76,7 @@ def open_gguf(path: Path) -> tuple[GgufFiles, GgufHeader]:
         paths = part_paths(path)
         if len(paths) != count:
             raise ModelError(
-                f"{path} is one of {count} parts of a model: its name must end in -00001-of-{count:05}.gguf, "
+                f"{path} is one of {counted(count, 'part')} of a model: its name must end in -00001-of-{count:05}.gguf, "
                 "with its own number, and the others must lie beside it"
             )
         files = [stack.enter_context(SourceFile(one)) for one in paths]
@@ -105,7 +106,9 @@ def _joined(whole: GgufFiles, paths: list[Path], headers: list[GgufHeader]) -> G
             tensors[name] = replace(info, offset=whole.start_of(part) + info.offset)
     n_promised = _whole_number(headers[0].metadata, _N_TENSORS, paths[0], len(tensors))
     if n_promised != len(tensors):
-        raise ModelError(f"{paths[0]} promises {n_promised} tensors, and its parts have {len(tensors)}")
+        raise ModelError(
+            f"{paths[0]} promises {counted(n_promised, 'tensor')}, and its parts have {len(tensors)}"
+        )
     return GgufHeader(headers[0].metadata, tensors)
 
 
