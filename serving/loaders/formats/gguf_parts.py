@@ -76,8 +76,8 @@ def open_gguf(path: Path) -> tuple[GgufFiles, GgufHeader]:
         paths = part_paths(path)
         if len(paths) != count:
             raise ModelError(
-                f"{path} is one of {counted(count, 'part')} of a model: its name must end in -00001-of-{count:05}.gguf, "
-                "with its own number, and the others must lie beside it"
+                f"{path} is one of {counted(count, 'part')} of a model: its name must end in "
+                f"-00001-of-{count:05}.gguf, with its own number, and the others must lie beside it"
             )
         files = [stack.enter_context(SourceFile(one)) for one in paths]
         headers = [read_header(file) for file in files]
