@@ -46,6 +46,7 @@ from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 from phasewise.serving.sandbox.confined import Patience
 from phasewise.serving.text.chat import Conversation
 from phasewise.serving.tools.dialect import Dialect, dialect_of
+from phasewise.topology.energy import EnergyCounters
 
 _SWITCH_INTERVAL_S = 0.0005
 """Python lets a thread run 5 ms before another may, longer than a decode step: HTTP would stall it."""
@@ -243,6 +244,7 @@ def _gauges(
         n_requests_rerun=lambda: host.n_requests_rerun,
         n_lengths_lost=lambda: lengths.n_lost if lengths else 0,
         n_access_lines_lost=lambda: lines.n_lost,
+        joules=EnergyCounters().joules,
     )
 
 

@@ -23,6 +23,7 @@ from phasewise.serving.engine.throughput import (
 from phasewise.serving.ranks.open_ranks import STEP_TOKENS, KvSettings, RankOptions, Ranks
 from phasewise.serving.ranks.open_ranks import open_ranks as open_planned
 from phasewise.topology import core_signature, placement_signature, read_machine
+from phasewise.topology.energy import EnergyCounters
 from phasewise.tuner.machine_limits import peak_flops, read_bandwidth
 from phasewise.tuner.roofline import peak_kinds
 from phasewise.workflows.errors import UsageError
@@ -115,6 +116,8 @@ class ModelRow:
     limits."""
     read_limit_bytes_per_s: float
     bandwidth_fraction: float
+    joules_per_token: float
+    """Energy of the whole machine, by its counters; 0 where they cannot be read, or a test has a depth."""
     samples_ns: list[int] = field(default_factory=list)
     samples_ts: list[float] = field(default_factory=list)
 
@@ -161,6 +164,9 @@ def bench_rows(
     opened: OpenRanks, workloads: Sequence[Workload], timing: Timing, report: Report = silent
 ) -> Iterator[ModelRow]:
     """Time every workload, one after another, after the limits of the cores."""
+    energy = EnergyCounters()
+    if energy.absence is not None:
+        report(f"energy is not measured: {energy.absence}")
     report("measuring the limits of these cores ...")
     limits = PhaseLimits(
         max(peak_flops(kind, opened.cores("prefill")) for kind in peak_kinds(compute_kind(opened.model))),
@@ -169,6 +175,7 @@ def bench_rows(
     for batch_tokens in timing.batch_tokens:
         for workload in workloads:
             report(f"{workload.name}: {counted(timing.repetitions, 'run')} ...")
+            before_j = energy.total_joules()
             timed = measure(
                 opened.ranks,
                 workload,
@@ -177,10 +184,19 @@ def bench_rows(
                 timing.repetitions,
                 timing.warm_ups,
             )
-            yield _row(opened, limits, timed, batch_tokens)
+            n_tokens = workload.n_tokens * (timing.repetitions + timing.warm_ups)
+            spent_j = energy.total_joules() - before_j
+            joules_per_token = 0.0 if workload.n_depth else spent_j / n_tokens  # what lies before costs too
+            yield _row(opened, limits, timed, batch_tokens, joules_per_token)
 
 
-def _row(opened: OpenRanks, limits: PhaseLimits, timed: Throughput, batch_tokens: int) -> ModelRow:
+def _row(
+    opened: OpenRanks,
+    limits: PhaseLimits,
+    timed: Throughput,
+    batch_tokens: int,
+    joules_per_token: float,
+) -> ModelRow:
     model, workload = opened.model, timed.workload
     cores = opened.cores("prefill" if workload.n_prompt else "decode")
     machine = read_machine()
@@ -239,6 +255,7 @@ def _row(opened: OpenRanks, limits: PhaseLimits, timed: Throughput, batch_tokens
         bytes_per_s=bytes_per_s,
         read_limit_bytes_per_s=limits.read_bytes_per_s,
         bandwidth_fraction=bytes_per_s / limits.read_bytes_per_s,
+        joules_per_token=joules_per_token,
         samples_ns=list(timed.samples_ns),
         samples_ts=timed.samples_ts,
     )

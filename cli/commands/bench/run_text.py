@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 
-from phasewise._words import counted
+from phasewise._words import counted, number
 from phasewise.cli import row_forms
 from phasewise.serving.engine.throughput import Workload
 from phasewise.workflows.bench.model_speed import ModelRow
@@ -93,6 +93,7 @@ def _md_row(row: ModelRow, *, is_narrow: bool) -> dict[str, str]:
         "t/s": f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
         "peak": row_forms.limit_cell(row.peak_fraction),
         "bandwidth": row_forms.limit_cell(row.bandwidth_fraction) if is_decode else "",
+        **({"J/token": number(row.joules_per_token, 3)} if row.joules_per_token else {}),
     }
 
 

@@ -57,6 +57,8 @@ class Gauges:
     n_requests_rerun: Callable[[], int] = lambda: 0
     n_lengths_lost: Callable[[], int] = lambda: 0
     n_access_lines_lost: Callable[[], int] = lambda: 0
+    joules: Callable[[], Mapping[str, float]] = dict
+    """Energy since the start, by zone of the machine; empty where it cannot be read."""
 
 
 @dataclass(slots=True)
@@ -209,6 +211,12 @@ class _Read(Collector):
         malloc_bytes = malloc_bytes_in_use()
         if malloc_bytes is not None:
             yield _gauge("malloc_bytes", "bytes that malloc has given out", malloc_bytes)
+        joules = gauges.joules()
+        if joules:
+            family = CounterMetricFamily("phasewise_energy_joules", "energy of the machine", labels=("zone",))
+            for zone, spent in joules.items():
+                family.add_metric((zone,), spent)
+            yield family
         yield _count("lengths_lost", "lines the length log does not have", gauges.n_lengths_lost())
         yield _count("access_lines_lost", "lines the access log does not have", gauges.n_access_lines_lost())
         load = gauges.load()

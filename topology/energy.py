@@ -1,0 +1,77 @@
+"""Energy by the machine's own counters: RAPL, as Linux's powercap shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+POWERCAP = Path("/sys/class/powercap")
+_COUNTED = ("package", "dram")
+"""Zones whose energies add up: cores and uncore are parts of a package, and psys has it all once more."""
+
+
+@dataclass
+class _Zone:
+    name: str
+    path: Path
+    range_uj: int
+    last_uj: int
+    total_uj: int = 0
+
+    def advance(self) -> None:
+        """Count what was used since the last reading, a wrap of the counter included."""
+        now_uj = _number_in(self.path / "energy_uj")
+        self.total_uj += (now_uj - self.last_uj) % (self.range_uj + 1)
+        self.last_uj = now_uj
+
+
+class EnergyCounters:
+    """Joules since this was made, by zone. A counter wraps after minutes at full power: read it more often.
+
+    absence: why nothing can be read, in a line; None where it can.
+    """
+
+    def __init__(self, root: Path = POWERCAP) -> None:
+        self.absence: str | None = None
+        self._zones: list[_Zone] = []
+        try:
+            self._zones = list(_zones(root))
+        except PermissionError as error:
+            self.absence = f"{error.filename} may be read by root alone"
+        except (OSError, ValueError):
+            pass
+        if not self._zones and self.absence is None:
+            self.absence = f"{root} has no RAPL counters, as in most virtual machines"
+
+    def joules(self) -> dict[str, float]:
+        """By the name of the zone, `package-0` or `package-0 dram`. Empty where nothing can be read."""
+        try:
+            for zone in self._zones:
+                zone.advance()
+        except (OSError, ValueError):
+            self._zones, self.absence = [], "the RAPL counters have gone"
+        return {zone.name: zone.total_uj / 1e6 for zone in self._zones}
+
+    def total_joules(self) -> float:
+        """All zones together."""
+        return sum(self.joules().values())
+
+
+def _zones(root: Path) -> Iterator[_Zone]:
+    names = {path: _text_in(path / "name") for path in sorted(root.glob("*-rapl:*"))}
+    for path, name in names.items():
+        if not name.startswith(_COUNTED):
+            continue
+        parent = names.get(root / path.name.rpartition(":")[0])
+        whole = name if name.startswith("package") else f"{parent or path.name} {name}"
+        range_uj = _number_in(path / "max_energy_range_uj")
+        yield _Zone(whole, path, range_uj, _number_in(path / "energy_uj"))
+
+
+def _text_in(path: Path) -> str:
+    return path.read_text(encoding="ascii", errors="replace").strip()
+
+
+def _number_in(path: Path) -> int:
+    return int(_text_in(path))
