@@ -129,8 +129,7 @@ def main() -> None:
     """Run the command line. An expected failure carries `exit_code`; anything else keeps its traceback."""
     tell_shortages_in_one_line()
     try:
-        app(prog_name="phasewise")
-        sys.stdout.flush()
+        _run_to_its_last_line()
     except SystemExit as end:
         if end.code == EXIT_INTERRUPTED:  # how typer ends at Ctrl-C, without a word
             fail("interrupted", EXIT_INTERRUPTED)
@@ -154,4 +153,13 @@ def main() -> None:
             fail(str(error), exit_code)
         if shortage is not None:
             fail(shortage, EXIT_FAILURE)
+        raise
+
+
+def _run_to_its_last_line() -> None:
+    """Run the command, and write all that it printed before it exits: errors of writing are told as others."""
+    try:
+        app(prog_name="phasewise")
+    except SystemExit:
+        sys.stdout.flush()
         raise

@@ -6,10 +6,13 @@ signals, devices as stdout, two commands at once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +23,7 @@ import typer
 from typer.testing import CliRunner
 
 from phasewise.cli.main import app
+from tests.support.servers.warm import Forked
 
 
 @dataclass(frozen=True)
@@ -101,30 +105,37 @@ def run_process(
     cwd: Path | None = None,
 ) -> Done:
     """As a script runs it; `env` comes on top of this process's environment."""
-    done = subprocess.run(
-        _command(arguments),
-        input=stdin,
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        env=os.environ | (env or {}),
-        cwd=cwd,
-        timeout=120,
-        check=False,
-    )
-    return Done(done.returncode, done.stdout or b"", done.stderr.decode())
+    reads, feeds = os.pipe()
+    out, writes = os.pipe()
+    feeding = threading.Thread(target=_feed, args=(feeds, stdin))
+    with tempfile.TemporaryFile() as stderr, open(out, "rb") as written:
+        streams = (reads, writes if stdout == subprocess.PIPE else stdout, stderr.fileno())
+        process = Forked([*map(str, arguments)], os.environ | (env or {}), streams, folder=cwd)
+        os.close(reads)
+        os.close(writes)
+        feeding.start()
+        too_late = threading.Timer(120, process.kill)
+        too_late.start()
+        read = written.read()
+        exit_code = process.wait()
+        too_late.cancel()
+        feeding.join()
+        stderr.seek(0)
+        return Done(exit_code, read, stderr.read().decode())
+
+
+def _feed(pipe: int, stdin: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError), open(pipe, "wb") as fed:
+        fed.write(stdin)
 
 
 def start(*arguments: object, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """A process that goes on, with pipes for all that it reads and writes."""
     return subprocess.Popen(
-        _command(arguments),
+        [sys.executable, "-m", "phasewise", *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | (env or {}),
     )
-
-
-def _command(arguments: tuple[object, ...]) -> list[str]:
-    return [sys.executable, "-m", "phasewise", *map(str, arguments)]

@@ -9,14 +9,14 @@ import re
 import select
 import signal
 import struct
-import subprocess
-import sys
 import termios
 import time
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.support.servers.warm import Forked
 
 COLUMNS, LINES = 80, 24
 _SEQUENCE = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
@@ -29,24 +29,32 @@ class Place:
     folder: Path
     environment: Mapping[str, str]
 
-    def _command(self, arguments: Sequence[str]) -> list[str]:
-        return [sys.executable, "-m", "phasewise", *arguments]
-
     def in_terminal(
         self, arguments: Sequence[str], *, until: str = "", no_color: bool = False, limit_s: float = 120.0
     ) -> tuple[int, str]:
         """Exit code, and all that the terminal got. `until`: the command is interrupted once this is said."""
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", LINES, COLUMNS, 0, 0))
-        process = subprocess.Popen(
-            self._command(arguments),
-            cwd=self.folder,
-            env={**self.environment, "TERM": "xterm-256color"} | ({"NO_COLOR": "1"} if no_color else {}),
-            stdin=subprocess.DEVNULL,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-        )
+        of_terminal = {"TERM": "xterm-256color"} | ({"NO_COLOR": "1"} if no_color else {})
+        return self._run(arguments, of_terminal, (ours, theirs), until, limit_s)
+
+    def in_pipe(self, arguments: Sequence[str], limit_s: float = 120.0) -> tuple[int, str]:
+        """Exit code, and what came on stdout and stderr."""
+        return self._run(arguments, {}, os.pipe(), "", limit_s)
+
+    def _run(
+        self,
+        arguments: Sequence[str],
+        variables: Mapping[str, str],
+        ends: tuple[int, int],
+        until: str,
+        limit_s: float,
+    ) -> tuple[int, str]:
+        """ends: descriptors that we read, and that the command writes."""
+        ours, theirs = ends
+        with open(os.devnull) as nothing:
+            streams = (nothing.fileno(), theirs, theirs)
+            process = Forked(arguments, {**self.environment, **variables}, streams, folder=self.folder)
         os.close(theirs)
         said, end_s = b"", time.monotonic() + limit_s
         try:
@@ -60,20 +68,6 @@ class Place:
             process.kill()
             process.wait()
             os.close(ours)
-
-    def in_pipe(self, arguments: Sequence[str], limit_s: float = 120.0) -> tuple[int, str]:
-        """Exit code, and what came on stdout and stderr."""
-        done = subprocess.run(
-            self._command(arguments),
-            cwd=self.folder,
-            env=dict(self.environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=limit_s,
-            check=False,
-        )
-        return done.returncode, done.stdout.decode("utf-8", "replace")
 
 
 def _read(descriptor: int, end_s: float) -> bytes:

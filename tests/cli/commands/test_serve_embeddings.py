@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 
 from phasewise.topology import read_machine
+from tests.cli import command
 from tests.support.models.encoder_models import HIDDEN, write_encoder
 from tests.support.servers.rude_clients import until
 from tests.support.servers.served_command import own_places, serving
@@ -39,11 +38,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def refused(environment: dict[str, str], *arguments: object) -> str:
-    command = [sys.executable, "-m", "phasewise", "serve", *map(str, arguments), "--port", "0"]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
-    assert ended.returncode in (1, 2), ended.stderr
-    assert "Traceback" not in ended.stderr
-    return ended.stderr.splitlines()[-1]
+    done = command.run("serve", *arguments, "--port", 0, env=environment)
+    return done.refusal if done.exit_code == 1 else done.usage_error
 
 
 def vector(response: httpx.Response) -> np.ndarray:

@@ -8,12 +8,14 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import openai
+
+from tests.support.servers.warm import Forked
 
 LONG = {"max_tokens": 50_000, "extra_body": {"ignore_eos": True}}
 
@@ -22,7 +24,7 @@ LONG = {"max_tokens": 50_000, "extra_body": {"ignore_eos": True}}
 class Server:
     """A running `phasewise serve`."""
 
-    process: subprocess.Popen[str]
+    process: Forked | subprocess.Popen[bytes]
     url: str
     lines: list[str]
 
@@ -57,22 +59,28 @@ def own_places(home: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def serving(
-    model: Path, environment: dict[str, str], *arguments: object, preexec_fn: Callable[[], None] | None = None
+    model: Path, environment: dict[str, str], *arguments: object, exec_anew: bool = False, hangup: bool = True
 ) -> Iterator[Server]:
-    command = [sys.executable, "-m", "phasewise", "serve", str(model), *map(str, arguments)]
+    """exec_anew: a process whose command line and environment /proc shows. hangup: SIGHUP is not ignored."""
+    command = ("serve", str(model), *map(str, arguments))
     surroundings = {"PHASEWISE_KV_BUDGET": "256M", **environment}
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env=surroundings, preexec_fn=preexec_fn
-    )
+    said, stderr = os.pipe()
+    process: Forked | subprocess.Popen[bytes]
+    if exec_anew:
+        whole = [sys.executable, "-m", "phasewise", *command]
+        process = subprocess.Popen(whole, stderr=stderr, env=surroundings)
+    else:
+        process = Forked(command, surroundings, (0, 1, stderr), hangup=hangup)
+    os.close(stderr)
     lines: list[str] = []
     ready = threading.Event()
 
     def read() -> None:
-        assert process.stderr is not None
-        for line in process.stderr:
-            lines.append(line.rstrip("\n"))
-            if line.startswith("listening on"):
-                ready.set()
+        with open(said, encoding="utf-8") as stderr:
+            for line in stderr:
+                lines.append(line.rstrip("\n"))
+                if line.startswith("listening on"):
+                    ready.set()
         ready.set()
 
     reader = threading.Thread(target=read)
