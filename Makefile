@@ -7,8 +7,11 @@ ARGS ?=
 ISA ?= native
 export PHASEWISE_ISA_BUILD := $(ISA)
 TIER ?= all
-# Tests run in two processes; each file stays in one of them. WORKERS= runs them all in this one.
-WORKERS ?= -n 2 --dist loadfile
+# Tests run in two processes; each file stays in one of them, the longest come first (tests/conftest.py).
+# WORKERS= runs them all in this one.
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# Tests start hundreds of processes: without compiled modules, each would compile all that it imports.
+export PYTHONDONTWRITEBYTECODE :=
 # What meets the libraries that phasewise depends on: each dependency of setup.cfg has a file here.
 MEETS_OUTSIDE := tests/kerneldb/test_store.py tests/kerneldb/test_portable.py tests/kerneldb/test_schema.py \
 	tests/serving/loaders/test_load_gguf.py tests/serving/loaders/test_load_hf.py tests/serving/loaders/test_resolve.py \

@@ -157,7 +157,7 @@ def main() -> None:
 
 
 def _run_to_its_last_line() -> None:
-    """Run the command, and write all that it printed before it exits: errors of writing are told as others."""
+    """Run the command, and write all that it printed before it exits: errors of writing are raised here."""
     try:
         app(prog_name="phasewise")
     except SystemExit:

@@ -66,6 +66,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         unwanted = set(dropped)
         items[:] = [item for item in items if item not in unwanted]
         config.hook.pytest_deselected(items=dropped)
+    _longest_files_first(items)
+
+
+def _longest_files_first(items: list[pytest.Item]) -> None:
+    """No process begins a long file when the others have ended. Which are long is told by the mark slow."""
+    n_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -n_slow[item.path])
 
 
 _SOAK = "marked soak"

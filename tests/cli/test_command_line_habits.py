@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -91,21 +88,15 @@ def test_the_shell_completes_names_of_models_and_files(
     stored = folder_of("org/own-GGUF:Q4_K_M", tmp_path / "cache" / "phasewise")
     stored.mkdir(parents=True)
     (stored / "own.Q4_K_M.gguf").touch()
-    completed = subprocess.run(
-        [Path(sys.executable).parent / "phasewise"],
-        env={
-            **os.environ,
-            "XDG_CACHE_HOME": str(tmp_path / "cache"),
-            "_PHASEWISE_COMPLETE": "complete_bash",
-            "COMP_WORDS": f"phasewise {typed}",
-            "COMP_CWORD": "2",
-        },
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    asked = {
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "_PHASEWISE_COMPLETE": "complete_bash",
+        "COMP_WORDS": f"phasewise {typed}",
+        "COMP_CWORD": "2",
+    }
+    completed = command.run_process(env=asked, cwd=tmp_path)
 
+    assert completed.exit_code == 0, completed
     assert completed.stdout.split() == offered
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.soak import flatness
+from tests.support.tiers import first_is_smoke
 
 
 def walk(seed: int, share_kept: float, n: int = 800) -> np.ndarray:
@@ -50,12 +51,14 @@ def resident(seed: int, bytes_a_request: float) -> list[tuple[float, float]]:
     return list(zip(requests.tolist(), (4096.0 * (25000 + pages)).tolist(), strict=True))[200:]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", first_is_smoke(range(8)))
 def test_a_load_of_which_nothing_is_kept_is_flat(seed: int) -> None:
     assert flatness.is_flat(flatness.slope(resident(seed, 0.0)))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", first_is_smoke(range(8)))
 @pytest.mark.parametrize("bytes_a_request", [24, 40, 1000])
 def test_one_block_kept_of_every_request_is_not(bytes_a_request: float, seed: int) -> None:
     """An integer in a list is 40 bytes; the least leak that is always found beside this noise is 24."""
@@ -71,7 +74,8 @@ def test_one_late_step_is_no_slope() -> None:
     assert flatness.is_flat(flatness.slope(late))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", first_is_smoke(range(8)))
 def test_steps_that_stop_are_flat_in_what_follows_and_a_stair_without_end_is_not(seed: int) -> None:
     dice = np.random.default_rng(seed)
     requests = np.linspace(5000, 20000, 800)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import httpx
@@ -12,7 +11,7 @@ import pytest
 
 from phasewise.serving.grammar.guides import GuideCompiler, TokenView
 from tests.support.models.encoder_models import write_encoder
-from tests.support.servers.api_bombs import Bomb, bombs
+from tests.support.servers.api_bombs import KINDS, bombs
 from tests.support.servers.api_fuzz import drop, generate
 from tests.support.servers.fake_embedding import embedding_server
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
@@ -29,19 +28,10 @@ def server() -> Iterator[FakeServer]:
         yield running
 
 
-@cache
-def kinds() -> dict[str, list[Bomb]]:
-    """By the first word of their names."""
-    found: dict[str, list[Bomb]] = {}
-    for bomb in bombs("fake"):
-        found.setdefault(bomb.name.split()[0], []).append(bomb)
-    return found
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", first_is_smoke(kinds()))
+@pytest.mark.parametrize("kind", first_is_smoke(KINDS))
 def test_no_bomb_hangs_breaks_or_surprises_the_server(server: FakeServer, kind: str) -> None:
-    drop(server.url, kinds()[kind], BOUND_S)
+    drop(server.url, bombs("fake", kind), BOUND_S)
     server.wait_until_idle()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable
+from functools import cache
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.support.models.tool_templates import NAMES, TEMPLATES, Pair, pairs
 PAIRS = pairs()
 
 
+@cache
 def dialect(name: str, extra: str = "") -> Dialect:
     return dialect_of(TEMPLATES[name] + extra, lambda _text: None, frozenset())
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 from typing import Any, NamedTuple
 
 from phasewise.serving.text.chat_template import ChatTemplate
@@ -123,8 +124,13 @@ def _pairs_of(name: str) -> list[Pair]:
     return found + [_pair(name, text, thoughts[-1], []) for text in plain]
 
 
+@cache
+def _template(name: str) -> ChatTemplate:
+    return ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"})
+
+
 def _pair(name: str, text: str, thought: str, calls: list[tuple[str, dict[str, Any]]]) -> Pair:
-    template = ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"})
+    template = _template(name)
     question = [{"role": "user", "content": "What?"}]
     answer: dict[str, Any] = {"role": "assistant", "content": text, "reasoning_content": thought}
     if calls:

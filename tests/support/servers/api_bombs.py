@@ -20,14 +20,22 @@ class Bomb(NamedTuple):
     headers: tuple[tuple[str, str], ...] = (("Content-Type", "application/json"),)
 
 
-def bombs(model: str, max_body_bytes: int = 4 * 1024 * 1024) -> Iterator[Bomb]:
-    """All of them; `model` is a name that the server knows, `max_body_bytes` what it takes."""
-    yield from _unreadable(model, max_body_bytes)
-    yield from _floods(model, max_body_bytes - 1024)
-    yield from _tools(model, max_body_bytes - 1024)
-    yield from _numbers(model)
-    yield from _grammars(model)
-    yield from _elsewhere(model)
+KINDS = ("unreadable", "floods", "tools", "numbers", "grammars", "elsewhere")
+
+
+def bombs(model: str, *kinds: str, max_body_bytes: int = 4 * 1024 * 1024) -> Iterator[Bomb]:
+    """Those of some kinds, or all. model: a name that the server knows; max_body_bytes: what it takes."""
+    most = max_body_bytes - 1024
+    made = {
+        "unreadable": _unreadable(model, max_body_bytes),
+        "floods": _floods(model, most),
+        "tools": _tools(model, most),
+        "numbers": _numbers(model),
+        "grammars": _grammars(model),
+        "elsewhere": _elsewhere(model),
+    }
+    for kind in kinds or KINDS:
+        yield from made[kind]
 
 
 def _unreadable(model: str, most: int) -> Iterator[Bomb]:

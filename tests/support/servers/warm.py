@@ -100,13 +100,9 @@ def _template() -> socket.socket:
     ours, theirs = socket.socketpair()
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PHASEWISE_")}
     command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+    null = subprocess.DEVNULL
     process = subprocess.Popen(
-        command,
-        env=clean,
-        cwd=ROOT,
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        command, env=clean, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=null, stdout=null
     )
     theirs.close()
     atexit.register(process.wait)
