@@ -548,14 +548,18 @@ def test_a_view_in_place_of_a_servers_table_is_refused(postgres: Path) -> None:
 
 
 def test_ctrl_c_ends_a_statement(file: Path) -> None:
+    begun = threading.Event()
+
     def press() -> None:
+        begun.wait()
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGINT)
 
     with open_store(file) as store:
         presser = threading.Thread(target=press)
         presser.start()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 (no Ctrl-C comes before it)
+            begun.set()
             count_for_ever(store._engine)
         presser.join()
 

@@ -112,7 +112,8 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(roomy: Path) -> None:
     try:
         read_until(b"> ")
         os.write(parent, b"hello\n")
-        time.sleep(0.5)
+        read_until(b"hello\r\n")  # by the terminal
+        assert select.select([parent], [], [], 60)[0]  # the answer has begun
         process.send_signal(signal.SIGINT)
         read_until(b"> ")
         os.write(parent, b"/bye\n")

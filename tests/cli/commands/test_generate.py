@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("own_places")
 
 invoke = partial(command.run, "generate")
 run_json = partial(command.fields_of, "generate")
+MORE_THAN_A_PIPE = 70_000  # bytes that are written only when some of them are read
 DRAWN = ("-p", "hello", "-n", 30, "--ignore-eos", "--temperature", 1, "--seed", 3)
 
 
@@ -148,7 +148,9 @@ def test_what_cannot_be_done_is_one_line(
 
 def test_ctrl_c_ends_it_without_a_traceback(tiny: Path) -> None:
     process = command.start("generate", tiny, "-p", "-")
-    time.sleep(1.0)  # it waits for its prompt by now
+    assert process.stdin is not None
+    process.stdin.write("a" * MORE_THAN_A_PIPE)
+    process.stdin.flush()  # it has read some of its prompt, and waits for the rest
     process.send_signal(signal.SIGINT)
 
     assert process.communicate(timeout=20)[1] == "phasewise: interrupted\n"

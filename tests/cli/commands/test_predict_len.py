@@ -227,7 +227,7 @@ def test_ctrl_c_keeps_what_has_ended_and_the_same_command_goes_on(tiny: Path, tm
     prompts.write_text("".join(f"prompt {at}\n" for at in range(3000)))
     collect = ("predict-len", "collect", tiny, prompts, "-o", log, "--max-tokens", 8)
     process = command.start(*collect, "--sequences", 4)
-    for _ in range(600):
+    for _ in range(2400):
         if log.exists() and log.stat().st_size:
             break
         time.sleep(0.05)

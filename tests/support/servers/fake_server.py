@@ -51,7 +51,7 @@ class FakeServer:
     said: list[str]
     app: Any = field(repr=False, default=None)
 
-    def wait_until_idle(self, timeout_s: float = 10.0) -> None:
+    def wait_until_idle(self, timeout_s: float = 60.0) -> None:
         """Until the engine holds no request and no slot."""
         deadline = time.monotonic() + timeout_s
         while self.engine.has_work or self.client.n_live:
@@ -134,7 +134,7 @@ def fake_server(
             yield running
         finally:
             server.end(at_once=True)
-            web.join(20)
+            web.join(60)
             thread.stop()
             client.close()
             assert not web.is_alive()
