@@ -58,19 +58,32 @@ test: build setup  ## the quick tier of the tests: make test ARGS="-k rmsnorm"
 test-all: build setup    ## all tests but the soak; with TIER=rest what `make test` has left out
 	$(BIN)/python -m pytest --tier=$(TIER) $(WORKERS) $(ARGS)
 
-test-lowest: build setup ## what meets other libraries, with the lowest version of each that setup.cfg allows
+# Libraries that lie beside the environment, so that no other test sees them; `make others` installs them ahead.
+$(VENV)/.lowest: $(VENV)/.tools setup.cfg tests/lowest_versions.py
 	$(PYTHON) -m venv $(VENV)-lowest
 	$(VENV)-lowest/bin/pip install -q "setuptools>=77" "cython>=3.0.11" \
 		$$($(PYTHON) tests/lowest_versions.py) pytest pytest-xdist hypothesis httpx openai gguf platformdirs
 	PHASEWISE_ISA_BUILD=none $(VENV)-lowest/bin/pip install -q --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.tools
+	$(BIN)/pip install -q --target $(VENV)/torch torch==2.13.0 compressed-tensors==0.10.2
+	@touch $@
+
+$(VENV)/.ray: $(VENV)/.tools
+	$(BIN)/pip install -q --target $(VENV)/ray "ray>=2.52"
+	@touch $@
+
+.PHONY: others
+others: $(VENV)/.lowest $(VENV)/.ray $(VENV)/.torch
+
+test-lowest: build setup $(VENV)/.lowest ## what meets other libraries, with the lowest version of each that setup.cfg allows
 	$(VENV)-lowest/bin/python -m pytest --tier=quick $(WORKERS) $(MEETS_OUTSIDE) $(ARGS)
 
-test-torch: build setup  ## phasewise.torch and what is compared with torch, on PyTorch's CPU wheel
-	$(BIN)/pip install -q --target $(VENV)/torch torch==2.13.0 compressed-tensors==0.10.2
+test-torch: build setup $(VENV)/.torch  ## phasewise.torch and what is compared with torch, on PyTorch's CPU wheel
 	PYTHONPATH=$(VENV)/torch $(BIN)/python -m pytest tests/phasewise_torch $(ARGS)
 
-test-ray: build setup    ## instances on two nodes of a Ray cluster of this machine
-	$(BIN)/pip install -q --target $(VENV)/ray "ray>=2.52"
+test-ray: build setup $(VENV)/.ray  ## instances on two nodes of a Ray cluster of this machine
 	PYTHONPATH=$(VENV)/ray $(BIN)/python -m pytest tests/cluster/real/test_ray_cluster.py $(ARGS)
 
 test-soak: build setup test-asan  ## hours: twenty times the examples, ASan, fuzzing, faults; a soak with TRACE=CSV
