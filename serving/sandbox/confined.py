@@ -135,6 +135,8 @@ class ConfinedProcess:
                 if is_last:
                     raise Overrun("the process that works on such requests was killed; try again") from error
                 continue
+            except ValueError as error:  # its pipes are closed: `close` in another thread
+                raise Abandoned("the process is being ended") from error
             break
         kind, said = verdict[:1], verdict[1:]
         if kind == _ANSWERED:

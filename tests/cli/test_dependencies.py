@@ -70,7 +70,10 @@ def test_what_an_extra_has_is_no_dependency() -> None:
     [
         ("tree_sitter", "kernels", ["kernels", "raise", "ir/samples/rmsnorm.c", "--function", "rmsnorm"]),
         ("zmq", "pools", ["serve", "MODEL", "--prompt-pool", "0", "--token-pool", "1"]),
-        ("ray", "ray", ["serve", "MODEL", "--cluster", "auto", "--prompt", "1x1", "--token", "1x1"]),
+        pytest.param(
+            *("ray", "ray", ["serve", "MODEL", "--cluster", "auto", "--prompt", "1x1", "--token", "1x1"]),
+            marks=pytest.mark.slow,
+        ),
         ("ray", "ray", ["cluster", "status"]),
     ],
 )

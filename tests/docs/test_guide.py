@@ -91,7 +91,7 @@ def test_every_link_of_a_page_leads_to_a_file() -> None:
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
-MARKS = {"planning-capacity": [pytest.mark.smoke], "README": [pytest.mark.smoke]}
+MARKS = {"planning-capacity": [pytest.mark.smoke]}
 
 
 @pytest.mark.slow

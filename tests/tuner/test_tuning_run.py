@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -47,6 +48,13 @@ SCRIPT = [sys.executable, synthetic_machine.__file__]
 @pytest.fixture
 def database(tmp_path: Path) -> str:
     return str(tmp_path / "tuned.db")
+
+
+@cache
+def undisturbed() -> tuple[SyntheticMachine, TuningOutcome]:
+    """A run that nobody interrupts or shares, and what it ran on."""
+    machine = SyntheticMachine()
+    return machine, run_on(machine, ":memory:")
 
 
 def test_everything_is_timed_once_settled_once_and_kept(database: str) -> None:
@@ -97,8 +105,7 @@ class Killed(BaseException):
 def test_interrupted_ten_times_it_ends_as_if_undisturbed(
     tmp_path: Path, seed: int, way: type[BaseException]
 ) -> None:
-    undisturbed = SyntheticMachine()
-    expected = run_on(undisturbed, str(tmp_path / "undisturbed.db"))
+    alone, expected = undisturbed()
     database, dice = str(tmp_path / "disturbed.db"), Random(seed)
     timed = 0
     for _ in range(10):
@@ -117,12 +124,12 @@ def test_interrupted_ten_times_it_ends_as_if_undisturbed(
 
     assert outcome.end == "complete"
     assert in_use(outcome) == in_use(expected)
-    assert timed + len(last.timed) <= len(undisturbed.timed) + 10 * INTERLEAVED
+    assert timed + len(last.timed) <= len(alone.timed) + 10 * INTERLEAVED
 
 
 @pytest.mark.slow
 def test_killed_by_the_system_ten_times_it_ends_as_if_undisturbed(tmp_path: Path) -> None:
-    expected = run_on(SyntheticMachine(), str(tmp_path / "undisturbed.db"))
+    _, expected = undisturbed()
     database, dice = str(tmp_path / "killed.db"), Random(5)
     for _ in range(10):
         process = subprocess.Popen([*SCRIPT, database, "0.02"], stdout=subprocess.DEVNULL)
@@ -146,9 +153,8 @@ def shared_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[
             yield new_database_url(socket)
 
 
-def test_two_processes_share_one_database_and_the_work(shared_database: str, tmp_path: Path) -> None:
-    alone = SyntheticMachine()
-    expected = run_on(alone, str(tmp_path / "alone.db"))
+def test_two_processes_share_one_database_and_the_work(shared_database: str) -> None:
+    alone, expected = undisturbed()
     command = [*SCRIPT, shared_database, "0.01"]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     found = [json.loads(process.communicate(timeout=120)[0]) for process in both]
@@ -176,8 +182,7 @@ def test_processes_that_know_of_each_other_time_nothing_twice(tmp_path: Path) ->
 
 
 def test_a_budget_is_kept_and_the_next_run_goes_on(database: str) -> None:
-    whole = SyntheticMachine()
-    expected = run_on(whole, str(Path(database).with_name("whole.db")))
+    whole, expected = undisturbed()
     machine = SyntheticMachine()
     first = run_on(machine, database, budget_s=whole.now_s / 2)
 
@@ -265,8 +270,7 @@ def test_what_a_budget_cut_short_is_not_timed_again(database: str, share: float)
 
 def test_what_a_cut_search_found_is_in_use(database: str) -> None:
     """Half a budget gives half a tuning, not none."""
-    whole = SyntheticMachine()
-    run_on(whole, str(Path(database).with_name("whole.db")))
+    whole, _ = undisturbed()
     first = run_on(SyntheticMachine(), database, budget_s=whole.now_s / 2)
 
     assert any(not gain.is_default for gain in first.gains)

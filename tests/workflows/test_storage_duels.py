@@ -56,18 +56,21 @@ def test_a_model_is_compared_by_its_shapes_densities_and_phases(model: PackedMod
 
 
 def test_auto_goes_by_the_duels_that_were_fought_here(model: PackedModel, tmp_path: Path) -> None:
-    """Stored ones are not fought again; the reason names them."""
+    """Kept under the cores they were fought on, they are not fought again; the reason names them."""
     machine, db = read_machine(), str(tmp_path / "tuned.db")
     one = round_of(model, machine)
-    problems = storage_problems(model, one)[:3]
+    problems = storage_problems(model, one)[:2]
     with open_store(db) as store:
         fought = fight_storage_duels(problems, one, machine, store, 60.0, True, NoLock())
         again = fight_storage_duels(problems, one, machine, store, 0.0, True, NoLock())
+        kept = store.storage_duels(machine_key(machine, CORE), kernel_abi("gemm"))
     plans = {phase: ServicePlan(phase, (rank_on(machine, CORE),), "default") for phase in PHASES}
     choice = storage_choice("auto", db, machine, plans)
 
     assert [duel.problem for duel in fought] == problems
     assert again == fought
+    assert all(duel.origin.verified for duel in kept)
+    assert len(kept) == len(fought)
     assert choice.wants_sparse
     first = next(weight for weight in model.weights.values() if weight.n == problems[0].n)
     storage, why = tuned_schedules._storage_of(first, choice)
@@ -114,13 +117,3 @@ def test_imported_duels_are_fought_again_once_and_only_possible_ones() -> None:
     assert second == []
     assert kept == first
     assert len(said) == 2 * len(bad)
-
-
-def test_duels_are_kept_under_the_cores_they_were_fought_on(model: PackedModel, tmp_path: Path) -> None:
-    machine = read_machine()
-    one = round_of(model, machine)
-    with open_store(tmp_path / "tuned.db") as store:
-        fight_storage_duels(storage_problems(model, one)[:1], one, machine, store, 60.0, True, NoLock())
-
-        (kept,) = store.storage_duels(machine_key(machine, CORE), kernel_abi("gemm"))
-    assert kept.origin.verified

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import optuna
@@ -59,6 +60,12 @@ def outcome_of(child: subprocess.Popen[str]) -> tuple[list[str], dict[str, objec
     assert errors == ""
     *keys, summary = output.splitlines()
     return keys, json.loads(summary)
+
+
+@cache
+def unpruned() -> SearchOutcome:
+    """Of a search that nobody interrupts or shares."""
+    return run_on(":memory:", FakeEvaluator(), UNPRUNED)
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["file", "memory"])
@@ -243,10 +250,9 @@ def test_a_search_that_is_killed_loses_one_evaluation_at_most(database: str) -> 
     evaluator = FakeEvaluator()
     outcome = run_on(database, evaluator, UNPRUNED)
 
-    whole: SearchOutcome = run_on(":memory:", FakeEvaluator(), UNPRUNED)
-    assert outcome.best == whole.best
+    assert outcome.best == unpruned().best
     assert not set(evaluator.opened) & set(seen[:-1])
-    assert outcome.evaluations <= whole.evaluations - 4
+    assert outcome.evaluations <= unpruned().evaluations - 4
     assert not [one for one in trials_of(database) if not one.state.is_finished()]
     _assert_each_evaluated_once(trials_of(database))
 
@@ -257,7 +263,7 @@ def test_two_processes_divide_a_study(database: str, kind: EvaluatorKind) -> Non
     children = [start_child(database, 0.1, kind) for _ in range(2)]
     (one, first), (other, second) = map(outcome_of, children)
 
-    whole = run_on(":memory:", FakeEvaluator(), UNPRUNED)
+    whole = unpruned()
     assert whole.best is not None
     assert first["best"] == second["best"] == whole.best[0].key
     assert one
