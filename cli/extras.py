@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 EXTRAS = {
+    "aiohttp": "bench",
     "tree_sitter": "kernels",
     "tree_sitter_c": "kernels",
     "zmq": "pools",

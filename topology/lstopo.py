@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from xml.etree.ElementTree import ParseError
-
-from defusedxml.common import DefusedXmlException
-from defusedxml.ElementTree import DefusedXMLParser
+from typing import NoReturn
+from xml.parsers import expat
 
 from phasewise._files import read_input
 from phasewise.topology.cpuinfo import cpu_from_fields
@@ -69,18 +67,28 @@ def read_lstopo(path: Path) -> Machine:
     """
     collector = _Collector()
     try:
-        parser = DefusedXMLParser(target=collector, forbid_entities=True, forbid_external=True)
-        parser.feed(read_input(path, MAX_FILE_BYTES))
-        parser.close()
+        _parser(collector).Parse(read_input(path, MAX_FILE_BYTES), True)
         return collector.machine(str(path))
     except OSError as error:
         raise TopologyError(f"{path} cannot be read: {error.strerror or error}") from error
-    except DefusedXmlException as error:
-        raise TopologyError(f"{path} declares XML entities, which lstopo never does: not read") from error
-    except (ParseError, LookupError, ValueError) as error:
+    except (expat.ExpatError, LookupError, ValueError) as error:
         raise TopologyError(f"{path} is not an lstopo XML file that can be read: {error}") from error
     except TopologyError as error:
         raise TopologyError(f"{path}: {error}") from error
+
+
+def _parser(collector: _Collector) -> expat.XMLParserType:
+    """A parser that hands elements to `collector`, and stops at the first word of an entity."""
+    parser = expat.ParserCreate()
+    parser.StartElementHandler = collector.start
+    parser.EndElementHandler = collector.end
+    parser.CharacterDataHandler = collector.data
+    parser.EntityDeclHandler = parser.SkippedEntityHandler = parser.ExternalEntityRefHandler = _refuse_entity
+    return parser
+
+
+def _refuse_entity(*_found: object) -> NoReturn:
+    raise TopologyError("XML entities are declared, which lstopo never does: not read")
 
 
 @dataclass

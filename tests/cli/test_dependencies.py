@@ -9,24 +9,27 @@ import sys
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import httpx
 import pytest
 
 from phasewise._places import user_folder
 from phasewise.cli.extras import EXTRAS
 from tests.support.models.tiny_models import write_tiny_gguf
+from tests.support.servers.served_command import own_places
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_FOR_SERVING = 16
-SERVING = (
-    "workflows.serve.run",
-    "serving.http.transport.server",
-    "serving.loaders",
-    "kerneldb.store",
-    "tuner.predictor.files",
-)
-"""The modules that `serve` is made of, beside those that they import at once."""
-LATER = {"alembic", "huggingface-hub", "llguidance"}
-"""Dependencies that serving imports when they are needed: to make the database, to fetch, for a schema."""
+MOST_FOR_SERVING = 14
+LATER = {"alembic", "huggingface-hub"}
+"""Dependencies that serving imports when they are needed: to make the database, to fetch."""
+
+SERVE = """
+import atexit, pathlib, sys
+atexit.register(lambda: pathlib.Path(sys.argv[0]).write_text(" ".join(sys.modules)))
+sys.argv.pop(0)
+from phasewise.cli.main import main
+main()
+"""
+"""The command, which writes down all that it has imported when it ends."""
 
 
 def _settings() -> configparser.ConfigParser:
@@ -39,19 +42,34 @@ def _names(requirements: str) -> set[str]:
     return {re.split(r"[\[<>=]", line)[0] for line in requirements.split()}
 
 
-def test_serving_needs_few_direct_dependencies() -> None:
+def test_serving_needs_few_direct_dependencies(tmp_path: Path) -> None:
+    """Of all that an answer held to a schema and the metrics take."""
     pytest.importorskip(
         "phasewise.cython_kernels._native", reason="the kernels are not built", exc_type=ImportError
     )
-    imports = "; ".join(f"import phasewise.{name}" for name in SERVING)
-    code = f"import sys; {imports}; print(*{{name.partition('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    model, found = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "modules"
+    command = [sys.executable, "-c", SERVE, found, "serve", model, "--port", "0"]
+    environment = own_places(tmp_path) | {"PHASEWISE_KV_BUDGET": "256M"}
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+    try:
+        assert server.stderr is not None
+        url = next(line.split()[2] for line in server.stderr if line.startswith("listening on"))
+        asked = {"model": "tiny", "prompt": "a", "max_tokens": 8, "structured_outputs": {"choice": ["a"]}}
+        assert httpx.post(f"{url}/v1/completions", json=asked, timeout=60).status_code == 200
+        assert httpx.get(f"{url}/metrics").status_code == 200
+        server.terminate()
+        assert server.wait(60) == 0
+    finally:
+        server.kill()
     owners = packages_distributions()
     loaded = {
-        owner.lower().replace("_", "-") for name in done.stdout.split() for owner in owners.get(name, [])
+        owner.lower().replace("_", "-")
+        for name in found.read_text().split()
+        for owner in owners.get(name.partition(".")[0], [])
     }
 
     needed = (loaded | LATER) & _names(_settings()["options"]["install_requires"])
+    assert {"typer", "tokenizers", "jinja2", "llguidance", "prometheus-client"} <= needed
     assert len(needed) <= MOST_FOR_SERVING, sorted(needed)
 
 
@@ -68,6 +86,8 @@ def test_what_an_extra_has_is_no_dependency() -> None:
 @pytest.mark.parametrize(
     ("module", "extra", "arguments"),
     [
+        ("aiohttp", "bench", ["bench", "serve", "http://127.0.0.1:9"]),
+        ("aiohttp", "bench", ["bench", "embed", "http://127.0.0.1:9"]),
         ("tree_sitter", "kernels", ["kernels", "raise", "ir/samples/rmsnorm.c", "--function", "rmsnorm"]),
         ("zmq", "pools", ["serve", "MODEL", "--prompt-pool", "0", "--token-pool", "1"]),
         pytest.param(

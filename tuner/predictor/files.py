@@ -6,15 +6,16 @@ import json
 import math
 import os
 import stat
+import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
-from phasewise._files import write_file
+from phasewise import _safetensors
+from phasewise._files import read_input, write_file
 from phasewise._places import user_folder
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.encoded import LEVELS, EncodedPredictor
@@ -52,7 +53,7 @@ def save_predictor(predictor: AnyPredictor, path: Path) -> None:
         arrays = _encoded_arrays(predictor)
     else:
         arrays = _arrays(predictor)
-    data = save(arrays, metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
+    data = _file_of(arrays, {METADATA_KEY: json.dumps(about, sort_keys=True)})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, data)
@@ -70,16 +71,15 @@ def load_predictor(path: str | os.PathLike[str]) -> AnyPredictor:
             raise PredictorError(
                 f"predictor {path} is larger than {MAX_FILE_BYTES >> 20} MiB: it is none of ours"
             )
-        with safe_open(os.fspath(path), framework="np") as file:
-            about = _about(file.metadata())
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
+        metadata, arrays = _parts_of(read_input(path, MAX_FILE_BYTES))
+        about = _about(metadata)
         return _encoded(about, arrays) if "encoder" in about else _predictor(about, arrays)
     except FileNotFoundError:
         raise PredictorError(f"no predictor {path}: make one with `phasewise predict-len train`") from None
     except OSError as error:
         raise PredictorError(f"predictor {path} cannot be read: {error.strerror or error}") from None
-    except (SafetensorError, TypeError, AttributeError) as error:
-        raise PredictorError(f"predictor {path} is no safetensors file that can be read: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise PredictorError(f"predictor {path} is no safetensors file that can be read: it {error}") from None
     except _Unfit as error:
         raise PredictorError(
             f"predictor {path} {error}: make it anew with `phasewise predict-len train`"
@@ -88,6 +88,35 @@ def load_predictor(path: str | os.PathLike[str]) -> AnyPredictor:
 
 class _Unfit(Exception):
     """The fault of a file, to follow its name."""
+
+
+def _file_of(arrays: Mapping[str, npt.NDArray[np.float32]], metadata: Mapping[str, str]) -> bytes:
+    """A safetensors file of float32."""
+    table: dict[str, Any] = {_safetensors.METADATA_KEY: dict(metadata)}
+    at = 0
+    for name, array in arrays.items():
+        places = {"shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
+        table[name] = {"dtype": "F32", **places}
+        at += array.nbytes
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    return struct.pack("<Q", len(text)) + text + b"".join(array.tobytes() for array in arrays.values())
+
+
+def _parts_of(data: bytes) -> tuple[Any, dict[str, npt.NDArray[Any]]]:
+    """The metadata and the arrays of a file; what is no float32 comes as its bytes."""
+    start = _safetensors.LENGTH_BYTES + _safetensors.header_bytes(data[: _safetensors.LENGTH_BYTES], len(data))
+    table = json.loads(data[_safetensors.LENGTH_BYTES : start])
+    if not isinstance(table, dict):
+        raise ValueError("has no table of tensors")
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for name, entry in _safetensors.entries_of(table, start, len(data)).items():
+        content = data[entry.offset : entry.offset + entry.n_bytes]
+        is_ours = entry.dtype == "F32"
+        arrays[name] = (
+            np.frombuffer(content, "<f4").reshape(entry.shape) if is_ours else np.frombuffer(content, np.uint8)
+        )
+    return table.get(_safetensors.METADATA_KEY), arrays
 
 
 def _arrays(predictor: LengthPredictor) -> dict[str, npt.NDArray[Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from phasewise._safetensors import TensorEntry
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cutting import our_tensors
 from phasewise.serving.loaders.encoders.embedding_spec import embedding_of
@@ -20,7 +21,7 @@ from phasewise.serving.loaders.families.bert import (
 )
 from phasewise.serving.loaders.formats.hf_config import field
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
-from phasewise.serving.loaders.formats.safetensors_file import TensorEntry, tensor_of
+from phasewise.serving.loaders.formats.safetensors_file import tensor_of
 from phasewise.serving.loaders.layout import weight_shapes
 from phasewise.serving.loaders.source import SourceFile, SourceTensor
 from phasewise.serving.models.packed_model import Embedding, ModelConfig

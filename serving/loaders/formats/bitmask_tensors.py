@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from phasewise._safetensors import TensorEntry
 from phasewise.cython_kernels.packing import Array, from_bf16
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.formats.safetensors_file import READABLE, TensorEntry
+from phasewise.serving.loaders.formats.safetensors_file import READABLE
 from phasewise.serving.loaders.source import SourceFile, SourceTensor
 
 PARTS = (".compressed", ".bitmask", ".shape", ".row_offsets")

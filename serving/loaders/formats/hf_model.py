@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phasewise._words import counted
+from phasewise._safetensors import TensorEntry
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cutting import one_more, our_tensors
 from phasewise.serving.loaders.encoders.embedding_spec import embedding_of
@@ -19,7 +20,7 @@ from phasewise.serving.loaders.families.bert import ENCODERS_BY_HF
 from phasewise.serving.loaders.formats.bitmask_tensors import Found, bitmask_tensor, part_of
 from phasewise.serving.loaders.formats.hf_config import config_of, field
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
-from phasewise.serving.loaders.formats.safetensors_file import TensorEntry, mxfp4_tensor, open_all, tensor_of
+from phasewise.serving.loaders.formats.safetensors_file import mxfp4_tensor, open_all, tensor_of
 from phasewise.serving.loaders.layout import shapes_of_all
 from phasewise.serving.loaders.source import (
     MAX_TOKENIZER_BYTES,
