@@ -146,14 +146,16 @@ docs: setup        ## write docs/reference from the commands themselves
 	$(BIN)/python docs/make_reference.py
 	$(BIN)/python docs/make_http_reference.py
 
-site:              ## the docs as web pages with a search, in build/site
+VERSION = $(shell sed -n 's/__version__ = "\(.*\)"/\1/p' phasewise/_version.py)
+
+site:              ## the docs as web pages with a search, in build/site/VERSION; build/site lists the versions
 	$(PYTHON) -m venv $(VENV)-docs && $(VENV)-docs/bin/pip install -q "mkdocs>=1.6"
-	$(VENV)-docs/bin/mkdocs build --quiet --strict
+	$(VENV)-docs/bin/mkdocs build --quiet --strict --site-dir build/site/$(VERSION)
+	$(PYTHON) docs/site_index.py build/site
 
 release-notes:     ## CHANGELOG.md from changelog.d, for the version in phasewise/_version.py
 	$(PYTHON) -m venv $(VENV)-release && $(VENV)-release/bin/pip install -q "towncrier>=24.8"
-	$(VENV)-release/bin/towncrier build --yes --version \
-		$$(sed -n 's/__version__ = "\(.*\)"/\1/p' phasewise/_version.py)
+	$(VENV)-release/bin/towncrier build --yes --version $(VERSION)
 
 wheels:            ## manylinux wheels of x86-64 and aarch64 in dist/, each checked without a compiler
 	rm -rf build/wheels

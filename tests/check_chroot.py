@@ -3,18 +3,23 @@
     python3 tests/check_chroot.py WHEEL MODEL.gguf SCRATCH_DIR [SUITE ...]
 
 For the oldest Debian with Python 3.11 (bookworm) and the current one (trixie), or the suites that are named.
-Each is made by debootstrap in SCRATCH_DIR/SUITE, or used as it is where that is there already. The wheels of
-all dependencies are fetched here, for the system's own Python, and installed without an index. Then `doctor`,
-`generate`, and `serve` with a request run. Needs root, debootstrap and Debian's archive.
+Each is made by debootstrap in SCRATCH_DIR/SUITE-MACHINE, or used as it is where that is there already. The
+wheels of all dependencies are fetched here, for the system's own Python, and installed without an index. Then
+`doctor`, `generate`, and `serve` with a request run. Needs root, debootstrap and Debian's archive.
+
+The machine is that of the wheel. Another one than this is emulated, by qemu-user through the kernel's binfmt
+(Debian: qemu-user-static, binfmt-support): slow, so the model should be a tiny one.
 """
 
 from __future__ import annotations
 
-import os
+import platform
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from check_manylinux import DEBIAN_NAMES
 
 SUITES = ("bookworm", "trixie")
 ARCHIVE = "http://deb.debian.org/debian"
@@ -27,8 +32,9 @@ server = subprocess.Popen(command)
 def get(path, body=None):
     url, headers = "http://127.0.0.1:8123" + path, {"Content-Type": "application/json"}
     request = urllib.request.Request(url, body, headers)
-    return urllib.request.urlopen(request, timeout=60).read()
-for _ in range(600):
+    return urllib.request.urlopen(request, timeout=600).read()
+until = time.monotonic() + 600
+while time.monotonic() < until:
     try:
         get("/ready")
         break
@@ -39,7 +45,7 @@ body = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
 usage = json.loads(get("/v1/completions", json.dumps(body).encode()))["usage"]
 assert usage["prompt_tokens"] == 3 and usage["completion_tokens"] > 0, usage
 server.terminate()
-assert server.wait(60) == 0
+assert server.wait(600) == 0
 """
 
 
@@ -53,28 +59,51 @@ def in_system(root: Path, *command: str) -> str:
     return done.stdout
 
 
-def check(suite: str, wheel: Path, model: Path, scratch: Path) -> None:
-    root = scratch / suite
+def made_system(suite: str, machine: str, scratch: Path) -> Path:
+    """A Debian of `machine`'s with Python, without a compiler."""
+    root = scratch / f"{suite}-{machine}"
     if not root.exists():
-        made = ("debootstrap", "--variant=minbase", f"--include={PACKAGES}", suite, root, ARCHIVE)
-        subprocess.run(made, check=True, stdout=subprocess.DEVNULL)
-    version = in_system(root, "python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])").strip()
+        what = (f"--arch={DEBIAN_NAMES[machine]}", "--variant=minbase", f"--include={PACKAGES}")
+        subprocess.run(("debootstrap", *what, suite, root, ARCHIVE), check=True, stdout=subprocess.DEVNULL)
     compilers = in_system(root, "sh", "-c", "command -v cc gcc clang || true").strip()
-    assert not compilers, f"{suite} has a compiler: {compilers}"
-    wheels = root / "wheels"
+    assert not compilers, f"{root.name} has a compiler: {compilers}"
+    return root
+
+
+def fetch_wheels(wheel: Path, machine: str, version: str, wheels: Path) -> None:
+    """`wheel`, and wheels of all that it depends on, for `machine` and that version of Python."""
     shutil.rmtree(wheels, ignore_errors=True)
-    machine = os.uname().machine
     platforms = [f"--platform=manylinux_2_{minor}_{machine}" for minor in range(17, 37)]
     asked = ("--only-binary=:all:", f"--python-version={version}", f"--platform=manylinux2014_{machine}")
     download = (sys.executable, "-m", "pip", "download", "-q", "-d", wheels, *asked, *platforms, wheel)
     subprocess.run(download, check=True)
+
+
+def check(suite: str, wheel: Path, model: Path, scratch: Path) -> None:
+    machine = machine_of(wheel)
+    root = made_system(suite, machine, scratch)
+    version = in_system(root, "python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])").strip()
+    fetch_wheels(wheel, machine, version, root / "wheels")
     shutil.copy(model, root / "model.gguf")
+    install = ("-q", "--no-index", "--no-compile", "--find-links=/wheels", "phasewise")
     in_system(root, "python3", "-m", "venv", "--clear", "/venv")
-    in_system(root, "/venv/bin/pip", "install", "-q", "--no-index", "--find-links=/wheels", "phasewise")
+    in_system(root, "/venv/bin/pip", "install", *install)
     in_system(root, PHASEWISE, "doctor")
     in_system(root, PHASEWISE, "generate", "/model.gguf", "-p", "a", "-n", "4")
     in_system(root, "python3", "-c", ASK)
-    print(f"{suite}, Python {version}, no compiler: {wheel.name} installs; doctor, generate and serve work")
+    where = f"{suite}, {machine}{'' if machine == platform.machine() else ' (emulated)'}, Python {version}"
+    print(f"{where}, no compiler: {wheel.name} installs; doctor, generate and serve work", flush=True)
+
+
+def machine_of(wheel: Path) -> str:
+    """The machine that a wheel is for, which this one is or can emulate."""
+    found = [machine for machine in DEBIAN_NAMES if wheel.stem.endswith(machine)]
+    if not found:
+        sys.exit(f"{wheel.name} is for none of {', '.join(DEBIAN_NAMES)}")
+    emulator = Path("/proc/sys/fs/binfmt_misc", f"qemu-{found[0]}")
+    if found[0] != platform.machine() and not emulator.exists():
+        sys.exit(f"no {emulator}: install qemu-user-static, then update-binfmts --enable {emulator.name}")
+    return found[0]
 
 
 def main() -> None:

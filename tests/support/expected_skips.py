@@ -8,6 +8,7 @@ EXPECTED_SKIPS = (
     r"CPU 0 may not be used here",
     r"a kernel without NUMA|the thread sanitizer does not work here|this system shows no /proc/sys",
     r"root may write everywhere|only root (makes devices|becomes another user)",
+    r"no GPU is here",
     r"systemd-analyze is not here|this systemd-analyze judges no file",  # a container without systemd
     r"may not do that here|^Skipped: skip",  # privileges that a container withholds: unshare, mount
     r"needs a machine with (avx|neon|portable)",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from phasewise.serving.embedding.client import EmbeddingClient
+from phasewise.serving.embedding.devices import accelerators
 from phasewise.serving.embedding.encoder.embedder import Embedder
 from phasewise.serving.embedding.encoder.input_tokens import EncoderText
 from phasewise.serving.embedding.open_embedding import open_embedding, start_worker
@@ -128,11 +129,14 @@ def test_a_killed_worker_loses_nothing_that_was_not_answered(directory: Path, wh
     assert all(np.stack(one).tobytes() == want.tobytes() for one in answers)
 
 
+@pytest.mark.parametrize("device", ["cpu:torch", "cuda:0"])
 @pytest.mark.parametrize("name", ["bert", "xlm-roberta", "qwen3", "cross-bert"])
-def test_torchs_worker_gives_the_same_vectors(tmp_path: Path, name: str) -> None:
-    """The accelerator's backend on torch's CPU: cosine 0.9999."""
-    pytest.importorskip("torch")
+def test_torchs_worker_gives_the_same_vectors(tmp_path: Path, name: str, device: str) -> None:
+    """The accelerator's backend on torch's CPU, and on a GPU where there is one: cosine 0.9999."""
+    torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
+    if device == "cuda:0" and not torch.cuda.is_available():
+        pytest.skip("no GPU is here")
     from phasewise.serving.embedding.torch_worker import TorchEmbedder
     from tests.support.models.encoder_models import PAIRS
 
@@ -142,13 +146,36 @@ def test_torchs_worker_gives_the_same_vectors(tmp_path: Path, name: str) -> None
     with Embedder(model, CORE, pinned=False) as embedder:
         ours = embedder.embed(tokens)
 
-    theirs = TorchEmbedder(str(folder), "cpu:torch").embed(tokens)
+    theirs = TorchEmbedder(str(folder), device).embed(tokens)
 
     if name == "cross-bert":
         assert np.abs(ours - theirs).max() < 1e-4
         return
     cosine = (ours * theirs).sum(axis=1) / np.linalg.norm(ours, axis=1) / np.linalg.norm(theirs, axis=1)
     assert cosine.min() >= 0.9999
+
+
+def test_a_gpu_embeds_beside_the_cpu(tmp_path: Path) -> None:
+    """The devices that are found are served: texts go to the GPU first, and what it cannot hold to the CPU."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU is here")
+    folder = write_encoder(tmp_path / "bert", "bert")
+    model = load_model(str(folder), "f32", tmp_path / "cache")
+    gpu, *_ = accelerators()
+    plan = EmbeddingPlan((Instance(gpu.name, CORE), Instance("cpu:0", CORE)))
+    opened = open_embedding(model, str(folder), "f32", plan, tmp_path / "cache")
+    tokens = opened.text.tokens(TEXTS)
+
+    async def use(client: EmbeddingClient) -> None:
+        client.attach(asyncio.get_running_loop())
+        vectors = await client.embed(tokens)
+        assert len(vectors) == len(tokens)
+        assert {lane.name: lane.n_inputs for lane in client.lanes()} == {"cuda:0": len(tokens), "cpu:0": 0}
+
+    with opened:
+        asyncio.run(use(opened.client))
 
 
 def test_two_instances_embed_at_the_same_time(directory: Path) -> None:
