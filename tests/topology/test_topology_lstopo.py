@@ -94,7 +94,13 @@ SUBSET_HEAD = '<!DOCTYPE topology SYSTEM "http://127.0.0.1:9/x.dtd">'
 
 @pytest.mark.parametrize(
     ("head", "inside"),
-    [(ENTITY_HEAD, ""), (EXTERNAL_HEAD, ""), (PARAMETER_HEAD, ""), (SUBSET_HEAD, "&a;"), (ENTITY_HEAD, "&b;")],
+    [
+        (ENTITY_HEAD, ""),
+        (EXTERNAL_HEAD, ""),
+        (PARAMETER_HEAD, ""),
+        (SUBSET_HEAD, "&a;"),
+        (ENTITY_HEAD, "&b;"),
+    ],
 )
 def test_no_entity_is_ever_expanded_or_fetched(tmp_path: Path, head: str, inside: str) -> None:
     with pytest.raises(TopologyError, match="entities"):

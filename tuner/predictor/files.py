@@ -79,7 +79,9 @@ def load_predictor(path: str | os.PathLike[str]) -> AnyPredictor:
     except OSError as error:
         raise PredictorError(f"predictor {path} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
-        raise PredictorError(f"predictor {path} is no safetensors file that can be read: it {error}") from None
+        raise PredictorError(
+            f"predictor {path} is no safetensors file that can be read: it {error}"
+        ) from None
     except _Unfit as error:
         raise PredictorError(
             f"predictor {path} {error}: make it anew with `phasewise predict-len train`"
@@ -105,7 +107,9 @@ def _file_of(arrays: Mapping[str, npt.NDArray[np.float32]], metadata: Mapping[st
 
 def _parts_of(data: bytes) -> tuple[Any, dict[str, npt.NDArray[Any]]]:
     """The metadata and the arrays of a file; what is no float32 comes as its bytes."""
-    start = _safetensors.LENGTH_BYTES + _safetensors.header_bytes(data[: _safetensors.LENGTH_BYTES], len(data))
+    start = _safetensors.LENGTH_BYTES + _safetensors.header_bytes(
+        data[: _safetensors.LENGTH_BYTES], len(data)
+    )
     table = json.loads(data[_safetensors.LENGTH_BYTES : start])
     if not isinstance(table, dict):
         raise ValueError("has no table of tensors")
@@ -114,7 +118,9 @@ def _parts_of(data: bytes) -> tuple[Any, dict[str, npt.NDArray[Any]]]:
         content = data[entry.offset : entry.offset + entry.n_bytes]
         is_ours = entry.dtype == "F32"
         arrays[name] = (
-            np.frombuffer(content, "<f4").reshape(entry.shape) if is_ours else np.frombuffer(content, np.uint8)
+            np.frombuffer(content, "<f4").reshape(entry.shape)
+            if is_ours
+            else np.frombuffer(content, np.uint8)
         )
     return table.get(_safetensors.METADATA_KEY), arrays
 
