@@ -2,9 +2,9 @@
 
     python3 tests/check_tools.py WHEEL SCRATCH_DIR
 
-`uv tool install`, `pipx install` and `pip install --only-binary :all:`, with the wheels of all dependencies in
-one folder. No tool may ask an index; each has a home of its own in SCRATCH_DIR and no compiler on PATH. No
-bytecode is written, which would take the longest.
+`uv tool install`, `pipx install` and `pip install --only-binary :all:`, with the wheels of all dependencies
+in one folder. No tool may ask an index; each has a home of its own in SCRATCH_DIR and no compiler on PATH.
+No bytecode is written, which would take the longest.
 """
 
 from __future__ import annotations

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phasewise import _safetensors
 from phasewise._files import read_input, write_file
 from phasewise._places import user_folder
+from phasewise._safetensors import LENGTH_BYTES, entries_of, header_bytes
+from phasewise._safetensors import METADATA_KEY as TABLES_METADATA
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.encoded import LEVELS, EncodedPredictor
 from phasewise.tuner.predictor.features import N_FIGURES, N_ROWS
@@ -94,7 +95,7 @@ class _Unfit(Exception):
 
 def _file_of(arrays: Mapping[str, npt.NDArray[np.float32]], metadata: Mapping[str, str]) -> bytes:
     """A safetensors file of float32."""
-    table: dict[str, Any] = {_safetensors.METADATA_KEY: dict(metadata)}
+    table: dict[str, Any] = {TABLES_METADATA: dict(metadata)}
     at = 0
     for name, array in arrays.items():
         places = {"shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
@@ -106,23 +107,24 @@ def _file_of(arrays: Mapping[str, npt.NDArray[np.float32]], metadata: Mapping[st
 
 
 def _parts_of(data: bytes) -> tuple[Any, dict[str, npt.NDArray[Any]]]:
-    """The metadata and the arrays of a file; what is no float32 comes as its bytes."""
-    start = _safetensors.LENGTH_BYTES + _safetensors.header_bytes(
-        data[: _safetensors.LENGTH_BYTES], len(data)
-    )
-    table = json.loads(data[_safetensors.LENGTH_BYTES : start])
+    """The metadata and the arrays of a file; what is no float32 comes as its bytes. ValueError, to follow the
+    file's name.
+    """
+    start = LENGTH_BYTES + header_bytes(data[:LENGTH_BYTES], len(data))
+    try:
+        table = json.loads(data[LENGTH_BYTES:start])
+    except (ValueError, RecursionError):
+        table = None
     if not isinstance(table, dict):
         raise ValueError("has no table of tensors")
     arrays: dict[str, npt.NDArray[Any]] = {}
-    for name, entry in _safetensors.entries_of(table, start, len(data)).items():
+    for name, entry in entries_of(table, start, len(data)).items():
         content = data[entry.offset : entry.offset + entry.n_bytes]
-        is_ours = entry.dtype == "F32"
-        arrays[name] = (
-            np.frombuffer(content, "<f4").reshape(entry.shape)
-            if is_ours
-            else np.frombuffer(content, np.uint8)
-        )
-    return table.get(_safetensors.METADATA_KEY), arrays
+        if entry.dtype == "F32":
+            arrays[name] = np.frombuffer(content, "<f4").reshape(entry.shape)
+        else:
+            arrays[name] = np.frombuffer(content, np.uint8)
+    return table.get(TABLES_METADATA), arrays
 
 
 def _arrays(predictor: LengthPredictor) -> dict[str, npt.NDArray[Any]]:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from phasewise._words import counted
 from phasewise._safetensors import TensorEntry
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cutting import one_more, our_tensors
 from phasewise.serving.loaders.encoders.embedding_spec import embedding_of

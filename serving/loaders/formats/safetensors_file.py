@@ -1,4 +1,4 @@
-"""A safetensors file, read as hostile input: tensors of a checked table (`phasewise._safetensors`) as rows."""
+"""A safetensors file, read as hostile input: tensors of a checked table (`_safetensors`) as rows."""
 
 from __future__ import annotations
 

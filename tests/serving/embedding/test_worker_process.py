@@ -156,7 +156,7 @@ def test_torchs_worker_gives_the_same_vectors(tmp_path: Path, name: str, device:
 
 
 def test_a_gpu_embeds_beside_the_cpu(tmp_path: Path) -> None:
-    """The devices that are found are served: texts go to the GPU first, and what it cannot hold to the CPU."""
+    """A GPU that is found is served beside the CPU, and texts go to it first."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     if not torch.cuda.is_available():
