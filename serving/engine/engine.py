@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
+from phasewise._words import counted
 from phasewise.serving.batch import Batch
 from phasewise.serving.drafts.contract import Draft, Drafter
 from phasewise.serving.engine.answer_text import AnswerText, TokenStream
@@ -400,10 +401,10 @@ class Engine:
         if not (self.pacing.is_kept or self._has_told_pace):
             self._has_told_pace = True
             log.warning(
-                "a decode step of %d answers takes %.0f ms, more than the %.0f ms per token that --tpot "
+                "a decode step of %s takes %.0f ms, more than the %.0f ms per token that --tpot "
                 "promises: prompts get %.0f %% of the time while they wait; promise more, or let fewer "
                 "answers run (--max-sequences)",
-                stats.n_sequences,
+                counted(stats.n_sequences, "answer"),
                 stats.duration_ns / 1e6,
                 self.pacing.promise_ns / 1e6,
                 100 * PROMPT_SHARE,
