@@ -62,7 +62,7 @@ test-all: build setup    ## all tests but the soak; with TIER=rest what `make te
 $(VENV)/.lowest: $(VENV)/.tools setup.cfg tests/lowest_versions.py
 	$(PYTHON) -m venv $(VENV)-lowest
 	$(VENV)-lowest/bin/pip install -q "setuptools>=77" "cython>=3.0.11" \
-		$$($(PYTHON) tests/lowest_versions.py) pytest pytest-xdist hypothesis httpx openai gguf platformdirs
+		$$($(PYTHON) tests/lowest_versions.py) pytest pytest-xdist hypothesis httpx openai gguf platformdirs safetensors
 	PHASEWISE_ISA_BUILD=none $(VENV)-lowest/bin/pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
