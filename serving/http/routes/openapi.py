@@ -136,6 +136,9 @@ def _generation_paths() -> Json:
         "/api/generate": _post_ollama("generate", "Answer a prompt, in Ollama's form"),
         "/tokenize": _post("tokenize", "The tokens of a text or a conversation", "Tokenize"),
         "/detokenize": _post("detokenize", "The text that tokens spell", "Detokenize"),
+        "/tokenizer_info": _get(
+            "tokenizer_info", "The control tokens that a text can spell", _answer(_ref("TokenizerInfo"))
+        ),
         "/v1/completions": _post("completions", "Continue a text, or several", "Completion"),
         "/v1/chat/completions": _post("chat", "Answer a conversation", "ChatCompletion", "Chat"),
     }
@@ -279,6 +282,7 @@ def _answers() -> Json:
         "Usage": usage,
         "Tokenize": _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT)),
         "Detokenize": _object(prompt=_TEXT),
+        "TokenizerInfo": _object(bos_token=_or_null(_TEXT), eos_token=_or_null(_TEXT)),
         "Response": _response(),
         "Receipts": _object(object={"const": "list"}, data=_list(_receipt())),
         "Message": _message(),
