@@ -271,6 +271,8 @@ def _answers() -> Json:
     usage["properties"]["completion_tokens_details"] = _object(
         accepted_prediction_tokens=_COUNT, rejected_prediction_tokens=_COUNT
     )  # there where drafts are on
+    chat = _whole("chat.completion", _chat_choice())
+    chat["properties"]["prompt_logprobs"] = _prompt_logprobs()
     return {
         "Refusal": _object(error=refusal),
         # What is refused before a path is known has OpenAI's shape everywhere.
@@ -298,7 +300,7 @@ def _answers() -> Json:
         "OllamaGenerate": _object(model=_TEXT, created_at=_TEXT, response=_TEXT, done={"type": "boolean"}),
         "Forgotten": _object(id=_TEXT, object={"const": "response"}, deleted={"const": True}),
         "Completion": _whole("text_completion", _completion_choice()),
-        "ChatCompletion": _whole("chat.completion", _chat_choice()),
+        "ChatCompletion": chat,
     }
 
 
@@ -360,9 +362,20 @@ def _whole(kind: str, choice: Json) -> Json:
 def _completion_choice() -> Json:
     top = {"type": "object", "additionalProperties": _NUMBER}
     logprobs = _object(
-        tokens=_list(_TEXT), token_logprobs=_list(_NUMBER), top_logprobs=_list(top), text_offset=_list(_COUNT)
+        tokens=_list(_TEXT),
+        token_logprobs=_list(_or_null(_NUMBER)),  # null: of the first token of a prompt that is echoed
+        top_logprobs=_list(_or_null(top)),
+        text_offset=_list(_COUNT),
     )
-    return _choice(_REASON, text=_TEXT, logprobs=_or_null(logprobs))
+    choice = _choice(_REASON, text=_TEXT, logprobs=_or_null(logprobs))
+    choice["properties"]["prompt_logprobs"] = _prompt_logprobs()
+    return choice
+
+
+def _prompt_logprobs() -> Json:
+    """For each token of the prompt but the first, numbers by token id."""
+    at_place = _object(logprob=_NUMBER, rank=_COUNT, decoded_token=_TEXT)
+    return _list(_or_null({"type": "object", "additionalProperties": at_place}))
 
 
 def _chat_choice() -> Json:
