@@ -137,15 +137,20 @@ def test_scores_are_the_same_in_company_and_in_pieces(
 
 
 def test_a_prompt_that_is_preempted_is_scored_to_its_end(path: Path, alone: Scores) -> None:
-    """Answers that came before it need its place while it is computed."""
-    ids = tuple(token.token_id for token in alone["p700"])
-    older = [Submit(f"o{n}", prompt(50, 70 + n), 150, FREE, ignore_eos=True) for n in range(4)]
-    size = limited(size_of(path, kv_slots=1024, kv_policy="paged"), max_batch_tokens=16)
-    with open_alone(path, size) as opened:
-        text = Submit("text", ids, 0, FREE, prompt_logprobs=N_TOP)
-        outs = run_all(opened.engine, *older, text)
-        assert _answer(outs["text"][0]).prompt == alone["p700"]
-        assert opened.engine.load().preemptions > 0
+    """It is computed from its beginning again, and what was scored before stays."""
+    ids = tuple(token.token_id for token in alone["p130"])
+    with open_alone(path, limited(size_of(path), max_batch_tokens=16)) as opened:
+        scheduler = opened.engine.scheduler
+        opened.engine.submit(Submit("text", ids, 3, FREE, ignore_eos=True, prompt_logprobs=N_TOP))
+        for _ in range(4):
+            opened.engine.step()
+        assert scheduler.n_computed("text") == 64
+        (sequence,) = scheduler._running
+        scheduler._preempt(sequence)
+        assert scheduler.n_computed("text") == 0
+        outs = run_all(opened.engine)["text"]
+        assert _answer(outs[0]).prompt == alone["p130"]
+        assert [_answer(one).prompt for one in outs[1:]] == [None, None]
 
 
 def test_scores_are_the_same_with_drafts(
