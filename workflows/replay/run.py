@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,13 +124,10 @@ class _Replayer:
     """A model, and ranks that stay open from one receipt to the next where they fit both."""
 
     def __init__(self, found: OpenModel, *, pinned: bool = True) -> None:
-        from phasewise.serving.engine.open_engine import ModelText
-
         self._found = found
         self._pinned = pinned
-        self._text: ModelText = ModelText(found.model)
         self._ends = frozenset(found.model.config.eos_token_ids)
-        self._guides: GuideCompiler = self._text.guide_compiler()
+        self._known_guides: GuideCompiler | None = None
         self._ranks: Ranks | None = None
         self._ranks_for: tuple[str, int | None, int] = ("", None, 0)
 
@@ -137,8 +135,22 @@ class _Replayer:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._guides.close()
+        if self._known_guides is not None:
+            self._known_guides.close()
         self._close_ranks()
+
+    @cached_property
+    def _text(self) -> ModelText:
+        """Read where a receipt has stop texts or a grammar: it takes as long as some hundred tokens."""
+        from phasewise.serving.engine.open_engine import ModelText
+
+        return ModelText(self._found.model)
+
+    @property
+    def _guides(self) -> GuideCompiler:
+        if self._known_guides is None:
+            self._known_guides = self._text.guide_compiler()
+        return self._known_guides
 
     def verdict(self, source: str, receipt: Receipt | ReceiptError) -> ReceiptVerdict:
         """Everything that is wrong with it. What is another model's is not computed."""
@@ -153,7 +165,8 @@ class _Replayer:
             problems += _differences(receipt, replaying)
             if replaying.first_token is not None:
                 first = replaying.first_token + 1
-            wrong = ends_wrongly(receipt, self._ends, self._text_of(receipt), is_cut_short=sampler.cut_short)
+            text = self._text_of(receipt) if receipt.settings.stop else ""
+            wrong = ends_wrongly(receipt, self._ends, text, is_cut_short=sampler.cut_short)
             problems += [wrong] if wrong is not None and first is None else []
         return ReceiptVerdict(source, receipt.request_id, len(receipt.token_ids), tuple(problems), first)
 
