@@ -6,7 +6,7 @@ import configparser
 import re
 from pathlib import Path
 
-EXTRAS = ("postgres", "kernels", "pools")
+EXTRAS = ("postgres", "kernels", "pools", "sign")
 SETUP = Path(__file__).resolve().parent.parent / "setup.cfg"
 
 

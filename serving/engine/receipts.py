@@ -6,7 +6,7 @@ prompt and answer together (`workflows.replay`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -55,7 +55,7 @@ class AskedSettings:
 
 @dataclass(frozen=True)
 class Receipt:
-    """A server's word on what it did. `digest`: of all other fields."""
+    """A server's word on what it did. `digest`: of all other fields but the signature."""
 
     schema_version: Literal[1]
     request_id: str
@@ -71,15 +71,20 @@ class Receipt:
     finish_reason: FinishReason
     logit_digests: tuple[str, ...]
     digest: str = ""
+    signature: str = ""
+    """By the server's key, in base64 (`receipt_signing`); empty where it has none."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; `read_receipt` is the inverse."""
         fields: dict[str, Any] = _receipt.dump_python(self, mode="json")
+        if not self.signature:
+            del fields["signature"]
         return fields
 
     def own_digest(self) -> str:
         """The digest that belongs to the other fields."""
-        return digest_of({name: value for name, value in self.to_json().items() if name != "digest"})
+        fields = self.to_json()
+        return digest_of({name: fields[name] for name in fields if name not in ("digest", "signature")})
 
     def contradictions(self) -> list[str]:
         """In a line each, what is wrong with it whatever the model says."""
@@ -98,6 +103,9 @@ class Receipt:
             wrong.append("the digest of the receipt is not that of its fields")
         return wrong
 
+
+SignReceipt = Callable[[Receipt], Receipt]
+"""Gives a receipt its signature."""
 
 _receipt = TypeAdapter(Receipt)
 _settings = TypeAdapter(AskedSettings)

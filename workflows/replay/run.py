@@ -26,6 +26,7 @@ from phasewise.workflows.report import Report, silent
 if TYPE_CHECKING:
     from phasewise.serving.engine.fingerprint import Fingerprint
     from phasewise.serving.engine.open_engine import ModelText
+    from phasewise.serving.engine.receipt_signing import Signer
     from phasewise.serving.grammar.guides import GuideCompiler
     from phasewise.serving.ranks.ranks_contract import Ranks
     from phasewise.serving.sampling.sampling import Sampler
@@ -100,15 +101,23 @@ def replay_files(
     threads: int | None = None,
     ranks: int | None = None,
     db: str | None = None,
+    signer: Path | None = None,
     report: Report = silent,
 ) -> list[ReceiptVerdict]:
     """Check all receipts of some files against `model`, in their order.
 
-    Raises WorkflowError for a file without receipts, and what `open_model` raises.
+    signer: a file with the key that must have signed each of them; None: signatures are not looked at.
+    Raises WorkflowError for a file without receipts, ReceiptError for one without a key, and what
+    `open_model` raises.
     """
+    known = None
+    if signer is not None:
+        from phasewise.serving.engine.receipt_signing import Signer
+
+        known = Signer(signer)
     read = [(str(path), receipt) for path in paths for receipt in read_receipts(path)]
     found = open_model(model, weights, threads, db, report, ranks)
-    with _Replayer(found) as replayer:
+    with _Replayer(found, signer=known) as replayer:
         return [replayer.verdict(source, receipt) for source, receipt in read]
 
 
@@ -123,9 +132,10 @@ def replay_receipts(
 class _Replayer:
     """A model, and ranks that stay open from one receipt to the next where they fit both."""
 
-    def __init__(self, found: OpenModel, *, pinned: bool = True) -> None:
+    def __init__(self, found: OpenModel, *, pinned: bool = True, signer: Signer | None = None) -> None:
         self._found = found
         self._pinned = pinned
+        self._signer = signer
         self._ends = frozenset(found.model.config.eos_token_ids)
         self._known_guides: GuideCompiler | None = None
         self._ranks: Ranks | None = None
@@ -157,6 +167,8 @@ class _Replayer:
         if isinstance(receipt, ReceiptError):
             return ReceiptVerdict(source, "", 0, (str(receipt),))
         problems, first = receipt.contradictions(), None
+        unsigned = None if self._signer is None else self._signer.refusal(receipt)
+        problems += [] if unsigned is None else [unsigned]
         refusal = self._cannot_check(receipt)
         if refusal is not None:
             problems.append(refusal)

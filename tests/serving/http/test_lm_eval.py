@@ -95,6 +95,8 @@ def test_its_accuracy_is_that_of_transformers(tmp_path: Path) -> None:
     environment = own_places(tmp_path / "home")
     directory = tmp_path / "tiny"
     write_tiny_hf(directory, shape=TinyShape(context_length=1024))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
     rng = random.Random(36)
     drawn = [
         {
