@@ -19,6 +19,7 @@ from phasewise.serving.engine.receipts import (
     ends_wrongly,
     read_receipt,
 )
+from phasewise.serving.errors import StepFailed
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.opening.open_model import NATIVE, OpenModel, Weights, open_model
 from phasewise.workflows.report import Report, silent
@@ -173,7 +174,11 @@ class _Replayer:
         if refusal is not None:
             problems.append(refusal)
         else:
-            replaying, sampler = self._replayed(receipt)
+            try:
+                replaying, sampler = self._replayed(receipt)
+            except StepFailed as error:  # a model with damaged weights confirms nothing
+                problems.append(str(error))
+                return ReceiptVerdict(source, receipt.request_id, len(receipt.token_ids), tuple(problems))
             problems += _differences(receipt, replaying)
             if replaying.first_token is not None:
                 first = replaying.first_token + 1

@@ -153,7 +153,7 @@ def judged(
     ]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
     done = subprocess.run(
-        arguments, env={**environment, **offline}, capture_output=True, text=True, timeout=500, check=False
+        arguments, env={**environment, **offline}, capture_output=True, text=True, timeout=1500, check=False
     )
     if "No module named 'transformers'" in done.stderr or "No module named 'torch'" in done.stderr:
         raise ModuleNotFoundError
