@@ -499,9 +499,7 @@ class Engine:
         if live.message.max_tokens == 0:
             self._forget(request_id)
             counts = self._counts(0, 0)
-            return Answer(
-                request_id, "", (), 0, now_ns, "length", outs[0].n_reused, counts, prompt=scored
-            )
+            return Answer(request_id, "", (), 0, now_ns, "length", outs[0].n_reused, counts, prompt=scored)
         n_new = 0
         for token in run:
             n_new += 1

@@ -48,9 +48,7 @@ class PromptScores:
         self._scored += score_rows(logits[n_known : n_known + len(token_ids)], token_ids, self._n_top)
 
 
-def forward_scored(
-    ranks: Ranks, batch: Batch, scores: Mapping[str, PromptScores]
-) -> npt.NDArray[np.float32]:
+def forward_scored(ranks: Ranks, batch: Batch, scores: Mapping[str, PromptScores]) -> npt.NDArray[np.float32]:
     """As `Ranks.forward` of a prefill batch; prompts in `scores`, by request, are scored on the way."""
     parts = list(zip(batch.request_ids, batch.slices, strict=True))
     plain = tuple(piece for name, piece in parts if name not in scores)

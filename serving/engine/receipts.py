@@ -181,9 +181,10 @@ class Replaying:
             self.first_digest = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
         if self.first_token is None:
             recorded = self._receipt.token_ids[begin : self._n_rows]
-            pairs = enumerate(zip(recorded, self._chosen(logits), strict=True), begin)
-            differing = next(((at, ours) for at, (theirs, ours) in pairs if ours != theirs), None)
-            self.first_token, self.chosen = differing or (None, None)
+            for place, (theirs, ours) in enumerate(zip(recorded, self._chosen(logits), strict=True), begin):
+                if ours != theirs:
+                    self.first_token, self.chosen = place, ours
+                    break
 
     def _chosen(self, logits: npt.NDArray[np.float32]) -> Iterator[int]:
         """The tokens that the sampler chooses, as far as somebody asks."""

@@ -146,7 +146,10 @@ def pooled(kv_transfer: str) -> Callable[[Asked], Answers]:
             told = server.run(asked.requests)
             assert server.front.counts.divided > 0
         return {
-            name: (tuple(token for _, tokens, _ in pieces for token in tokens), "".join(one[0] for one in pieces))
+            name: (
+                tuple(token for _, tokens, _ in pieces for token in tokens),
+                "".join(one[0] for one in pieces),
+            )
             for name, pieces in told.items()
         }
 

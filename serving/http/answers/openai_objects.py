@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from phasewise.serving.engine.messages import Answer, DraftCounts, Evidence, Failure, Submit
 from phasewise.serving.engine.receipts import FinishReason
-from phasewise.serving.http.answers.scoring import Echo, Scoring, text_offsets
+from phasewise.serving.http.answers.scoring import NOT_SCORED, Echo, Scoring, text_offsets
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
 from phasewise.serving.sampling.sampling import PromptToken, SampledToken
@@ -226,7 +226,7 @@ class _ReadChoice:
 class _Fixed:
     """The parts that both kinds share: the fields of every object, and how tokens are written out."""
 
-    def __init__(self, response_id: str, model: ServedModel, scoring: Scoring = Scoring()) -> None:
+    def __init__(self, response_id: str, model: ServedModel, scoring: Scoring = NOT_SCORED) -> None:
         self._fixed = {
             "id": response_id,
             "created": int(time.time()),
@@ -237,7 +237,7 @@ class _Fixed:
         self._scoring = scoring
 
     def _prompt_logprobs(self, tokens: Sequence[PromptToken]) -> list[Json | None]:
-        """As vLLM tells them: for each token it and the likeliest ones, by their ids; of the first, nothing."""
+        """As vLLM tells them: of each token its own and the likeliest ones, by id; of the first nothing."""
         return [None if one.logprob is None else self._at_place(one) for one in tokens]
 
     def _at_place(self, token: PromptToken) -> Json:
@@ -300,7 +300,7 @@ class CompletionRendering(_Fixed):
     def _generated(
         self, index: int, tokens: Sequence[SampledToken], reason: str | None, n_chars_before: int
     ) -> Json | None:
-        """Where the prompt is echoed every token counts: who scores tells them from the prompt's by number."""
+        """Beside an echo every token counts: who scores knows by their number which are the prompt's."""
         echo = self._scoring.echo(index)
         scored = self._scored(tokens, None if echo is not None else reason)
         if not scored:
@@ -342,7 +342,7 @@ class ChatRendering(_Fixed):
         response_id: str,
         model: ServedModel,
         reading: AnswerReading | None = None,
-        scoring: Scoring = Scoring(),
+        scoring: Scoring = NOT_SCORED,
     ) -> None:
         super().__init__(response_id, model, scoring)
         self._reading = reading

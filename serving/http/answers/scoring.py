@@ -12,7 +12,7 @@ from phasewise.serving.http.requests.schemas import CompletionRequest
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that its answer's text begins with. n_top: likeliest tokens of each place; None: no numbers."""
+    """A prompt that an answer's text begins with. n_top: likeliest tokens of each place; None: no numbers."""
 
     text: str
     n_top: int | None
@@ -37,6 +37,10 @@ class Scoring:
     def echo(self, index: int) -> Echo | None:
         """That of a choice."""
         return self.echoes[index] if self.echoes else None
+
+
+NOT_SCORED = Scoring()
+"""Nothing."""
 
 
 def echoes_of(body: CompletionRequest, requests: Sequence[Submit], model: ServedModel) -> tuple[Echo, ...]:

@@ -204,7 +204,8 @@ class GenerationRequest(Strict):
         False, description="each choice comes with a receipt that `phasewise replay` checks"
     )
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = Field(
-        None, description="vLLM's: log-probabilities of the prompt's tokens, and of the likeliest at each place"
+        None,
+        description="vLLM's: log-probabilities of the prompt's tokens, and of so many likeliest ones",
     )
 
     def unsupported(self) -> str | None:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("cryptography", reason="cryptography is not installed, the extra phasewise[sign]")
-pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built", exc_type=ImportError)
+pytest.importorskip(
+    "phasewise.cython_kernels._native", reason="the kernels are not built", exc_type=ImportError
+)
 from cryptography.hazmat.primitives import serialization as form
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -299,8 +299,8 @@ def test_a_receipt_with_anything_changed_is_refused(
 def test_a_model_with_a_byte_changed_confirms_nothing(
     path: Path, tmp_path: Path, alone: dict[str, Receipt]
 ) -> None:
-    """A bit of any tensor; and a sign, where a receipt says that it was made with that model: of a smaller bit
-    a rounding may leave nothing in any answer."""
+    """A bit of any tensor; and a sign, where a receipt says that it was made with that model: a rounding may
+    leave nothing of a smaller bit."""
     rng, whole = random.Random(42), path.read_bytes()
     with SourceFile(path) as file:
         tensors = list(read_header(file).tensors.values())

@@ -87,7 +87,6 @@ def chat(**fields: object) -> dict[str, object]:
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"echo": "yes"}, "echo"),
-        ({"max_tokens": 0}, "max_tokens"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"best_of": 3}, "best_of"),

@@ -77,9 +77,7 @@ def test_scoring_a_text_is_generating_it(client: openai.OpenAI) -> None:
     """The numbers of an answer are those of the same tokens in a prompt, in every bit."""
     asked: dict[str, Any] = {"model": "fake", "logprobs": 3, "temperature": 0}
     (made,) = client.completions.create(prompt="xyz", max_tokens=9, **asked).choices
-    (scored,) = client.completions.create(
-        prompt="xyz" + made.text, echo=True, max_tokens=0, **asked
-    ).choices
+    (scored,) = client.completions.create(prompt="xyz" + made.text, echo=True, max_tokens=0, **asked).choices
     assert made.logprobs is not None
     assert scored.logprobs is not None
     for name in ("tokens", "token_logprobs", "top_logprobs"):

@@ -37,7 +37,11 @@ pytestmark = [
 ]
 
 QUESTIONS = [
-    {"question": f"Question {number}: what comes after {word}?\nAnswer:", "choices": choices, "answer": answer}
+    {
+        "question": f"Question {number}: what follows {word}?\nAnswer:",
+        "choices": choices,
+        "answer": answer,
+    }
     for number, (word, choices, answer) in enumerate(
         [
             ("one", ["two", "a fish", "seven seas", "Z"], 0),
