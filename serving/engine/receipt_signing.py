@@ -8,22 +8,19 @@ from __future__ import annotations
 import base64
 import binascii
 from dataclasses import replace
-from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from phasewise._files import read_input
 from phasewise.serving.engine.receipts import Receipt, ReceiptError, SignReceipt
 
-_MOST_KEY_BYTES = 64 << 10
 _PURPOSE = "phasewise receipt signature 1\n"
 
 
-def signer_of(path: Path) -> SignReceipt:
-    """Signs receipts by the private key in a file. ReceiptError where there is no such key."""
-    key = _private(_read(path), path)
+def signer_of(data: bytes, name: str) -> SignReceipt:
+    """Signs receipts by the private key in `data`, a file's content. ReceiptError where there is none."""
+    key = _private(data, name)
 
     def sign(receipt: Receipt) -> Receipt:
         signature = base64.b64encode(key.sign(_signed(receipt)))
@@ -33,12 +30,12 @@ def signer_of(path: Path) -> SignReceipt:
 
 
 class Signer:
-    """The owner of a key, as a check knows it: by the public key in a file, or by the private one."""
+    """The owner of a key, as a check knows it: by the public key in a file's content, or the private one."""
 
-    def __init__(self, path: Path) -> None:
-        """ReceiptError where there is no such key."""
-        self._path = path
-        self._key = _public(_read(path), path)
+    def __init__(self, data: bytes, name: str) -> None:
+        """ReceiptError where there is no such key. name: the file's."""
+        self._name = name
+        self._key = _public(data, name)
 
     def refusal(self, receipt: Receipt) -> str | None:
         """Why the receipt is not this signer's; None: it is."""
@@ -47,7 +44,7 @@ class Signer:
         try:
             self._key.verify(base64.b64decode(receipt.signature, validate=True), _signed(receipt))
         except (InvalidSignature, binascii.Error, ValueError):
-            return f"its signature is not that of {self._path}"
+            return f"its signature is not that of {self._name}"
         return None
 
 
@@ -55,36 +52,29 @@ def _signed(receipt: Receipt) -> bytes:
     return f"{_PURPOSE}{receipt.own_digest()}".encode()
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return read_input(path, _MOST_KEY_BYTES)
-    except OSError as error:
-        raise ReceiptError(f"{path} cannot be read: {error.strerror or error}") from None
-
-
-def _private(data: bytes, path: Path) -> Ed25519PrivateKey:
+def _private(data: bytes, name: str) -> Ed25519PrivateKey:
     is_openssh = b"BEGIN OPENSSH PRIVATE KEY" in data
     load = serialization.load_ssh_private_key if is_openssh else serialization.load_pem_private_key
     try:
         key = load(data, password=None)
     except TypeError:
-        raise ReceiptError(f"{path} is protected by a passphrase: give a key without one") from None
+        raise ReceiptError(f"{name} is protected by a passphrase: give a key without one") from None
     except (ValueError, UnsupportedAlgorithm):
-        raise ReceiptError(f"{path} is no private key, in PEM or as OpenSSH writes it") from None
+        raise ReceiptError(f"{name} is no private key, in PEM or as OpenSSH writes it") from None
     if not isinstance(key, Ed25519PrivateKey):
-        raise ReceiptError(f"{path} is no Ed25519 key: make one with ssh-keygen -t ed25519")
+        raise ReceiptError(f"{name} is no Ed25519 key: make one with ssh-keygen -t ed25519")
     return key
 
 
-def _public(data: bytes, path: Path) -> Ed25519PublicKey:
+def _public(data: bytes, name: str) -> Ed25519PublicKey:
     if b"PRIVATE KEY" in data:
-        return _private(data, path).public_key()
+        return _private(data, name).public_key()
     is_pem = data.lstrip().startswith(b"-----")
     load = serialization.load_pem_public_key if is_pem else serialization.load_ssh_public_key
     try:
         key = load(data)
     except (ValueError, UnsupportedAlgorithm):
-        raise ReceiptError(f"{path} is no public key, in PEM or as OpenSSH writes it") from None
+        raise ReceiptError(f"{name} is no public key, in PEM or as OpenSSH writes it") from None
     if not isinstance(key, Ed25519PublicKey):
-        raise ReceiptError(f"{path} is no Ed25519 key")
+        raise ReceiptError(f"{name} is no Ed25519 key")
     return key

@@ -113,9 +113,9 @@ def replay_files(
     """
     known = None
     if signer is not None:
-        from phasewise.serving.engine.receipt_signing import Signer
+        from phasewise.workflows.receipt_keys import known_signer
 
-        known = Signer(signer)
+        known = known_signer(signer)
     read = [(str(path), receipt) for path in paths for receipt in read_receipts(path)]
     found = open_model(model, weights, threads, db, report, ranks)
     with _Replayer(found, signer=known) as replayer:

@@ -234,9 +234,9 @@ def _sign_receipt(answering: Answering) -> SignReceipt | None:
     """ReceiptError where --receipt-key names no key."""
     if not answering.receipts or answering.receipt_key is None:
         return None
-    from phasewise.serving.engine.receipt_signing import signer_of
+    from phasewise.workflows.receipt_keys import signing_key
 
-    return signer_of(answering.receipt_key)
+    return signing_key(answering.receipt_key)
 
 
 def _names(settings: ServeSettings, *own: str) -> tuple[str, ...]:
