@@ -25,7 +25,7 @@ class Echo:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What a response tells of its prompts.
+    """The numbers of its prompts that a response tells.
 
     n_top: likeliest tokens of each place in `prompt_logprobs`; None: there is no such field. echoes: of each
     choice; none: nothing is echoed.
