@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.engine.open_engine import ModelText
 from phasewise.serving.loaders import load_model
 from phasewise.serving.sampling.sampling import GREEDY
-from tests.support.models.tiny_models import TinyShape, write_tiny_gguf, write_tiny_hf
+from tests.support.models.tiny_models import TinyShape, write_tiny_gguf
 from tests.support.servers.fake_engine import run_all
 from tests.support.servers.pools import open_alone, size_of
 from tests.support.servers.served_command import own_places, serving
@@ -94,43 +93,6 @@ def test_its_log_likelihoods_are_those_of_the_engine(
         assert sample["acc"] == float(likeliest == question["answer"])
 
 
-def test_its_accuracy_is_that_of_transformers(tmp_path: Path) -> None:
-    """On 200 drawn questions, by float32 weights; the log-likelihoods are near each other."""
-    environment = own_places(tmp_path / "home")
-    directory = tmp_path / "tiny"
-    write_tiny_hf(directory, shape=TinyShape(context_length=1024))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(names))
-    rng = random.Random(36)
-    drawn = [
-        {
-            "question": f"{words(rng, 12)}:",
-            "choices": [words(rng, rng.randrange(1, 6)) for _ in range(4)],
-            "answer": rng.randrange(4),
-        }
-        for _ in range(200)
-    ]
-    try:
-        theirs = judged(
-            tmp_path, environment, drawn, "hf", f"pretrained={directory},dtype=float32", "--device", "cpu"
-        )
-    except ModuleNotFoundError:
-        pytest.skip("could not import 'transformers'")
-    with serving(directory, environment, "--port", 0, "--format", "f32") as server:
-        ours = judged(tmp_path, environment, drawn, *of_server(server.url, "tiny"))
-        assert server.end(signal.SIGTERM) == 0
-
-    for one, other in zip(ours, theirs, strict=True):
-        assert one["doc"] == other["doc"]
-        values, wanted = ([float(value) for ((value, _),) in sample["resps"]] for sample in (one, other))
-        assert values == pytest.approx(wanted, abs=1e-3)
-        assert (one["acc"], one["acc_norm"]) == (other["acc"], other["acc_norm"])
-
-
-def words(rng: random.Random, n_words: int) -> str:
-    return " ".join("".join(rng.choices("etaoinshrdlu", k=rng.randrange(1, 8))) for _ in range(n_words))
-
-
 def of_server(url: str, name: str) -> tuple[str, str]:
     """The arguments of lm-eval that a user gives."""
     settings = f"model={name},base_url={url}/v1/completions,num_concurrent=2,max_length=1024"
@@ -143,24 +105,21 @@ def judged(
     questions: list[dict[str, Any]],
     kind: str,
     settings: str,
-    *more: str,
 ) -> list[dict[str, Any]]:
-    """What lm-eval says of each question. ModuleNotFoundError where it has no transformers."""
+    """What lm-eval says of each question."""
     data, tasks, out = folder / "questions.jsonl", folder / "tasks", folder / f"out-{kind}"
     data.write_text("".join(json.dumps(one) + "\n" for one in questions), encoding="utf-8")
     tasks.mkdir(exist_ok=True)
     (tasks / "tiny.yaml").write_text(TASK.format(data=data), encoding="utf-8")
     assert COMMAND is not None
     arguments = [
-        *(COMMAND, "--model", kind, "--tasks", "phasewise_tiny", "--model_args", settings, *more),
+        *(COMMAND, "--model", kind, "--tasks", "phasewise_tiny", "--model_args", settings),
         *("--include_path", str(tasks), "--output_path", str(out), "--log_samples"),
     ]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
     done = subprocess.run(
-        arguments, env={**environment, **offline}, capture_output=True, text=True, timeout=1500, check=False
+        arguments, env={**environment, **offline}, capture_output=True, text=True, timeout=500, check=False
     )
-    if "No module named 'transformers'" in done.stderr or "No module named 'torch'" in done.stderr:
-        raise ModuleNotFoundError
     assert done.returncode == 0, done.stderr[-3000:]
     (written,) = out.rglob("samples_*.jsonl")
     return [json.loads(line) for line in written.read_text(encoding="utf-8").splitlines()]
