@@ -8,6 +8,7 @@ EXTRAS = {
     "tree_sitter_c": "kernels",
     "zmq": "pools",
     "ray": "ray",
+    "cryptography": "sign",
 }
 """By the module that is imported."""
 

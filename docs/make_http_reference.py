@@ -43,7 +43,10 @@ Ollama's clients work with `OLLAMA_HOST=http://127.0.0.1:8000`: `/api/tags`, `/a
 removed there; a name may end in `:latest`. Of `options` those that the table names have an effect. Refusals are `{"error": MESSAGE}`. A stream of lines can have no comments: clients wait for the first token.
 
 The first delta of a tool call has its id and name; its `arguments` follow in pieces of the same `index`, as they are generated. Where no grammar holds the call (its schema cannot be compiled, or `ignore_eos`), it comes whole, in one delta. A call that `max_tokens` cuts off within its arguments stays a call, with `finish_reason` `length`. Thoughts are in `reasoning_content`. `finish_reason` is `tool_calls` where an answer that ended by itself has calls.
-A call that does not parse is text. The limits of all this are in [security.md](../security.md).
+A call that does not parse is text.
+
+With `echo`, `/v1/completions` begins each text with its prompt, and `logprobs` with the prompt's tokens; the first has no numbers, and an end token has its own. With `prompt_logprobs` a completion's
+choices, or the whole answer to a chat, have `prompt_logprobs`: for each token of the prompt but the first an object of numbers by token id. Such prompts take over no keys and values. The limits of all this are in [security.md](../security.md).
 """
 
 METRICS_GUIDE = """## Prometheus and Grafana

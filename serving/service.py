@@ -23,6 +23,7 @@ from phasewise.serving.engine.engine_host import EngineHost, OpenHost
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.fingerprint import Fingerprint, defaults_told
 from phasewise.serving.engine.open_engine import ModelText
+from phasewise.serving.engine.receipts import SignReceipt
 from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.grammar.guides import GuideCompiler
 from phasewise.serving.http.answers.client import EngineClient
@@ -85,6 +86,8 @@ class ServiceSettings:
     """The form of calls: one of `tools.dialect.FORMATS`; auto: as the chat template writes them."""
     receipts: bool = False
     """True if requests may ask for receipts of their answers."""
+    sign_receipt: SignReceipt | None = None
+    """None: receipts are not signed."""
     read_keys: ReadKeys | None = None
     """Reads the API keys again; None: they stay as they are."""
 
@@ -280,6 +283,7 @@ def _served(
         dialect=_dialect(opened, settings),
         fingerprint=fingerprint,
         gives_receipts=settings.receipts,
+        sign_receipt=settings.sign_receipt,
     )
 
 

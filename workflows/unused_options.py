@@ -126,6 +126,7 @@ _GENERATING = (
         "--tool-format",
         "--no-page",
         "--receipts",
+        "--receipt-key",
         "--length-log",
         "--db",
         "--explain",
@@ -141,6 +142,12 @@ _SERVE = (
         when=("--tile-prompts",),
         instead="prompts and answers have arithmetics of their own there, so that no prefill can check an "
         "answer; leave either out",
+    ),
+    Way(
+        "without --receipts",
+        ("--receipt-key",),
+        unless=("--receipts",),
+        instead="it signs receipts: add --receipts, or leave it out",
     ),
     Way("with --unix-socket", ("--host", "--port", "--tls-cert", "--tls-key"), when=("--unix-socket",)),
     Way("with --log-level off", ("--access-log", "--log-format"), when=("--log-level=off",)),

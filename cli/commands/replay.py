@@ -36,6 +36,13 @@ def replay(
             help="a known name, a GGUF file, a Hugging Face directory or a hub name",
         ),
     ],
+    signer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="refuse what the key in FILE has not signed: PEM or OpenSSH (phasewise[sign])",
+        ),
+    ] = None,
     weight_format: FormatOption = "native",
     sparse: SparseOption = "auto",
     arithmetic: ArithmeticOption = "tuned",
@@ -49,7 +56,7 @@ def replay(
     A receipt is what `serve --receipts` gives with an answer. Prompt and
     answer are computed together in one prefill, every token is chosen again
     with the recorded settings and seed, and the digests of the logits are
-    compared.
+    compared. With --signer every receipt must also be signed by that key.
 
     The exit code is 0 if every receipt is confirmed, and 3 if any is refused.
     """
@@ -57,7 +64,9 @@ def replay(
     from phasewise.workflows.replay.run import replay_files
 
     weights = Weights(weight_format, sparse, arithmetic=arithmetic)
-    verdicts = replay_files(receipts, model, weights, threads=threads, ranks=ranks, db=db, report=note)
+    verdicts = replay_files(
+        receipts, model, weights, threads=threads, ranks=ranks, db=db, signer=signer, report=note
+    )
     n_refused = sum(not verdict.is_confirmed for verdict in verdicts)
     if as_json:
         print_json(

@@ -251,6 +251,11 @@ _ANSWERING = option_set(
         "--receipts",
         envvar="PHASEWISE_RECEIPTS",
     ),
+    receipt_key=opt(
+        "file with an Ed25519 key, PEM or OpenSSH, that signs receipts (phasewise[sign])",
+        metavar="FILE",
+        envvar="PHASEWISE_RECEIPT_KEY",
+    ),
 )
 
 _LOGGED = option_set(

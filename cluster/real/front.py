@@ -255,6 +255,7 @@ class Front:
             return
         n_prompt = len(request.prompt_token_ids)
         ask = Ask(request.request_id, n_prompt, _expected_tokens(request))
+        whole = whole or request.prompt_logprobs is not None  # whoever answers gives them out
         assignment = self._router.assign(ask, whole=whole)
         self._epoch += 1
         attempt = _Attempt(request, self._epoch, assignment, n_reruns)
@@ -404,7 +405,7 @@ class Front:
         self._deliver(Delivery(tuple(outs), told.stats, self._load()))
 
     def _take_answer(self, attempt: _Attempt, answer: Answer, member: InstanceMember) -> Answer:
-        attempt.has_begun = attempt.has_begun or bool(answer.text or answer.tokens)
+        attempt.has_begun = attempt.has_begun or bool(answer.text or answer.tokens or answer.prompt)
         if answer.finish_reason is not None:
             self._forget(attempt)
         else:

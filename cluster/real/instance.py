@@ -372,6 +372,7 @@ def _request(asked: Asked, guide: Guide | None) -> Submit:
         asked.client,
         asked.shown,
         receipt=asked.receipt,
+        prompt_logprobs=asked.prompt_logprobs,
     )
 
 

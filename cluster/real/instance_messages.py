@@ -44,6 +44,7 @@ class Asked:
     client: str
     shown: frozenset[int] = frozenset()
     receipt: bool = False
+    prompt_logprobs: int | None = None
 
     @classmethod
     def of(cls, request: Submit, request_id: str) -> Asked:
@@ -61,6 +62,7 @@ class Asked:
             request.client,
             request.shown,
             request.receipt,
+            request.prompt_logprobs,
         )
 
 

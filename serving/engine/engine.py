@@ -24,6 +24,7 @@ from phasewise.serving.engine.messages import (
     StepStats,
     Submit,
 )
+from phasewise.serving.engine.prompt_scores import PromptScores, forward_scored
 from phasewise.serving.errors import RankLost, RanksError, RequestError, ServingError, StepFailed
 from phasewise.serving.processes.restarts import MOST_RERUNS
 from phasewise.serving.ranks.ranks_contract import Ranks
@@ -68,6 +69,8 @@ class _Live:
     token_ids: list[int] = field(default_factory=list)
     has_begun: bool = False
     """True if text or tokens of it were given out, so that it cannot be run again from the start."""
+    scores: PromptScores | None = None
+    """Log-probabilities of its prompt, where it wants them; None once they were given out."""
     n_reruns: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
@@ -94,6 +97,7 @@ class _Live:
             message.estimate,
             message.cache_space,
             client=message.client,
+            takes_over=message.prompt_logprobs is None,
         )
 
 
@@ -236,7 +240,8 @@ class Engine:
         ids = message.prompt_token_ids
         if ids and (min(ids) < 0 or max(ids) >= self.vocabulary.size):
             raise RequestError(f"the prompt's token ids must be 0 to {self.vocabulary.size - 1}", "prompt")
-        return self._begin(message, message.max_tokens or self._default_max_tokens(len(ids)))
+        most = message.max_tokens
+        return self._begin(message, self._default_max_tokens(len(ids)) if most is None else max(1, most))
 
     def step(self) -> Delivery:
         """Compute one batch. A failure ends the requests of that batch and no others.
@@ -385,7 +390,9 @@ class Engine:
         sampler = Sampler(message.sampling, message.prompt_token_ids, self.vocabulary.size, guide, chain)
         text = AnswerText(self.vocabulary.open_stream(message.shown), message.stop)
         end_token_ids = frozenset() if message.ignore_eos else self.vocabulary.end_token_ids
-        return _Live(message, max_tokens, sampler, text, end_token_ids, chain)
+        n_top = message.prompt_logprobs
+        scores = None if n_top is None else PromptScores(message.prompt_token_ids, n_top)
+        return _Live(message, max_tokens, sampler, text, end_token_ids, chain, scores=scores)
 
     def _pace(self) -> tuple[int | None, int | None]:
         """Arguments of `next_batch`. Drafts fill the rows of a step by themselves."""
@@ -427,7 +434,7 @@ class Engine:
 
     def _compute(self, batch: Batch, drafts: list[Draft]) -> list[list[SampledToken]]:
         """For each slice that wants logits, the tokens that come next."""
-        logits = self.ranks.forward(batch)
+        logits = self._forward(batch)
         if self._prompts:
             return self._compute_some(logits, list(_wanting(batch)))
         lives = [self._live[name] for name in _wanting(batch)]
@@ -441,6 +448,17 @@ class Engine:
             run = sample_run(rows, live.sampler, token_ids, chances, live.end_token_ids)
             runs.append(run)
         return runs
+
+    def _forward(self, batch: Batch) -> npt.NDArray[np.float32]:
+        if batch.phase == "decode":
+            return self.ranks.forward(batch)
+        live = self._live
+        scores = {
+            name: found
+            for name in batch.request_ids
+            if name in live and (found := live[name].scores) is not None and not found.is_whole
+        }
+        return forward_scored(self.ranks, batch, scores) if scores else self.ranks.forward(batch)
 
     def _compute_some(
         self, logits: npt.NDArray[np.float32], names: Sequence[str]
@@ -477,6 +495,12 @@ class Engine:
         """The text that the new tokens of one request give; none of them counts after a stop string."""
         request_id = outs[0].request_id
         live = self._live[request_id]
+        scored = None if live.scores is None else live.scores.tokens
+        live.scores = None
+        if live.message.max_tokens == 0:
+            self._forget(request_id)
+            counts = self._counts(0, 0)
+            return Answer(request_id, "", (), 0, now_ns, "length", outs[0].n_reused, counts, prompt=scored)
         n_new = 0
         for token in run:
             n_new += 1
@@ -488,7 +512,7 @@ class Engine:
                 break
         out = outs[n_new - 1]
         text, tokens = live.text.take(finished=out.finish_reason is not None)
-        live.has_begun = live.has_begun or bool(text or tokens)
+        live.has_begun = live.has_begun or bool(text or tokens or scored)
         self._count_drafts(live, run[:n_new], drafted)
         reason = "stop" if live.text.stopped else out.finish_reason
         if reason is not None:
@@ -509,6 +533,7 @@ class Engine:
             counts,
             evidence,
             live.text.stop_text,
+            scored,
         )
 
     def _count_drafts(self, live: _Live, run: list[SampledToken], drafted: Sequence[int]) -> None:

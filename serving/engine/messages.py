@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.serving.pools.contract import Estimate, Placement, PoolStats
-from phasewise.serving.sampling.sampling import SampledToken, SamplingParams
+from phasewise.serving.sampling.sampling import PromptToken, SampledToken, SamplingParams
 from phasewise.serving.scheduling.request import FinishReason
 from phasewise.tuner.plans import Phase
 
@@ -25,7 +25,8 @@ class Submit:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     max_tokens: int | None = None
-    """None: the request's share of the KV cache, within the model's context."""
+    """None: the request's share of the KV cache, within the model's context. 0: its prompt is computed, and
+    nothing is answered."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     """The answer ends before the first of these; none of it is given out."""
@@ -44,6 +45,8 @@ class Submit:
     """The id of the model that answers, where a server has several."""
     receipt: bool = False
     """True if the answer's last piece shall have evidence of how it came about."""
+    prompt_logprobs: int | None = None
+    """As `SamplingParams.top_logprobs`, of the tokens of the prompt: the answer's first piece has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,8 @@ class Answer(NamedTuple):
     """With the last piece, where it was asked for."""
     stop_text: str | None = None
     """The stop string that ended the answer, with the last piece."""
+    prompt: tuple[PromptToken, ...] | None = None
+    """Every token of the prompt, with the first piece, where `Submit.prompt_logprobs` asks for it."""
 
 
 class Failure(NamedTuple):

@@ -6,6 +6,7 @@ prompt and answer together (`workflows.replay`).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from phasewise.serving.engine.logit_chain import LogitChain, n_digests
 from phasewise.serving.engine.messages import Evidence, Submit
 from phasewise.serving.errors import RequestError, ServingError
 from phasewise.serving.grammar.guides import GuideRecipe
-from phasewise.serving.sampling.sampling import Sampler, SamplingParams
+from phasewise.serving.sampling.sampling import Sampler, SamplingParams, sample_rows
 from phasewise.serving.scheduling.request import (
     FinishReason as FinishReason,  # for HTTP, which never sees the scheduler
 )
@@ -54,7 +55,7 @@ class AskedSettings:
 
 @dataclass(frozen=True)
 class Receipt:
-    """A server's word on what it did. `digest`: of all other fields."""
+    """A server's word on what it did. `digest`: of all other fields but the signature."""
 
     schema_version: Literal[1]
     request_id: str
@@ -70,15 +71,20 @@ class Receipt:
     finish_reason: FinishReason
     logit_digests: tuple[str, ...]
     digest: str = ""
+    signature: str = ""
+    """By the server's key, in base64 (`receipt_signing`); empty where it has none."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; `read_receipt` is the inverse."""
         fields: dict[str, Any] = _receipt.dump_python(self, mode="json")
+        if not self.signature:
+            del fields["signature"]
         return fields
 
     def own_digest(self) -> str:
         """The digest that belongs to the other fields."""
-        return digest_of({name: value for name, value in self.to_json().items() if name != "digest"})
+        fields = self.to_json()
+        return digest_of({name: fields[name] for name in fields if name not in ("digest", "signature")})
 
     def contradictions(self) -> list[str]:
         """In a line each, what is wrong with it whatever the model says."""
@@ -97,6 +103,9 @@ class Receipt:
             wrong.append("the digest of the receipt is not that of its fields")
         return wrong
 
+
+SignReceipt = Callable[[Receipt], Receipt]
+"""Gives a receipt its signature."""
 
 _receipt = TypeAdapter(Receipt)
 _settings = TypeAdapter(AskedSettings)
@@ -163,29 +172,34 @@ class Replaying:
 
     def feed(self, logits: npt.NDArray[np.float32]) -> None:
         """The rows after the next tokens, float32 [n, vocab]."""
+        begin = self._n_rows
+        self._n_rows += len(logits)
         for row in logits:
-            self._feed_row(row)
-
-    def _feed_row(self, row: npt.NDArray[np.float32]) -> None:
-        receipt, place = self._receipt, self._n_rows
-        self._n_rows += 1
-        self._chain.add(row)
+            self._chain.add(row)
+        if self.first_digest is None:
+            pairs = zip(self._chain.digests(self._n_rows), self._receipt.logit_digests, strict=False)
+            self.first_digest = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
         if self.first_token is None:
-            chosen = self._sampler.sample(row)
-            if chosen.token_id != receipt.token_ids[place]:
-                self.first_token, self.chosen = place, chosen.token_id
-        number = n_digests(self._n_rows) - 1
-        if (
-            self.first_digest is None
-            and self._chain.digests(self._n_rows)[-1:] != (receipt.logit_digests[number : number + 1])
-        ):
-            self.first_digest = number
+            recorded = self._receipt.token_ids[begin : self._n_rows]
+            for place, (theirs, ours) in enumerate(zip(recorded, self._chosen(logits), strict=True), begin):
+                if ours != theirs:
+                    self.first_token, self.chosen = place, ours
+                    break
+
+    def _chosen(self, logits: npt.NDArray[np.float32]) -> Iterator[int]:
+        """The tokens that the sampler chooses, as far as somebody asks."""
+        if self._sampler.needs_largest_alone:
+            return (token.token_id for token in sample_rows(logits, [self._sampler] * len(logits)))
+        return (self._sampler.sample(row).token_id for row in logits)
 
 
 def ends_wrongly(
     receipt: Receipt, end_token_ids: frozenset[int], text: str, *, is_cut_short: bool
 ) -> str | None:
-    """Why the answer cannot have ended as the receipt says; None: it can. text: of the whole answer."""
+    """Why the answer cannot have ended as the receipt says; None: it can.
+
+    text: of the whole answer, read where there are stop texts.
+    """
     settings, ids = receipt.settings, receipt.token_ids
     ends = frozenset() if settings.ignore_eos else end_token_ids
     early = next((place for place, one in enumerate(ids[:-1]) if one in ends), None)

@@ -12,6 +12,7 @@ from phasewise.serving.tools.dialect import Dialect, dialect_of
 
 if TYPE_CHECKING:
     from phasewise.serving.engine.fingerprint import Fingerprint
+    from phasewise.serving.engine.receipts import SignReceipt
     from phasewise.serving.grammar.guides import GuideCompiler
     from phasewise.serving.pools.contract import Estimate
     from phasewise.serving.text.chat import Conversation
@@ -66,6 +67,8 @@ class ServedModel:
     """The identity of the arithmetic behind it; None until instances elsewhere have told it."""
     gives_receipts: bool = False
     """True if requests may ask for a receipt."""
+    sign_receipt: SignReceipt | None = None
+    """Signs them by the server's key; None: they are not signed."""
 
     @property
     def system_fingerprint(self) -> str | None:

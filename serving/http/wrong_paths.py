@@ -8,7 +8,7 @@ _OPENAI = "this server speaks OpenAI's API: POST /v1/chat/completions, or GET /v
 _DOCUMENT = "GET /openapi.json describes the API, and GET /v1/models lists what is served"
 _OF_TEXT = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize"}
-    | {"/api/chat", "/api/generate", "/api/tags", "/api/show"}
+    | {"/api/chat", "/api/generate", "/api/tags", "/api/show", "/tokenizer_info"}
 )
 _OF_VECTORS = frozenset({"/v1/embeddings", "/v1/rerank", "/rerank"})
 _OF_OTHER_SERVERS = ("/api/", "/v1/complete", "/v2/", "/generate", "/completion", "/chat", "/embed", "/infer")

@@ -111,8 +111,10 @@ class FirstRank:
         return np.concatenate(rows)
 
     def all_logits(self, batch: Batch) -> Logits:
-        """Logits after every token of the batch, float32 [tokens, vocab]."""
+        """Logits after every token of the batch, float32 [tokens, vocab]; valid until the next call."""
         self._running(batch.phase)  # or say why not, however few its tokens
+        if batch.n_tokens <= min(self._step_tokens, self._logit_rows):
+            return self._logits[: self._run(batch.slices, batch.phase, every_row=True)]
         out = np.empty((batch.n_tokens, self._logits.shape[1]), dtype=np.float32)
         done = 0
         for step in _steps(batch.slices, min(self._step_tokens, self._logit_rows)):

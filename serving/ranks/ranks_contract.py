@@ -77,7 +77,7 @@ class Ranks(Protocol):
         ...
 
     def all_logits(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """Logits after every token of the batch, float32 [tokens, vocab]."""
+        """Logits after every token of the batch, float32 [tokens, vocab]; valid until the next call."""
         ...
 
     def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:

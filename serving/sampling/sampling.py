@@ -12,7 +12,7 @@ import math
 import secrets
 import threading
 from collections import deque
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -109,6 +109,18 @@ class SampledToken(NamedTuple):
 
     token_id: int
     logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class PromptToken(NamedTuple):
+    """A token of a prompt as the model sees it after those before it; of the first, nothing is known.
+
+    `top`: (token id, log-probability), likeliest first. `rank`: 1 is the likeliest.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    rank: int | None = None
     top: tuple[tuple[int, float], ...] = ()
 
 
@@ -287,6 +299,19 @@ def sample_rows(logits: npt.NDArray[np.float32], samplers: Sequence[Sampler]) ->
     if all(sampler.needs_largest_alone for sampler in samplers):
         return _greedy_rows(logits)
     return [sampler.sample(row) for sampler, row in zip(samplers, logits, strict=True)]
+
+
+def score_rows(
+    logits: npt.NDArray[np.float32], token_ids: Sequence[int], n_top: int
+) -> Iterator[PromptToken]:
+    """For each row of `logits` the token of the same index: the numbers that `sample` would give with it.
+
+    StepFailed if the logits are no numbers.
+    """
+    for row, token_id in zip(logits, token_ids, strict=True):
+        _require_finite(float(row.max()))
+        _, logprob, top = _with_logprobs(row, token_id, n_top)
+        yield PromptToken(token_id, logprob, 1 + int(np.count_nonzero(row > row[token_id])), top)
 
 
 def sample_run(

@@ -27,6 +27,8 @@ class Request:
     """Its prompt is computed here and its answer elsewhere: what was computed is held for a hand-over."""
     client: str = ""
     """Requests that wait belong to clients, which take turns."""
+    takes_over: bool = True
+    """False: keys and values of its prompt are all computed, because logits of every token are wanted."""
 
     @property
     def most_tokens(self) -> int:

@@ -39,7 +39,7 @@ from phasewise.serving.scheduling.admission import (
 )
 from phasewise.serving.scheduling.client_shares import ClientShares
 from phasewise.serving.scheduling.prefill_turns import PrefillTurns
-from phasewise.serving.scheduling.prefixes import PrefixIndex, chain, copies_between
+from phasewise.serving.scheduling.prefixes import NOTHING, PrefixIndex, chain, copies_between
 from phasewise.serving.scheduling.request import LiveSequence, Request, TokenOut
 from phasewise.serving.scheduling.scheduler_laws import check_laws
 from phasewise.serving.scheduling.scheduler_terms import (
@@ -460,7 +460,8 @@ class Scheduler:
             token_ids, space = sequence.token_ids, sequence.request.cache_space
             if sequence.runs is None:
                 sequence.runs = chain(token_ids, space=space)
-            match = prefixes.find(token_ids, sequence.runs, space)
+            takes_over = sequence.request.takes_over
+            match = prefixes.find(token_ids, sequence.runs, space) if takes_over else NOTHING
             if 2 * (match.n_coming - match.n_ready) >= len(token_ids) - match.n_ready:
                 return False
             prefixes.start(sequence.request_id, (token_ids, sequence.runs), placement, space)

@@ -91,6 +91,7 @@ class Boundary:
         set_("phasewise.serving.embedding_service.run_embedding_service", self._serve_embeddings)
         set_("phasewise.serving.engine.open_engine.open_engine", self._engine)
         set_("phasewise.serving.service.run_service", self._serve)
+        set_("phasewise.workflows.receipt_keys.signing_key", lambda path: path)
         set_("phasewise.workflows.serve.length_estimator.open_predictor", self._predictor)
         set_("phasewise.cli.explain_text.uses_text", self._explained)
         set_("phasewise.cluster.real.local_instances.LocalInstances", self._instances)

@@ -16,8 +16,9 @@ EXPECTED_SKIPS = (
     # Reference data, which is no part of the repository: ../shared, or PHASEWISE_SHARED_DATA.
     r"reference (data|machines|traces)|lists? of .* fields|no machines in|the authors' figures",
     # Other programs and libraries, which are found where their variables name them.
-    r"PHASEWISE_(PEERS_PYTHON|LLAMA_BIN|LLAMA_MODEL)",
+    r"PHASEWISE_(PEERS_PYTHON|LLAMA_BIN|LLAMA_MODEL|LM_EVAL)",
     r"could not import '(torch|transformers|compressed_tensors)'|is not in the cache",
+    r"(cryptography|ssh-keygen) is not installed",
     r"network namespaces need root",
     r"Ray is not installed|no Chromium is installed",
     r"PHASEWISE_AXE does not name|PHASEWISE_NODE_MODULES names no folder|node is not installed",

@@ -91,7 +91,7 @@ def computed(model: PackedModel, kv_format: str, core: int) -> tuple[str, bool]:
     with keeping_affinity():
         ranks = LocalRanks(model, plans, RankOptions(KvSettings(2 * 64, kv_format), 64, 1))
         try:
-            rows = ranks.all_logits(Batch("prefill", (SequenceSlice(ids, 0, 0, True),)))
+            rows = ranks.all_logits(Batch("prefill", (SequenceSlice(ids, 0, 0, True),))).copy()
             ranks.forward(Batch("prefill", (SequenceSlice(ids[:first], 0, 64, True),)))
             is_one = True
             for at in range(first, _TOKENS):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from phasewise.serving.engine.receipts import (
     ends_wrongly,
     read_receipt,
 )
+from phasewise.serving.errors import StepFailed
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.opening.open_model import NATIVE, OpenModel, Weights, open_model
 from phasewise.workflows.report import Report, silent
@@ -25,6 +27,7 @@ from phasewise.workflows.report import Report, silent
 if TYPE_CHECKING:
     from phasewise.serving.engine.fingerprint import Fingerprint
     from phasewise.serving.engine.open_engine import ModelText
+    from phasewise.serving.engine.receipt_signing import Signer
     from phasewise.serving.grammar.guides import GuideCompiler
     from phasewise.serving.ranks.ranks_contract import Ranks
     from phasewise.serving.sampling.sampling import Sampler
@@ -99,15 +102,23 @@ def replay_files(
     threads: int | None = None,
     ranks: int | None = None,
     db: str | None = None,
+    signer: Path | None = None,
     report: Report = silent,
 ) -> list[ReceiptVerdict]:
     """Check all receipts of some files against `model`, in their order.
 
-    Raises WorkflowError for a file without receipts, and what `open_model` raises.
+    signer: a file with the key that must have signed each of them; None: signatures are not looked at.
+    Raises WorkflowError for a file without receipts, ReceiptError for one without a key, and what
+    `open_model` raises.
     """
+    known = None
+    if signer is not None:
+        from phasewise.workflows.receipt_keys import known_signer
+
+        known = known_signer(signer)
     read = [(str(path), receipt) for path in paths for receipt in read_receipts(path)]
     found = open_model(model, weights, threads, db, report, ranks)
-    with _Replayer(found) as replayer:
+    with _Replayer(found, signer=known) as replayer:
         return [replayer.verdict(source, receipt) for source, receipt in read]
 
 
@@ -122,14 +133,12 @@ def replay_receipts(
 class _Replayer:
     """A model, and ranks that stay open from one receipt to the next where they fit both."""
 
-    def __init__(self, found: OpenModel, *, pinned: bool = True) -> None:
-        from phasewise.serving.engine.open_engine import ModelText
-
+    def __init__(self, found: OpenModel, *, pinned: bool = True, signer: Signer | None = None) -> None:
         self._found = found
         self._pinned = pinned
-        self._text: ModelText = ModelText(found.model)
+        self._signer = signer
         self._ends = frozenset(found.model.config.eos_token_ids)
-        self._guides: GuideCompiler = self._text.guide_compiler()
+        self._known_guides: GuideCompiler | None = None
         self._ranks: Ranks | None = None
         self._ranks_for: tuple[str, int | None, int] = ("", None, 0)
 
@@ -137,23 +146,44 @@ class _Replayer:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._guides.close()
+        if self._known_guides is not None:
+            self._known_guides.close()
         self._close_ranks()
+
+    @cached_property
+    def _text(self) -> ModelText:
+        """Read where a receipt has stop texts or a grammar: it takes as long as some hundred tokens."""
+        from phasewise.serving.engine.open_engine import ModelText
+
+        return ModelText(self._found.model)
+
+    @property
+    def _guides(self) -> GuideCompiler:
+        if self._known_guides is None:
+            self._known_guides = self._text.guide_compiler()
+        return self._known_guides
 
     def verdict(self, source: str, receipt: Receipt | ReceiptError) -> ReceiptVerdict:
         """Everything that is wrong with it. What is another model's is not computed."""
         if isinstance(receipt, ReceiptError):
             return ReceiptVerdict(source, "", 0, (str(receipt),))
         problems, first = receipt.contradictions(), None
+        unsigned = None if self._signer is None else self._signer.refusal(receipt)
+        problems += [] if unsigned is None else [unsigned]
         refusal = self._cannot_check(receipt)
         if refusal is not None:
             problems.append(refusal)
         else:
-            replaying, sampler = self._replayed(receipt)
+            try:
+                replaying, sampler = self._replayed(receipt)
+            except StepFailed as error:  # a model with damaged weights confirms nothing
+                problems.append(str(error))
+                return ReceiptVerdict(source, receipt.request_id, len(receipt.token_ids), tuple(problems))
             problems += _differences(receipt, replaying)
             if replaying.first_token is not None:
                 first = replaying.first_token + 1
-            wrong = ends_wrongly(receipt, self._ends, self._text_of(receipt), is_cut_short=sampler.cut_short)
+            text = self._text_of(receipt) if receipt.settings.stop else ""
+            wrong = ends_wrongly(receipt, self._ends, text, is_cut_short=sampler.cut_short)
             problems += [wrong] if wrong is not None and first is None else []
         return ReceiptVerdict(source, receipt.request_id, len(receipt.token_ids), tuple(problems), first)
 

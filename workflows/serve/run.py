@@ -20,7 +20,7 @@ from phasewise.workflows.serve.address import (
     warn_of_strangers,
 )
 from phasewise.workflows.serve.opened_models import OpenedModel, open_models
-from phasewise.workflows.serve.settings import ServeSettings
+from phasewise.workflows.serve.settings import Answering, ServeSettings
 
 if TYPE_CHECKING:
     import ssl
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from phasewise.serving.embedding_service import EmbeddingSettings
     from phasewise.serving.engine.engine import Engine
     from phasewise.serving.engine.engine_host import OpenHost
+    from phasewise.serving.engine.receipts import SignReceipt
     from phasewise.serving.engine.several_engines import OpenEngineHost
     from phasewise.serving.http.http_settings import HttpLimits
     from phasewise.serving.http.length_log import LengthLog
@@ -78,6 +79,7 @@ def serve_model(
         refs = [model, *(settings.running.also or ())]
         _refuse_same_names(refs, settings, report)
         settings = _beside_embeddings(settings, report)
+        sign_receipt = _sign_receipt(settings.answering)  # or why not, before a model is opened
         log = None if settings.length_log is None else LengthLog(settings.length_log, report)
         first, *others = open_models(refs, settings, stack, report)
         hint_at_tuning(model, settings.db, report)
@@ -87,7 +89,7 @@ def serve_model(
         if explain is not None:
             for one in (first, *others):
                 _explain(one, settings, report, explain)
-        service = _service_settings(first, settings, limits, tls, log, report)
+        service = _service_settings(first, settings, limits, tls, log, sign_receipt, report)
         _tell(first, others, service, report)
         warn_of_strangers(settings.listening, limits, report)
         further = [_other_model(one, settings) for one in others]
@@ -204,6 +206,7 @@ def _service_settings(
     limits: HttpLimits,
     tls: ssl.SSLContext | None,
     length_log: LengthLog | None,
+    sign_receipt: SignReceipt | None,
     report: Report,
 ) -> ServiceSettings:
     from phasewise.serving.service import ServiceSettings
@@ -221,9 +224,19 @@ def _service_settings(
         logging=_logging(settings),
         tool_format=answering.tool_format,
         receipts=answering.receipts,
+        sign_receipt=sign_receipt,
         page=None if answering.no_page else _machine_facts(first, settings),
         read_keys=reader_of_keys(settings.accepting, report),
     )
+
+
+def _sign_receipt(answering: Answering) -> SignReceipt | None:
+    """ReceiptError where --receipt-key names no key."""
+    if not answering.receipts or answering.receipt_key is None:
+        return None
+    from phasewise.workflows.receipt_keys import signing_key
+
+    return signing_key(answering.receipt_key)
 
 
 def _names(settings: ServeSettings, *own: str) -> tuple[str, ...]:

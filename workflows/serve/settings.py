@@ -88,7 +88,8 @@ class Answering:
     `tool_format`: `auto`, as the model's chat template writes calls, or one of
     `serving.tools.dialect.FORMATS`. `cors_origin`: pages of these origins may call the server.
     `served_model_name`: what requests call the model in place of its own name, the first being its id.
-    `no_page`: there is no page at `/`. `receipts`: requests may ask for receipts of their answers.
+    `no_page`: there is no page at `/`. `receipts`: requests may ask for receipts of their answers, which are
+    signed by the key in `receipt_key`, where there is one.
     """
 
     temperature: float | None = None
@@ -99,6 +100,7 @@ class Answering:
     served_model_name: Sequence[str] | None = None
     no_page: bool = False
     receipts: bool = False
+    receipt_key: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,10 @@ def _bytes_of(piece: Answer) -> int:
     """The memory of a piece, more or less."""
     tokens = piece.tokens
     n_alternatives = sum(len(token.top) for token in tokens) if tokens and tokens[0].top else 0
-    return len(piece.text) + _TOKEN_BYTES * (1 + len(tokens)) + _ALTERNATIVE_BYTES * n_alternatives
+    prompt = piece.prompt or ()
+    n_alternatives += sum(len(token.top) for token in prompt)
+    n_tokens = 1 + len(tokens) + len(prompt)
+    return len(piece.text) + _TOKEN_BYTES * n_tokens + _ALTERNATIVE_BYTES * n_alternatives
 
 
 class Observer(Protocol):

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, Protocol
 
 from phasewise.serving.engine.messages import Answer, DraftCounts, Evidence, Failure, Submit
 from phasewise.serving.engine.receipts import FinishReason
+from phasewise.serving.http.answers.scoring import NOT_SCORED, Echo, Scoring, text_offsets
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
-from phasewise.serving.sampling.sampling import SampledToken
+from phasewise.serving.sampling.sampling import PromptToken, SampledToken
 from phasewise.serving.tools.parts import Begun, Call, Piece, Reader, Reasoning, Text
 
 Json = dict[str, Any]
@@ -34,6 +35,7 @@ class Choice:
     first_ns: int = 0
     last_ns: int = 0
     """When its first and its newest token were chosen, on `time.perf_counter_ns`."""
+    prompt: tuple[PromptToken, ...] | None = None
 
     def add(self, piece: Answer) -> None:
         self.text += piece.text
@@ -46,6 +48,7 @@ class Choice:
         self.stop_text = piece.stop_text
         self.first_ns = self.first_ns or piece.at_ns
         self.last_ns = piece.at_ns
+        self.prompt = self.prompt or piece.prompt
 
 
 class Used(NamedTuple):
@@ -77,6 +80,10 @@ class Rendering(Protocol):
         ...
 
     def whole(self, index: int, choice: Choice) -> Json: ...
+
+    def rest(self, choices: Sequence[Choice]) -> Json:
+        """The fields of a whole response that stand beside its choices."""
+        ...
 
 
 class EventWriter(Protocol):
@@ -219,7 +226,7 @@ class _ReadChoice:
 class _Fixed:
     """The parts that both kinds share: the fields of every object, and how tokens are written out."""
 
-    def __init__(self, response_id: str, model: ServedModel) -> None:
+    def __init__(self, response_id: str, model: ServedModel, scoring: Scoring = NOT_SCORED) -> None:
         self._fixed = {
             "id": response_id,
             "created": int(time.time()),
@@ -227,6 +234,20 @@ class _Fixed:
             "system_fingerprint": model.system_fingerprint,
         }
         self._model = model
+        self._scoring = scoring
+
+    def _prompt_logprobs(self, tokens: Sequence[PromptToken]) -> list[Json | None]:
+        """As vLLM tells them: of each token its own and the likeliest ones, by id; of the first nothing."""
+        return [None if one.logprob is None else self._at_place(one) for one in tokens]
+
+    def _at_place(self, token: PromptToken) -> Json:
+        likeliest = enumerate(token.top[: self._scoring.n_top], 1)
+        told = {one: (value, rank) for rank, (one, value) in likeliest}
+        told.setdefault(token.token_id, (token.logprob or 0.0, token.rank or 0))
+        return {
+            str(one): {"logprob": value, "rank": rank, "decoded_token": self._text(one)}
+            for one, (value, rank) in told.items()
+        }
 
     def _text(self, token_id: int) -> str:
         return self._model.piece(token_id).decode("utf-8", "replace")
@@ -246,43 +267,84 @@ class CompletionRendering(_Fixed):
         return {**self._fixed, "object": "text_completion"}
 
     def opening(self, index: int) -> Json | None:
-        return None
+        """The prompt, where it is echoed without numbers that are not known yet."""
+        echo = self._scoring.echo(index)
+        return None if echo is None or echo.has_logprobs else self._choice(index, echo.text, None, None)
 
     def delta(self, index: int, piece: Answer, n_chars_before: int) -> Json:
-        logprobs = self._logprobs(self._scored(piece.tokens, piece.finish_reason), n_chars_before)
-        return {
-            "index": index,
-            "text": piece.text,
-            "logprobs": logprobs,
-            "finish_reason": piece.finish_reason,
-        }
+        echo = self._scoring.echo(index)
+        said, text = [self._generated(index, piece.tokens, piece.finish_reason, n_chars_before)], piece.text
+        if echo is not None and echo.has_logprobs and piece.prompt is not None:
+            said.insert(0, self._echoed(echo, piece.prompt))
+            text = echo.text + text
+        return self._choice(index, text, _joined(said), piece.finish_reason)
 
     def whole(self, index: int, choice: Choice) -> Json:
-        logprobs = self._logprobs(self._scored(choice.tokens, choice.finish_reason), 0)
-        return {
-            "index": index,
-            "text": choice.text,
-            "logprobs": logprobs,
-            "finish_reason": choice.finish_reason,
-        }
+        echo = self._scoring.echo(index)
+        said, text = [self._generated(index, choice.tokens, choice.finish_reason, 0)], choice.text
+        if echo is not None:
+            text = echo.text + text
+            if echo.has_logprobs and choice.prompt is not None:
+                said.insert(0, self._echoed(echo, choice.prompt))
+        whole = self._choice(index, text, _joined(said), choice.finish_reason)
+        if self._scoring.n_top is not None and choice.prompt is not None:
+            whole["prompt_logprobs"] = self._prompt_logprobs(choice.prompt)
+        return whole
 
-    def _logprobs(self, tokens: Sequence[SampledToken], offset: int) -> Json | None:
-        if not tokens:
+    def rest(self, choices: Sequence[Choice]) -> Json:
+        return {}
+
+    def _choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _generated(
+        self, index: int, tokens: Sequence[SampledToken], reason: str | None, n_chars_before: int
+    ) -> Json | None:
+        """Beside an echo every token counts: who scores knows by their number which are the prompt's."""
+        echo = self._scoring.echo(index)
+        scored = self._scored(tokens, None if echo is not None else reason)
+        if not scored:
             return None
-        texts = [self._text(token.token_id) for token in tokens]
+        texts = [self._text(token.token_id) for token in scored]
+        begin = n_chars_before + (len(echo.text) if echo is not None else 0)
         return {
             "tokens": texts,
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{self._text(one): value for one, value in token.top} for token in tokens],
-            "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)),
+            "token_logprobs": [token.logprob for token in scored],
+            "top_logprobs": [self._top(token.top) for token in scored],
+            "text_offset": list(accumulate(map(len, texts[:-1]), initial=begin)),
         }
+
+    def _echoed(self, echo: Echo, tokens: Sequence[PromptToken]) -> Json:
+        pieces = [self._model.piece(token.token_id) for token in tokens]
+        tops = [None if one.logprob is None else self._top(one.top[: echo.n_top]) for one in tokens]
+        return {
+            "tokens": [piece.decode("utf-8", "replace") for piece in pieces],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": tops,
+            "text_offset": text_offsets(echo.text, pieces),
+        }
+
+    def _top(self, top: Sequence[tuple[int, float]]) -> Json:
+        return {self._text(one): value for one, value in top}
+
+
+def _joined(parts: Sequence[Json | None]) -> Json | None:
+    """Log-probabilities of the prompt and of the answer as one; None: there are none."""
+    given = [one for one in parts if one is not None]
+    return {name: [item for one in given for item in one[name]] for name in given[0]} if given else None
 
 
 class ChatRendering(_Fixed):
     """`/v1/chat/completions`. `reading`: how answers are read that may have calls or thoughts in them."""
 
-    def __init__(self, response_id: str, model: ServedModel, reading: AnswerReading | None = None) -> None:
-        super().__init__(response_id, model)
+    def __init__(
+        self,
+        response_id: str,
+        model: ServedModel,
+        reading: AnswerReading | None = None,
+        scoring: Scoring = NOT_SCORED,
+    ) -> None:
+        super().__init__(response_id, model, scoring)
         self._reading = reading
         self._streamed: dict[int, _ReadChoice] = {}
 
@@ -326,6 +388,12 @@ class ChatRendering(_Fixed):
                 message["tool_calls"] = calls
             reason = read.reason(reason)
         return _chat_choice(index, "message", message, logprobs, reason)
+
+    def rest(self, choices: Sequence[Choice]) -> Json:
+        """All choices have one prompt, and so its numbers."""
+        if choices[0].prompt is None:
+            return {}
+        return {"prompt_logprobs": self._prompt_logprobs(choices[0].prompt)}
 
     def _logprobs(self, tokens: Sequence[SampledToken]) -> Json | None:
         if not tokens:

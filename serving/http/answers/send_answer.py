@@ -69,6 +69,7 @@ async def _whole(client: EngineClient, reply: Reply, request: Request) -> Respon
     except RankLost:  # nothing of it was sent, so it may run again, from the start
         choices = await _choices(client, reply, request)
     n_scored = sum(len(choice.tokens) for choice in choices if choice.tokens and choice.tokens[0].top)
+    n_scored += sum(len(choice.prompt) for choice in choices if choice.prompt is not None)
     if n_scored > _TOKENS_WORTH_A_THREAD:
         body = await asyncio.to_thread(_written, reply, choices)
     else:
@@ -102,8 +103,8 @@ def _written(reply: Reply, choices: Sequence[Choice]) -> bytes:
     ]
     head = encode(reply.rendering.head(streamed=False))
     used = [Used(choice.n_generated, choice.n_cached, choice.drafts) for choice in choices]
-    total = encode(reply.usage(used))
-    return f'{head[:-1]},"choices":[{",".join(whole)}],"usage":{total}}}'.encode()
+    beside = encode({"usage": reply.usage(used), **reply.rendering.rest(choices)})
+    return f'{head[:-1]},"choices":[{",".join(whole)}],{beside[1:]}'.encode()
 
 
 class _EventStream(Response):

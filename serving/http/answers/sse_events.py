@@ -93,7 +93,7 @@ class Events:
     def _delta(self, index: int, piece: Answer) -> str:
         said = self._said[index]
         delta = None
-        if piece.text or piece.tokens or piece.finish_reason:
+        if piece.text or piece.tokens or piece.finish_reason or piece.prompt:
             delta = self._reply.rendering.delta(index, piece, said.n_chars)
         if delta is not None:
             delta = self._reply.with_receipt(index, delta, piece)

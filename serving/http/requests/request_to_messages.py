@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -59,7 +59,8 @@ def completion_requests(
 ) -> list[Submit]:
     """One message for each choice: prompts in order, the `n` choices of a prompt together."""
     _refuse(body, model)
-    max_tokens = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
+    _refuse_empty(body)
+    max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     texts = _prompts(body.prompt)
     if len(texts) * (body.n or 1) > _MOST_CHOICES:
         raise bad_request(f"a request may ask for at most {_MOST_CHOICES} choices in all", "prompt")
@@ -70,7 +71,9 @@ def completion_requests(
     return [
         request
         for index, prompt in enumerate(prompts)
-        for request in _choices(body, f"{response_id}-{index}", prompt, max_tokens, sampling, model, space)
+        for request in _choices(
+            body, f"{response_id}-{index}", prompt, max_tokens, sampling, model, space, _scored(body)
+        )
     ]
 
 
@@ -84,7 +87,14 @@ def chat_requests(body: ChatRequest, model: ServedModel, sender: RequestOrigin |
     max_tokens = body.max_completion_tokens or body.max_tokens
     sampling = _sampling(body, model.sampling, (body.top_logprobs or 0) if body.logprobs else None)
     choices = _choices(
-        body, f"chatcmpl-{uuid.uuid4().hex}", prompt, max_tokens, sampling, model, sender.cache_space
+        body,
+        f"chatcmpl-{uuid.uuid4().hex}",
+        prompt,
+        max_tokens,
+        sampling,
+        model,
+        sender.cache_space,
+        body.prompt_logprobs,
     )
     shown = model.dialect.shown if is_read(body, model) else frozenset()
     return [replace(one, shown=shown) for one in choices]
@@ -111,6 +121,7 @@ def _choices(
     sampling: SamplingParams,
     model: ServedModel,
     space: str,
+    prompt_logprobs: int | None,
 ) -> Sequence[Submit]:
     _refuse_too_long(prompt, max_tokens, model)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
@@ -123,6 +134,7 @@ def _choices(
         body.ignore_eos,
         cache_space=_salted(space, body.cache_salt),
         receipt=body.receipt,
+        prompt_logprobs=prompt_logprobs,
     )
     return [first] + [
         replace(first, request_id=f"{request_id}-{choice}", sampling=_reseeded(sampling, choice))
@@ -151,8 +163,27 @@ def _refuse(body: CompletionRequest | ChatRequest, model: ServedModel) -> None:
             "receipt",
             "unsupported_parameter",
         )
+    if body.prompt_logprobs is not None and body.stream:
+        raise bad_request("prompt_logprobs is not for streams: set stream to false", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options is for streams only: set stream to true", "stream_options")
+
+
+def _refuse_empty(body: CompletionRequest) -> None:
+    """ApiError for an answer of no tokens where there is nothing else to say, or something to prove."""
+    if body.max_tokens != 0:
+        return
+    if not body.echo and body.prompt_logprobs is None:
+        raise bad_request("max_tokens may be 0 only with echo or prompt_logprobs", "max_tokens")
+    if body.receipt:
+        raise bad_request("a receipt needs an answer: set max_tokens to 1 or more", "receipt")
+
+
+def _scored(body: CompletionRequest) -> int | None:
+    """The number of likeliest tokens that are told of each place of the prompt; None: it is not scored."""
+    echoed = body.logprobs if body.echo else None
+    wanted = [one for one in (echoed, body.prompt_logprobs) if one is not None]
+    return max(wanted, default=None)
 
 
 def _refuse_too_long(prompt: tuple[int, ...], max_tokens: int | None, model: ServedModel) -> None:
@@ -194,6 +225,24 @@ def tokenized(body: TokenizeRequest, model: ServedModel, patience: Patience) -> 
     if body.return_token_strs:
         out["token_strs"] = [model.piece(one).decode("utf-8", "replace") for one in ids]
     return to_json(out)
+
+
+def control_texts(model: ServedModel) -> dict[str, str | None]:
+    """The texts of the tokens that begin and end a text; None where a prompt's text cannot spell one."""
+    opening = set(model.encode("", True)[:1])
+    return {
+        "bos_token": _spelled(opening, model),
+        "eos_token": _spelled(model.end_token_ids, model),
+    }
+
+
+def _spelled(token_ids: Collection[int], model: ServedModel) -> str | None:
+    """The text of the first of these tokens that is read as that token."""
+    for token_id in sorted(token_ids):
+        text = model.piece(token_id).decode("utf-8", "replace")
+        if model.encode(text, False) == [token_id]:
+            return text
+    return None
 
 
 def _tokens_of(body: TokenizeRequest, model: ServedModel, patience: Patience) -> list[int]:

@@ -33,6 +33,7 @@ _MOST_BIASES = 4096
 _MOST_TOOLS = 128
 _MOST_CALLS = 128
 MOST_INT = 2**31 - 1
+MOST_LOGPROBS = 20
 
 
 def kind_of(value: object) -> str:
@@ -148,8 +149,8 @@ class StructuredOutputs(Strict):
 
 
 _NOT_OFFERED = (
-    *("functions", "function_call", "audio", "web_search_options", "prediction", "suffix", "echo"),
-    *("use_beam_search", "prompt_logprobs", "prompt_embeds", "stop_token_ids", "min_tokens", "bad_words"),
+    *("functions", "function_call", "audio", "web_search_options", "prediction", "suffix"),
+    *("use_beam_search", "prompt_embeds", "stop_token_ids", "min_tokens", "bad_words"),
     *(
         "allowed_token_ids",
         "length_penalty",
@@ -176,7 +177,7 @@ _MOST_NAMED = 16
 
 
 class GenerationRequest(Strict):
-    """The fields that completions and chat share. The last eight fields are extensions."""
+    """The fields that completions and chat share. The last nine fields are extensions."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -202,6 +203,10 @@ class GenerationRequest(Strict):
     receipt: bool = Field(
         False, description="each choice comes with a receipt that `phasewise replay` checks"
     )
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = Field(
+        None,
+        description="vLLM's: log-probabilities of the prompt's tokens, and of so many likeliest ones",
+    )
 
     def unsupported(self) -> str | None:
         """The name of a field that asks for what is not offered."""
@@ -217,7 +222,13 @@ class GenerationRequest(Strict):
 
 class CompletionRequest(GenerationRequest):
     prompt: Prompt
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MOST_INT)] | None = Field(
+        None, description="0, with echo or prompt_logprobs: the prompt alone"
+    )
+    echo: bool | None = Field(
+        None, description="true: the text begins with the prompt, and logprobs with those of its tokens"
+    )
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = Field(None, description="the same as n, or absent")
 
     def unsupported(self) -> str | None:
@@ -324,8 +335,12 @@ class ChatRequest(GenerationRequest):
     )
     max_completion_tokens: AnswerTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=1)] | None = None
+
+    def unsupported(self) -> str | None:
+        """The name of a field that asks for what is not offered."""
+        return "echo" if (self.model_extra or {}).get("echo") else super().unsupported()
 
 
 class TokenizeRequest(Strict):

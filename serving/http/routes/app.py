@@ -23,6 +23,7 @@ from phasewise.serving.http.answers.openai_objects import (
     Form,
 )
 from phasewise.serving.http.answers.response_events import Responding, ResponseEvents, whole
+from phasewise.serving.http.answers.scoring import Scoring, echoes_of
 from phasewise.serving.http.errors import naming, unknown_model
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from phasewise.serving.http.lifecycle import Lifecycle
@@ -36,6 +37,7 @@ from phasewise.serving.http.requests.request_to_messages import (
     chat_requests,
     check_token_ids,
     completion_requests,
+    control_texts,
     tokenized,
 )
 from phasewise.serving.http.requests.response_schemas import (
@@ -67,7 +69,7 @@ Body = TypeVar("Body", bound=Strict)
 
 _PATHS = frozenset(
     {"/health", "/ready", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
-    | {"/v1/responses", "/tokenize", "/detokenize", "/live", "/live/machine"}
+    | {"/v1/responses", "/tokenize", "/detokenize", "/tokenizer_info", "/live", "/live/machine"}
     | MESSAGE_PATHS
     | OLLAMA_PATHS
     | EMBEDDING_PATHS
@@ -286,7 +288,8 @@ def _add_completions(app: FastAPI, service: GenerationService) -> None:
         body = await service.read(request, CompletionRequest)
         model = service.model_of(body.model)
         requests, facts = await service.preparation.prepare(request, body, completion_requests, model)
-        rendering = CompletionRendering(response_id_of(requests), model)
+        scoring = Scoring(body.prompt_logprobs, echoes_of(body, requests, model))
+        rendering = CompletionRendering(response_id_of(requests), model, scoring)
         reply = service.with_receipts(reply_of(body, requests, facts, rendering), model, request)
         return await service.answer(reply, request, body.ignored())
 
@@ -300,7 +303,8 @@ def _add_chat(app: FastAPI, service: GenerationService) -> None:
         with naming(_IN_CHAT):
             requests, facts = await service.preparation.prepare(request, body, chat_requests, model)
             reading = reading_of(body, model, requests[0])
-            rendering = ChatRendering(response_id_of(requests), model, reading)
+            scoring = Scoring(body.prompt_logprobs)
+            rendering = ChatRendering(response_id_of(requests), model, reading, scoring)
             reply = service.with_receipts(reply_of(body, requests, facts, rendering), model, request)
             return await service.answer(reply, request, body.ignored())
 
@@ -372,6 +376,11 @@ def _add_tokens(app: FastAPI, service: GenerationService) -> None:
         make = partial(tokenized, body, model)
         tokens = await service.preparation.tokenize(request, make, is_text=body.messages is None)
         return Response(tokens, media_type="application/json")
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, str | None]:
+        """The control tokens that a prompt's text can spell; of the first model, as /tokenize without one."""
+        return control_texts(service.models[0])
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, str]:

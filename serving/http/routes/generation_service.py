@@ -68,9 +68,12 @@ class GenerationService:
             raise ApiError(503, "receipt: no instance has told its fingerprint yet", param="receipt")
 
         def make(asked: Submit, evidence: Evidence, reason: FinishReason) -> dict[str, Any]:
-            receipt = receipt_of(asked, evidence, reason, fingerprint, model.model_id).to_json()
-            self.receipts.put(client, response_id_of([asked]), encode(receipt))
-            return receipt
+            receipt = receipt_of(asked, evidence, reason, fingerprint, model.model_id)
+            if model.sign_receipt is not None:
+                receipt = model.sign_receipt(receipt)
+            fields = receipt.to_json()
+            self.receipts.put(client, response_id_of([asked]), encode(fields))
+            return fields
 
         return replace(reply, receipt=make)
 

@@ -136,6 +136,9 @@ def _generation_paths() -> Json:
         "/api/generate": _post_ollama("generate", "Answer a prompt, in Ollama's form"),
         "/tokenize": _post("tokenize", "The tokens of a text or a conversation", "Tokenize"),
         "/detokenize": _post("detokenize", "The text that tokens spell", "Detokenize"),
+        "/tokenizer_info": _get(
+            "tokenizer_info", "The control tokens that a text can spell", _answer(_ref("TokenizerInfo"))
+        ),
         "/v1/completions": _post("completions", "Continue a text, or several", "Completion"),
         "/v1/chat/completions": _post("chat", "Answer a conversation", "ChatCompletion", "Chat"),
     }
@@ -268,6 +271,8 @@ def _answers() -> Json:
     usage["properties"]["completion_tokens_details"] = _object(
         accepted_prediction_tokens=_COUNT, rejected_prediction_tokens=_COUNT
     )  # there where drafts are on
+    chat = _whole("chat.completion", _chat_choice())
+    chat["properties"]["prompt_logprobs"] = _prompt_logprobs()
     return {
         "Refusal": _object(error=refusal),
         # What is refused before a path is known has OpenAI's shape everywhere.
@@ -279,6 +284,7 @@ def _answers() -> Json:
         "Usage": usage,
         "Tokenize": _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT)),
         "Detokenize": _object(prompt=_TEXT),
+        "TokenizerInfo": _object(bos_token=_or_null(_TEXT), eos_token=_or_null(_TEXT)),
         "Response": _response(),
         "Receipts": _object(object={"const": "list"}, data=_list(_receipt())),
         "Message": _message(),
@@ -294,7 +300,7 @@ def _answers() -> Json:
         "OllamaGenerate": _object(model=_TEXT, created_at=_TEXT, response=_TEXT, done={"type": "boolean"}),
         "Forgotten": _object(id=_TEXT, object={"const": "response"}, deleted={"const": True}),
         "Completion": _whole("text_completion", _completion_choice()),
-        "ChatCompletion": _whole("chat.completion", _chat_choice()),
+        "ChatCompletion": chat,
     }
 
 
@@ -356,9 +362,20 @@ def _whole(kind: str, choice: Json) -> Json:
 def _completion_choice() -> Json:
     top = {"type": "object", "additionalProperties": _NUMBER}
     logprobs = _object(
-        tokens=_list(_TEXT), token_logprobs=_list(_NUMBER), top_logprobs=_list(top), text_offset=_list(_COUNT)
+        tokens=_list(_TEXT),
+        token_logprobs=_list(_or_null(_NUMBER)),  # null: of the first token of a prompt that is echoed
+        top_logprobs=_list(_or_null(top)),
+        text_offset=_list(_COUNT),
     )
-    return _choice(_REASON, text=_TEXT, logprobs=_or_null(logprobs))
+    choice = _choice(_REASON, text=_TEXT, logprobs=_or_null(logprobs))
+    choice["properties"]["prompt_logprobs"] = _prompt_logprobs()
+    return choice
+
+
+def _prompt_logprobs() -> Json:
+    """For each token of the prompt but the first, numbers by token id."""
+    at_place = _object(logprob=_NUMBER, rank=_COUNT, decoded_token=_TEXT)
+    return _list(_or_null({"type": "object", "additionalProperties": at_place}))
 
 
 def _chat_choice() -> Json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from phasewise.serving.engine.messages import Answer, Evidence, Submit
 from phasewise.serving.engine.open_engine import OpenEngine, open_engine
 from phasewise.serving.engine.receipts import Receipt, ReceiptError, read_receipt, receipt_of
 from phasewise.serving.loaders import load_model
+from phasewise.serving.loaders.formats.gguf_file import read_header
+from phasewise.serving.loaders.source import SourceFile
 from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
@@ -42,6 +44,11 @@ from tests.support.servers.pools import (
 from tests.support.tiers import n_examples
 
 N_CHANGES = 1000
+SOAK_CHANGES = 9000
+"""With SOAK_BYTES bytes, each for RECEIPTS_OF_A_BYTE receipts: 10,000 changed receipts."""
+N_BYTES = 20
+SOAK_BYTES = 250
+RECEIPTS_OF_A_BYTE = 4
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -100,9 +107,12 @@ def alone(path: Path, asked: list[Submit]) -> dict[str, Receipt]:
 
 @pytest.fixture(scope="module")
 def replay(model: PackedModel) -> Callable[..., list[ReceiptVerdict]]:
+    return lambda some: replayed(model, some)
+
+
+def replayed(model: PackedModel, some: Iterable[Receipt]) -> list[ReceiptVerdict]:
     plans = {plan.phase: plan for plan in plans_of(1)}
-    found = OpenModel(model, plans, {}, StorageChoice())
-    return lambda some: replay_receipts(found, some, pinned=False)
+    return replay_receipts(OpenModel(model, plans, {}, StorageChoice()), some, pinned=False)
 
 
 def test_every_receipt_is_confirmed(
@@ -271,7 +281,7 @@ def test_a_receipt_with_anything_changed_is_refused(
     """The first token that differs is named, also where every digest was made anew."""
     rng, names = random.Random(41), [name for name in alone if len(alone[name].prompt_token_ids) < 300]
     changed, wanted = [], []
-    for _ in range(n_examples(N_CHANGES // 2)):
+    for _ in range(n_examples(N_CHANGES, soak=SOAK_CHANGES)):
         is_forged = rng.random() < 0.5
         change = rng.choice(FORGEABLE if is_forged else [*FORGEABLE, _with_setting, _with_fingerprint])
         fields = alone[rng.choice(names)].to_json()
@@ -284,6 +294,39 @@ def test_a_receipt_with_anything_changed_is_refused(
         if first is not None:
             assert verdict.first_token == first, (name, is_forged, verdict)
             assert any(f"token {first} of" in problem for problem in verdict.problems)
+
+
+def test_a_model_with_a_byte_changed_confirms_nothing(
+    path: Path, tmp_path: Path, alone: dict[str, Receipt]
+) -> None:
+    """A bit of any tensor; and a sign, where a receipt says that it was made with that model: a rounding may
+    leave nothing of a smaller bit."""
+    rng, whole = random.Random(42), path.read_bytes()
+    with SourceFile(path) as file:
+        tensors = list(read_header(file).tensors.values())
+    assert {one.type_name for one in tensors} == {"F32"}
+    short = [one for one in alone.values() if len(one.prompt_token_ids) < 300]
+
+    def changed(place: int, bit: int) -> PackedModel:
+        data = bytearray(whole)
+        data[place] ^= 1 << bit
+        other = tmp_path / "other.gguf"
+        other.write_bytes(data)
+        return load_model(str(other), "native")
+
+    for _ in range(n_examples(N_BYTES, soak=SOAK_BYTES)):
+        tensor = rng.choice(tensors)
+        place = tensor.offset + rng.randrange(tensor.n_bytes)
+        some = rng.sample(short, RECEIPTS_OF_A_BYTE)
+        honest, forged = some[::2], [one.to_json() for one in some[1::2]]
+        bit = 7 if place % 4 == 3 else rng.randrange(8)  # no exponent of a number that is none
+        for verdict in replayed(changed(place, bit), honest):
+            assert any("another weights" in problem for problem in verdict.problems), (tensor, place)
+        model = changed(place | 3, 7)  # the sign: offsets are whole float32
+        for fields in forged:
+            fields["fingerprint"]["weights"] = model.content_hash
+        verdicts = replayed(model, [read_receipt(_forged(one)) for one in forged])
+        assert not any(verdict.is_confirmed for verdict in verdicts), (tensor, place)
 
 
 @pytest.mark.parametrize(

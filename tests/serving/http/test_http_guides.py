@@ -125,7 +125,6 @@ def test_a_stop_string_ends_a_guided_answer_too(server: FakeServer) -> None:
         ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs", "not"),
         ({"response_format": BY_SCHEMA, "ignore_eos": True}, "ignore_eos", "ignore_eos"),
         ({"best_of": 3}, "best_of", "not supported"),
-        ({"echo": True}, "echo", "not supported"),
         ({"suffix": "z"}, "suffix", "not supported"),
         ({"guided_regex": "a"}, "guided_regex", "not supported"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),

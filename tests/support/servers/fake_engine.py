@@ -92,6 +92,15 @@ class FakeRanks:
                 rows.append(self._logits(self.successor(self.choose_by(seen))))
         return np.array(rows, dtype=np.float32).reshape(-1, VOCAB_SIZE)
 
+    def all_logits(self, batch: Batch) -> np.ndarray:
+        """A row after every token."""
+        rows = [
+            self.forward(batch._replace(slices=(one._replace(token_ids=(token,), start=one.start + at),)))
+            for one in batch.slices
+            for at, token in enumerate(one.token_ids)
+        ]
+        return np.concatenate(rows)
+
     def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
         self.kv[target_slot : target_slot + n_slots] = self.kv[source_slot : source_slot + n_slots]
 

@@ -1,0 +1,53 @@
+"""Every way of computing gives the same bits; the guide's table is of these ways."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip(
+    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
+)
+from tests.support.servers.pools import tiny_model
+from tests.support.ways import N_REQUESTS, WAYS, Way, drawn_requests, rows
+
+GUIDE = Path(__file__).resolve().parents[3] / "docs" / "guide" / "same-answer.md"
+QUICK = ("again, with prefixes kept", "8 together", "scored in one prefill")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def counted(path: Path, ways: tuple[Way, ...]) -> dict[str, tuple[int, int]]:
+    return {name: (n_equal, n_unequal) for name, n_equal, n_unequal in rows(path, ways)}
+
+
+def test_some_ways_give_the_same_bits(path: Path) -> None:
+    ways = tuple(way for way in WAYS if way.name in QUICK)
+    assert counted(path, ways) == dict.fromkeys(QUICK, (N_REQUESTS, 0))
+
+
+@pytest.mark.slow
+def test_every_way_gives_the_same_bits(path: Path) -> None:
+    assert counted(path, WAYS) == {way.name: (N_REQUESTS, 0) for way in WAYS}
+
+
+def test_what_is_unequal_is_counted(path: Path) -> None:
+    """Another way of drawing tokens is no way of computing them."""
+
+    def other(asked: object) -> dict[str, object]:
+        return {drawn_requests(272)[0].request_id: ()}
+
+    assert counted(path, (Way("other", other),)) == {"other": (0, N_REQUESTS)}  # type: ignore[arg-type]
+
+
+def test_the_guide_s_table_is_of_these_ways() -> None:
+    table = re.findall(r"^\| (.+?) \| \d+ \| \d+ \|$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert table[: len(WAYS)] == [way.name for way in WAYS]

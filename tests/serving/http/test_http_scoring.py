@@ -1,0 +1,219 @@
+"""Log-probabilities of prompts over HTTP: OpenAI's `echo`, vLLM's `prompt_logprobs`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.serving.http.answers.scoring import text_offsets
+from phasewise.serving.http.http_settings import HttpLimits, ServedModel
+from tests.support.servers.fake_engine import VOCAB_SIZE, next_letter
+from tests.support.servers.fake_server import CONTEXT, FakeServer, fake_server
+from tests.support.tiers import examples
+
+PROMPTS = ["abc", "the sea", "zyx", "a"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with fake_server() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: FakeServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+
+
+def known(text: str) -> list[float | None]:
+    """The log-probability that the fake model gives each byte of a text, None for the first."""
+    ids = list(text.encode())
+    rows = [-0.5 * np.abs(np.arange(VOCAB_SIZE) - next_letter(one)) for one in ids[:-1]]
+    pairs = zip(rows, ids[1:], strict=True)
+    return [None, *(float(row[one] - np.log(np.exp(row).sum())) for row, one in pairs)]
+
+
+def close(found: Sequence[float | None], wanted: Sequence[float | None]) -> bool:
+    assert found[0] is None
+    assert wanted[0] is None
+    return np.allclose(found[1:], wanted[1:], rtol=0, atol=1e-5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+def test_an_echo_has_the_tokens_of_prompt_and_answer(client: openai.OpenAI, max_tokens: int) -> None:
+    answer = client.completions.create(
+        model="fake", prompt=PROMPTS, echo=True, logprobs=2, max_tokens=max_tokens, temperature=0
+    )
+    assert len(answer.choices) == len(PROMPTS)
+    for prompt, choice in zip(PROMPTS, answer.choices, strict=True):
+        scored = choice.logprobs
+        assert scored is not None
+        assert choice.text.startswith(prompt)
+        assert len(choice.text) == len(prompt) + max_tokens
+        assert "".join(scored.tokens or ()) == choice.text
+        assert scored.text_offset == list(range(len(choice.text)))
+        assert close(scored.token_logprobs or (), known(choice.text))
+        assert [None if one is None else len(one) for one in scored.top_logprobs or ()] == [
+            None,
+            *[2] * (len(choice.text) - 1),
+        ]
+        assert choice.finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == max_tokens * len(PROMPTS)
+    assert answer.usage.prompt_tokens == sum(map(len, PROMPTS))
+
+
+def test_scoring_a_text_is_generating_it(client: openai.OpenAI) -> None:
+    """The numbers of an answer are those of the same tokens in a prompt, in every bit."""
+    asked: dict[str, Any] = {"model": "fake", "logprobs": 3, "temperature": 0}
+    (made,) = client.completions.create(prompt="xyz", max_tokens=9, **asked).choices
+    (scored,) = client.completions.create(prompt="xyz" + made.text, echo=True, max_tokens=0, **asked).choices
+    assert made.logprobs is not None
+    assert scored.logprobs is not None
+    for name in ("tokens", "token_logprobs", "top_logprobs"):
+        assert getattr(scored.logprobs, name)[3:] == getattr(made.logprobs, name)
+
+
+def test_an_echo_of_tokens_and_of_nothing_else(client: openai.OpenAI) -> None:
+    """Tokens are echoed as their text; without logprobs there are none."""
+    answer = client.completions.create(model="fake", prompt=[97, 98], echo=True, max_tokens=0)
+    assert (answer.choices[0].text, answer.choices[0].logprobs) == ("ab", None)
+
+
+def test_an_end_token_counts_where_the_prompt_is_echoed() -> None:
+    """Who scores leaves out the last token, which was generated: it must be there."""
+
+    def ends(model: ServedModel) -> ServedModel:
+        return replace(model, end_token_ids=frozenset({ord("d")}))
+
+    with fake_server(model=ends) as server:
+        server.engine.vocabulary = replace(server.engine.vocabulary, end_token_ids=frozenset({ord("d")}))
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any")
+        (choice,) = client.completions.create(
+            model="fake", prompt="abc", echo=True, logprobs=1, max_tokens=1, temperature=0
+        ).choices
+        assert (choice.text, choice.finish_reason) == ("abc", "stop")
+        assert choice.logprobs is not None
+        assert choice.logprobs.tokens == ["a", "b", "c", "d"]
+        assert len(choice.logprobs.token_logprobs or ()) == 4
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_a_streamed_echo_is_the_whole_one(client: openai.OpenAI, scored: bool) -> None:
+    asked: dict[str, Any] = {"model": "fake", "prompt": ["abc", "xy"], "echo": True, "n": 2, "seed": 3}
+    asked |= {"max_tokens": 6, "logprobs": 2} if scored else {"max_tokens": 6}
+    whole = client.completions.create(**asked)
+    texts: dict[int, str] = {}
+    numbers: dict[int, dict[str, list[Any]]] = {}
+    for event in client.completions.create(stream=True, **asked):
+        for choice in event.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+            if choice.logprobs is not None:
+                kept = numbers.setdefault(choice.index, {})
+                for name, values in choice.logprobs.model_dump().items():
+                    kept.setdefault(name, []).extend(values)
+    for choice in whole.choices:
+        assert texts[choice.index] == choice.text
+        wanted = None if choice.logprobs is None else choice.logprobs.model_dump()
+        assert numbers.get(choice.index) == wanted
+        assert (wanted is not None) == scored
+
+
+@pytest.mark.parametrize("n_top", [0, 1, 4])
+def test_prompt_logprobs_as_vllm_tells_them(server: FakeServer, n_top: int) -> None:
+    """In a completion of each choice, in a chat of the response; by token id, with its rank."""
+    asked: dict[str, Any] = {"model": "fake", "max_tokens": 2, "prompt_logprobs": n_top, "n": 2}
+    whole = httpx.post(f"{server.url}/v1/completions", json={**asked, "prompt": "abz"}).json()
+    chat = httpx.post(
+        f"{server.url}/v1/chat/completions",
+        json={**asked, "messages": [{"role": "user", "content": "abz"}]},
+    ).json()
+    for text, places in (
+        *(("abz", choice["prompt_logprobs"]) for choice in whole["choices"]),
+        ("<user>abz<assistant>", chat["prompt_logprobs"]),
+    ):
+        assert len(places) == len(text)
+        assert places[0] is None
+        for letter, place, value in zip(text[1:], places[1:], known(text)[1:], strict=True):
+            own = place[str(ord(letter))]
+            assert math.isclose(own["logprob"], value or 0.0, abs_tol=1e-5)
+            assert own["decoded_token"] == letter
+            likelier = [one for one in place.values() if one["logprob"] > own["logprob"]]
+            assert own["rank"] > len(likelier)
+            assert len(place) == max(1, n_top) + (own["rank"] > n_top > 0)
+            ranks = sorted(one["rank"] for one in place.values())
+            assert ranks[:n_top] == list(range(1, n_top + 1))
+
+
+def test_echo_and_prompt_logprobs_take_their_own_numbers(server: FakeServer) -> None:
+    asked = {"model": "fake", "prompt": "abc", "echo": True, "logprobs": 1, "prompt_logprobs": 3}
+    (choice,) = httpx.post(f"{server.url}/v1/completions", json={**asked, "max_tokens": 1}).json()["choices"]
+    assert [len(one) for one in choice["logprobs"]["top_logprobs"][1:]] == [1, 1, 1]
+    assert [len(one) for one in choice["prompt_logprobs"][1:]] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("completions", {"max_tokens": 0}, "max_tokens"),
+        ("completions", {"max_tokens": 0, "echo": True, "receipt": True}, "receipt"),
+        ("completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ("completions", {"prompt_logprobs": -1}, "prompt_logprobs"),
+        ("chat/completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ("chat/completions", {"max_tokens": 0, "prompt_logprobs": 1}, "max_tokens"),
+        ("chat/completions", {"echo": True}, "echo"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_by_name(path: str, fields: dict[str, object], param: str) -> None:
+    said = {"prompt": "a"} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    with fake_server(model=lambda model: replace(model, gives_receipts=True)) as server:
+        refused = httpx.post(f"{server.url}/v1/{path}", json={"model": "fake", **said, **fields})
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["param"] == param
+
+
+def test_the_memory_of_a_prompt_s_numbers_is_bounded() -> None:
+    """As that of an answer's: a request that would hold more is refused."""
+    with fake_server(HttpLimits(max_response_bytes=50_000)) as server:
+        asked = {"model": "fake", "prompt": "a" * (CONTEXT - 10), "max_tokens": 0, "echo": True}
+        refused = httpx.post(f"{server.url}/v1/completions", json={**asked, "logprobs": 20})
+        assert refused.status_code == 400, refused.text[:200]
+        assert "log-probabilities" in refused.json()["error"]["message"]
+        assert httpx.post(f"{server.url}/v1/completions", json=asked).status_code == 200
+
+
+def test_a_text_s_control_tokens_are_told(server: FakeServer) -> None:
+    """Where a prompt cannot spell one there is none: the fake's end token has no text."""
+    assert httpx.get(f"{server.url}/tokenizer_info").json() == {"bos_token": None, "eos_token": None}
+
+    def spelled(model: ServedModel) -> ServedModel:
+        return replace(model, end_token_ids=frozenset({ord("~")}))
+
+    with fake_server(model=spelled) as other:
+        info = json.loads(httpx.get(f"{other.url}/tokenizer_info").text)
+        assert info == {"bos_token": None, "eos_token": "~"}
+
+
+@given(words=st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=8), data=st.data())
+@examples(100)
+def test_offsets_are_of_the_characters_at_which_tokens_begin(words: list[str], data: st.DataObject) -> None:
+    """However the bytes are cut; with a token that every prompt begins with, and a space of the tokens."""
+    text = "".join(words)
+    raw = text.encode()
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(raw)), max_size=6)) - {len(raw)})
+    pieces = [raw[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
+    wanted = [len(raw[:cut].decode("utf-8", "ignore")) for cut in (0, *cuts)]
+    assert text_offsets(text, pieces) == wanted
+    assert text_offsets(text, [b"\0<s>", *pieces]) == [0, *wanted]
+    if not raw.startswith(b" "):
+        assert text_offsets(text, [b" " + pieces[0], *pieces[1:]]) == wanted

@@ -1,0 +1,235 @@
+"""The same requests in every way of computing them: `python -m tests.support.ways [MODEL]`.
+
+Prints a markdown table: in how many of them every token, text and log-probability is what it is when each
+request is computed alone, equal in every bit. MODEL: a GGUF file or a directory; none: a tiny random model.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from phasewise.cython_kernels import isa
+from phasewise.serving.drafts.opening import DraftSource
+from phasewise.serving.engine.engine_size import EngineSize
+from phasewise.serving.engine.messages import Answer, Submit
+from phasewise.serving.engine.open_engine import OpenEngine, open_engine
+from phasewise.serving.loaders import load_model
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.sampling.sampling import SampledToken, SamplingParams
+from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
+from tests.support.servers.fake_engine import run_all
+from tests.support.servers.pools import plans_of, pools, tiny_model
+
+N_REQUESTS = 24
+ANSWER_TOKENS = 24
+LONGEST_PROMPT = 1300
+CONTEXT = 2048
+ROOMY_SLOTS = N_REQUESTS * CONTEXT
+TIGHT_SLOTS = 2 * CONTEXT
+
+Answers = dict[str, tuple[tuple[SampledToken, ...], str]]
+"""By request: all tokens with their log-probabilities, and the whole text."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The model and its requests."""
+
+    path: Path
+    model: PackedModel
+    requests: tuple[Submit, ...]
+
+    def size(self, slots: int = ROOMY_SLOTS, policy: str = "odma", **limits: Any) -> EngineSize:
+        """Room for all requests, or for a few of them."""
+        size = EngineSize.for_many(self.model, N_REQUESTS, None, 8 << 30)
+        limits = {"context_length": CONTEXT, "max_batch_tokens": 512, "max_sequences": N_REQUESTS, **limits}
+        kv = replace(size.kv, slots=slots)
+        return replace(size, limits=replace(size.limits, **limits), kv=kv, kv_policy=policy)
+
+
+class Way(NamedTuple):
+    """A way of computing the requests."""
+
+    name: str
+    compute: Callable[[Asked], Answers]
+
+
+def drawn_requests(vocab_size: int, seed: int = 41) -> tuple[Submit, ...]:
+    """Greedy and sampled by a seed, log-probabilities on, prompts of 7 to LONGEST_PROMPT tokens."""
+    rng = random.Random(seed)
+    found = []
+    for number in range(N_REQUESTS):
+        n_tokens = round(7 * (LONGEST_PROMPT / 7) ** (number / (N_REQUESTS - 1)))
+        ids = tuple(rng.randrange(min(vocab_size, 3), vocab_size) for _ in range(n_tokens))
+        sampling = SamplingParams(temperature=0.9 * (number % 2), seed=number, top_p=0.95, top_logprobs=3)
+        found.append(Submit(f"r{number}", ids, ANSWER_TOKENS, sampling, ignore_eos=True))
+    return tuple(rng.sample(found, N_REQUESTS))
+
+
+def answers_of(opened: OpenEngine, *groups: Sequence[Submit]) -> Answers:
+    """Each group when the one before has ended."""
+    found: Answers = {}
+    for group in groups:
+        for name, outs in run_all(opened.engine, *group, max_steps=1 << 20).items():
+            pieces = [one for one in outs if isinstance(one, Answer)]
+            assert len(pieces) == len(outs), outs
+            tokens = tuple(token for one in pieces for token in one.tokens)
+            found[name] = tokens, "".join(one.text for one in pieces)
+    return found
+
+
+def opened(asked: Asked, size: EngineSize, n_threads: int = 2, **settings: Any) -> OpenEngine:
+    """On a rank of so many threads."""
+    cores = RankCores(tuple(range(n_threads)))
+    plans = {phase: ServicePlan(phase, (cores,)) for phase in PHASES}
+    return open_engine(asked.model, plans, size, pinned=False, **settings)
+
+
+def alone(asked: Asked) -> Answers:
+    """Each request when nothing else is computed, nor kept."""
+    with opened(asked, asked.size(prefix_reuse=False)) as engine:
+        return answers_of(engine, *([one] for one in asked.requests))
+
+
+def again(asked: Asked) -> Answers:
+    """Each once more, taking over what the first time left."""
+    twice = [[replace(one, request_id=name)] for one in asked.requests for name in ("first", one.request_id)]
+    with opened(asked, asked.size()) as engine:
+        found = answers_of(engine, *twice)
+        assert engine.engine.load().prefix_hits > 0
+        return found
+
+
+def by_groups(n_together: int) -> Callable[[Asked], Answers]:
+    def compute(asked: Asked) -> Answers:
+        starts = range(0, N_REQUESTS, n_together)
+        with opened(asked, asked.size()) as engine:
+            return answers_of(engine, *(asked.requests[start : start + n_together] for start in starts))
+
+    return compute
+
+
+def together(n_threads: int = 2, **changed: Any) -> Callable[[Asked], Answers]:
+    """All at once. changed: arguments of `Asked.size`."""
+
+    def compute(asked: Asked) -> Answers:
+        with opened(asked, asked.size(**changed), n_threads) as engine:
+            return answers_of(engine, asked.requests)
+
+    return compute
+
+
+def drafted(asked: Asked) -> Answers:
+    with opened(asked, asked.size(), drafts=DraftSource()) as engine:
+        return answers_of(engine, asked.requests)
+
+
+def two_ranks(asked: Asked) -> Answers:
+    plans = {plan.phase: plan for plan in plans_of(2)}
+    with open_engine(asked.model, plans, asked.size(), pinned=False) as engine:
+        return answers_of(engine, asked.requests)
+
+
+def pooled(kv_transfer: str) -> Callable[[Asked], Answers]:
+    """Prompts on one instance, answers on another."""
+
+    def compute(asked: Asked) -> Answers:
+        settings = {"kv_transfer": kv_transfer, "split_above_tokens": 0}
+        with pools(asked.path, size=asked.size(), **settings) as server:
+            told = server.run(asked.requests)
+            assert server.front.counts.divided > 0
+        return {
+            name: (
+                tuple(token for _, tokens, _ in pieces for token in tokens),
+                "".join(one[0] for one in pieces),
+            )
+            for name, pieces in told.items()
+        }
+
+    return compute
+
+
+def scored(asked: Asked) -> Answers:
+    """Prompt and answer as one prompt whose log-probabilities are asked for."""
+    known = alone(asked)
+    whole = []
+    for one in asked.requests:
+        ids = (*one.prompt_token_ids, *(token.token_id for token in known[one.request_id][0]))
+        whole.append(replace(one, prompt_token_ids=ids, max_tokens=0, prompt_logprobs=3))
+    found: Answers = {}
+    with opened(asked, asked.size()) as engine:
+        for name, (piece,) in run_all(engine.engine, *whole, max_steps=1 << 20).items():
+            assert isinstance(piece, Answer)
+            assert piece.prompt is not None
+            tokens = piece.prompt[-ANSWER_TOKENS:]
+            said = tuple(SampledToken(one.token_id, one.logprob, one.top) for one in tokens)
+            found[name] = said, known[name][1]
+    return found
+
+
+def lower(name: str) -> Callable[[Asked], Answers]:
+    """By another instruction set, which packs the weights anew."""
+
+    def compute(asked: Asked) -> Answers:
+        with isa.using(name):
+            return alone(replace(asked, model=load_model(str(asked.path), "native")))
+
+    return compute
+
+
+WAYS = (
+    Way("alone, another time", alone),
+    Way("again, with prefixes kept", again),
+    Way("8 together", by_groups(8)),
+    Way("24 together", together()),
+    Way("one thread", together(n_threads=1)),
+    Way("prompts in chunks of 64", together(max_batch_tokens=64)),
+    Way("without prefix reuse", together(prefix_reuse=False)),
+    Way("drafts by lookup", drafted),
+    Way("two ranks", two_ranks),
+    Way("prompt and token pools", pooled("shm")),
+    Way("pools, KV over TCP", pooled("tcp")),
+    Way("paged KV under pressure", together(slots=TIGHT_SLOTS, policy="paged")),
+    Way("static KV under pressure", together(slots=TIGHT_SLOTS, policy="static")),
+    Way("scored in one prefill", scored),
+)
+
+
+def lower_ways() -> Iterator[Way]:
+    """Instruction sets below the one in use, the nearest first."""
+    names = isa.usable()
+    for name in reversed(names[: names.index(isa.active())]):
+        yield Way(f"{name} for {isa.active()}", lower(name))
+
+
+def rows(path: Path, ways: Sequence[Way]) -> Iterator[tuple[str, int, int]]:
+    """Of each way its name, and how many requests are equal in every bit, and how many are not."""
+    model = load_model(str(path), "native")
+    asked = Asked(path, model, drawn_requests(model.config.vocab_size))
+    wanted = alone(asked)
+    assert len(wanted) == N_REQUESTS
+    for way in ways:
+        found = way.compute(asked)
+        n_equal = sum(found.get(name) == answer for name, answer in wanted.items())
+        yield way.name, n_equal, N_REQUESTS - n_equal
+
+
+def main() -> None:
+    """Print the table."""
+    with tempfile.TemporaryDirectory(prefix="pw-") as folder:
+        path = Path(sys.argv[1]) if len(sys.argv) > 1 else tiny_model(Path(folder))
+        os.environ.setdefault("XDG_CACHE_HOME", folder)
+        print("| way | equal | unequal |\n|---|---|---|")
+        for name, n_equal, n_unequal in rows(path, (*WAYS, *lower_ways())):
+            print(f"| {name} | {n_equal} | {n_unequal} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
