@@ -127,7 +127,6 @@ _GENERATING = (
         "--no-page",
         "--receipts",
         "--length-log",
-        "--db",
         "--explain",
     ),
     *(*_POOLS, "--spread", *_DIVIDING, "--embed-model", "--embed-cores"),

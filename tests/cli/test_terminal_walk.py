@@ -67,7 +67,7 @@ WALK = (
     Step("db path"),
     Step("db upgrade"),
     Step("db upgrade", "--db other.db"),
-    Step("db set-plan", "m --phase decode --cores CORE"),
+    Step("db set-plan", "m.gguf --phase decode --cores CORE"),
     Step("db show"),
     Step("db stats"),
     Step("db export", saves="tuned.jsonl"),

@@ -107,7 +107,7 @@ def test_a_key_from_the_environment_stays_there_and_no_rank_has_it(
     if len(cores) < 4:
         pytest.skip("two ranks need two cores")
     for phase in ("prefill", "decode"):
-        plan = [sys.executable, "-m", "phasewise", "db", "set-plan", "tiny", "--phase", phase, *cores]
+        plan = [sys.executable, "-m", "phasewise", "db", "set-plan", str(roomy), "--phase", phase, *cores]
         subprocess.run(plan, env=surroundings, check=True, capture_output=True)
     with serving(roomy, surroundings, "--port", 0) as server:
         assert httpx.get(f"{server.url}/v1/models").status_code == 401
