@@ -87,8 +87,9 @@ def assembler(record: type[T], getter_of: Callable[[str], Getter]) -> Callable[[
         (part.name, getter_of(part.name) if part.is_flat else assembler(cast(type, part.record), getter_of))
         for part in parts(record)
     ]
-    if all(part.record is None for part in parts(record)) and not _has_lists(record):
-        return lambda row: shared(record, *(get(row) for _, get in fields_of))
+    kind: Any = record
+    if all(part.record is None for part in parts(kind)) and not _has_lists(kind):
+        return lambda row: cast(T, shared(kind, *(get(row) for _, get in fields_of)))
     return lambda row: record(**{name: get(row) for name, get in fields_of})
 
 

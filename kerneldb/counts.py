@@ -20,8 +20,11 @@ from phasewise.kerneldb.models import (
     PromotionRow,
     ServicePlanRow,
     StepTimeRow,
+    StorageDuelRow,
+    UserKernelPromotionRow,
+    UserKernelTimingRow,
 )
-from phasewise.kerneldb.records import MachineKey, Problem
+from phasewise.kerneldb.records import SINGLE_CORE, MachineKey, Problem
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement
@@ -170,6 +173,20 @@ def _by_machine(session: Session, model: type[ServicePlanRow | StepTimeRow]) -> 
 def plan_machines(session: Session) -> set[MachineKey]:
     """The kinds of machine that have plans or step times."""
     keys = [key for model in (ServicePlanRow, StepTimeRow) for key in _by_machine(session, model)]
+    return {machine for key in keys if isinstance(machine := _made(MachineKey, *key), MachineKey)}
+
+
+def machines(session: Session) -> set[MachineKey]:
+    """Every kind of machine that rows are of."""
+    keys = {
+        (core, placement)
+        for model in (MeasurementRow, PromotionRow, StorageDuelRow, ServicePlanRow, StepTimeRow)
+        for core, placement in session.execute(select(model.core_sig, model.placement_sig).distinct())
+    }
+    users = (UserKernelTimingRow, UserKernelPromotionRow)
+    keys |= {
+        (core, SINGLE_CORE) for model in users for core in session.scalars(select(model.core_sig).distinct())
+    }
     return {machine for key in keys if isinstance(machine := _made(MachineKey, *key), MachineKey)}
 
 

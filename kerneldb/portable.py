@@ -207,7 +207,7 @@ def _written(record: object) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def _written_once(record: object) -> dict[str, Any]:
-    """What many rows share; nobody may change it."""
+    """The fields of a record that many rows share; nobody may change them."""
     return _written(record)
 
 
@@ -363,7 +363,7 @@ def _no_constant(name: str) -> None:
 
 def _row(content: dict[str, Any], line: bytes) -> Row:
     digest = content.pop("sha256", None)
-    if digest != _digest_as_written(line) and digest != _row_digest(content):
+    if digest is None or (digest != _digest_as_written(line) and digest != _row_digest(content)):
         raise RecordError("the row does not fit its checksum")
     word = next(iter(content), "")
     if len(content) != 1 or word not in KINDS:
@@ -397,7 +397,7 @@ def _names(record: Any) -> frozenset[str]:
 
 @cache
 def _reader(record: Any) -> Callable[[Mapping[str, Any]], Any]:
-    """What makes a record of the fields that a file has of it; unverified."""
+    """The function that makes a record of the fields that a file has of it; unverified."""
     readers = [(part.name, _value_reader(part)) for part in parts(record)]
     return lambda found: record(**{name: read(found) for name, read in readers})
 

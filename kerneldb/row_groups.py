@@ -38,7 +38,7 @@ Any other record has a problem, a machine and a build.
 def conditions(
     session: Session, record: type, wanted: Callable[[MachineKey], bool], report: counts.Report
 ) -> Iterator[Condition]:
-    """What selects the rows of each group, in the order of groups. All of them are known at once."""
+    """The condition of the rows of each group, in the order of groups. All of them are known at once."""
     model = KEPT[record].model
     if record.__name__ in GROUPED_BY:
         columns = [getattr(model, name) for name in GROUPED_BY[record.__name__]]

@@ -104,7 +104,7 @@ def _assembler(record: Any) -> Callable[[AnyRow], Any]:
 
 
 def _getter(kept: Kept, name: str, first: int, end: int) -> Getter:
-    """What reads the columns of a field, from `first` to before `end`."""
+    """The function that reads the columns of a field, from `first` to before `end`."""
     if name in kept.keyed:
         keyed = Problem if name == "problem" else Schedule
         return lambda row: None if row[first] is None else shared(keyed, *row[first + 1 : end])

@@ -474,6 +474,11 @@ class Store:
         with self._reading() as session:
             return counts.plan_machines(session)
 
+    def machines(self) -> set[MachineKey]:
+        """Every kind of machine that rows are of."""
+        with self._reading() as session:
+            return counts.machines(session)
+
     def programs(self, core_sig: str) -> Mapping[str, list[ProgramCount]]:
         """Measurements, promotions and plans of one kind of core, by the program that wrote them."""
         tables: tuple[type[MeasurementRow | PromotionRow | ServicePlanRow], ...] = (

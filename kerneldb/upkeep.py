@@ -184,7 +184,7 @@ def is_stale(kernel_abi: str, current: Collection[str]) -> bool:
 
 @dataclass(frozen=True)
 class Collected:
-    """What a clean-up did, or would do: rows deleted by table, and timings whose samples were summarised."""
+    """The effect of a clean-up: rows deleted by table, and timings whose samples were summarised."""
 
     deleted: Mapping[str, int]
     summarised: int

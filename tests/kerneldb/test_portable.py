@@ -427,7 +427,8 @@ def test_a_value_that_no_record_holds_is_refused_by_name(changes: dict[str, Any]
         (line_of({"service_plan": {}})[:-1], "no row of a kind"),
         (line_of({"measurement": []})[:-1], "must be a JSON object"),
         (line_of({"promotion": {}})[:-1], "a promotion has no"),
-        (b'{"measurement":{"n":1e999}}', "Out of range"),
+        (b'{"measurement":{"n":1e999}}', "does not fit its checksum"),
+        (b'{"measurement":{"n":1e999},"sha256":"0000000000000000"}', "Out of range"),
     ],
 )
 def test_a_line_that_is_no_row_is_refused_and_the_next_one_taken(line: bytes, reason: str) -> None:
@@ -460,7 +461,7 @@ def test_more_rows_than_a_file_may_hold_are_not_read(monkeypatch: pytest.MonkeyP
 
     assert len(rows) == 3
     assert "more than 3 rows" in refused[5]
-    with pytest.raises(ExportFileError, match=f"{len(ROWS)} rows are too many"):
+    with pytest.raises(ExportFileError, match="rows are too many"):
         export(ROWS)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Section(StrEnum):
-    """What may be done with a schedule, as a title."""
+    """A kind of schedule, by its use, as a title."""
 
     IN_USE = "Schedules in use"
     MEASURED = "Fastest measured, nothing promoted"
@@ -24,7 +24,7 @@ class Section(StrEnum):
 
 
 @dataclass
-class Listing:
+class ListedSchedules:
     """The number of schedules of each section, and those that are shown, in the order of problems."""
 
     counts: Counter[Section] = field(default_factory=Counter)
@@ -32,14 +32,16 @@ class Listing:
     machines: set[MachineKey] = field(default_factory=set)
 
 
-def list_schedules(store: Store, builds: Collection[str], m: int | None, limit: int | None) -> Listing:
+def list_schedules(
+    store: Store, builds: Collection[str], m: int | None, limit: int | None
+) -> ListedSchedules:
     """The schedules for m rows, or all; of each section the first `limit`, or all.
 
     builds: of this program's kernels.
     """
     from phasewise.kerneldb.upkeep import is_stale, preferred_of, standings
 
-    found = Listing(machines=store.plan_machines())
+    found = ListedSchedules(machines=store.plan_machines())
     for key, standing in standings(store).items():
         found.machines.add(key.machine)
         if m not in (None, key.problem.m):

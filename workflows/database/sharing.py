@@ -66,7 +66,7 @@ def export_rows(
     `here` among them means a machine like this one. also: the kinds of rows that name something of their
     owner. ExportFileError, before anything is written, where no row is of such a machine, or too many are.
     """
-    wanted, found = _wanted(signatures), Exported()
+    wanted, found = wanted_machines(signatures), Exported()
     with existing_store(db, report) as store:
         timings = sum(one.verified + one.imported for one in store.key_counts() if wanted(one.key.machine))
         if timings > MAX_ROWS:
@@ -88,16 +88,18 @@ def _counted(groups: Iterable[list[Row]], found: Exported) -> Iterator[list[Row]
         yield group
 
 
-def _wanted(signatures: Sequence[str]) -> Callable[[MachineKey], bool]:
+def wanted_machines(signatures: Sequence[str]) -> Callable[[MachineKey], bool]:
+    """True of kinds of machine with one of these texts in a signature, or of all."""
     if not signatures:
         return lambda _: True
-    parts = [_core_signature_here() if text == HERE else text for text in signatures]
+    parts = [core_signature_here() if text == HERE else text for text in signatures]
     return lambda machine: any(
         part in sig for part in parts for sig in (machine.core_sig, machine.placement_sig)
     )
 
 
-def _core_signature_here() -> str:
+def core_signature_here() -> str:
+    """The kind of cores that this process may use."""
     from phasewise.topology import core_signature, read_machine
 
     return core_signature(read_machine())

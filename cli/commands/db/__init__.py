@@ -9,12 +9,13 @@ import typer
 
 from phasewise._version import __version__
 from phasewise.cli.command_app import CommandApp
+from phasewise.cli.commands.db import remote as db_remote
 from phasewise.cli.commands.db import sharing as db_sharing
 from phasewise.cli.commands.db import text as db_text
 from phasewise.cli.options import DbOption, FormatOption, JsonOption, complete_name
 from phasewise.cli.present import note, print_json, say
 from phasewise.workflows.database import json as database_json
-from phasewise.workflows.database.listing import Listing, Section
+from phasewise.workflows.database.listing import ListedSchedules, Section
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import PlanRecord
@@ -24,6 +25,8 @@ app.command("export")(db_sharing.export)
 app.command("import")(db_sharing.import_)
 app.command("merge")(db_sharing.merge)
 app.command("diff")(db_sharing.diff)
+app.command("push")(db_remote.push)
+app.command("pull")(db_remote.pull)
 app.command("verify")(db_sharing.verify)
 app.command("gc")(db_sharing.gc)
 
@@ -62,7 +65,7 @@ def show(
     """
     name, exists = _where(db)
     plans: list[PlanRecord] = []
-    listed = Listing()
+    listed = ListedSchedules()
     if exists is False:
         note(f"there is no database at {name} yet")
     else:
@@ -85,7 +88,7 @@ def _is_wanted(plan: PlanRecord, model: str | None, phase: PhaseName | None) -> 
     return (model is None or model in plan.model_key) and phase in (None, plan.phase)
 
 
-def _contents(name: str, plans: list[PlanRecord], listed: Listing) -> dict[str, Any]:
+def _contents(name: str, plans: list[PlanRecord], listed: ListedSchedules) -> dict[str, Any]:
     machines = database_json.labels([*listed.machines, *(plan.origin.machine for plan in plans)])
     return {
         "database": name,

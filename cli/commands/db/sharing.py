@@ -16,6 +16,7 @@ from phasewise.cli.present import note, print_json, say
 from phasewise.workflows.database import json as database_json
 
 if TYPE_CHECKING:
+    from phasewise.kerneldb.portable import Row
     from phasewise.workflows.database.sharing import Imported
 
 EXIT_FAILURE = 1
@@ -25,32 +26,37 @@ OtherArgument = Annotated[
 ]
 
 
+SignatureOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TEXT",
+        help="only machines whose core or placement signature contains TEXT; `here`: like this one",
+    ),
+]
+StepTimesOption = Annotated[
+    bool,
+    typer.Option(
+        "--step-times",
+        help="also the step times of `tune-config`; they contain the names of your models",
+    ),
+]
+UserKernelsOption = Annotated[
+    bool,
+    typer.Option(
+        "--user-kernels",
+        help="also parameters of your own kernels; they contain the names of their functions",
+    ),
+]
+NoPlansOption = Annotated[
+    bool, typer.Option("--plans/--no-plans", help="plans too; they contain the names of your models")
+]
+
+
 def export(
-    signature: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT",
-            help="only machines whose core or placement signature contains TEXT; `here`: like this one",
-        ),
-    ] = None,
-    step_times: Annotated[
-        bool,
-        typer.Option(
-            "--step-times",
-            help="also export the step times of `tune-config`; they contain the names of your models",
-        ),
-    ] = False,
-    users_kernels: Annotated[
-        bool,
-        typer.Option(
-            "--user-kernels",
-            help="also export parameters of your own kernels; they contain the names of their functions",
-        ),
-    ] = False,
-    plans: Annotated[
-        bool,
-        typer.Option("--plans/--no-plans", help="export plans; they contain the names of your models"),
-    ] = True,
+    signature: SignatureOption = None,
+    step_times: StepTimesOption = False,
+    users_kernels: UserKernelsOption = False,
+    plans: NoPlansOption = True,
     db: DbOption = None,
 ) -> None:
     """Print all schedules, their timings and promotions, and plans, as JSON lines, to be shared.
@@ -59,18 +65,29 @@ def export(
     places of the topology, so that they fit like machines whose cores have other
     numbers.
     """
-    from phasewise.kerneldb.records import PlanRecord, StepTime
-    from phasewise.kerneldb.user_kernels import UserPromotion, UserTiming
     from phasewise.workflows.database.sharing import export_rows
 
-    asked = {PlanRecord: plans, StepTime: step_times, UserTiming: users_kernels, UserPromotion: users_kernels}
-    also = [kind for kind, wanted in asked.items() if wanted]
-    found = export_rows(db, signature or (), _write_out, also, report=note)
+    also = named_kinds(plans, step_times, users_kernels)
+    found = export_rows(db, signature or (), write_out, also, report=note)
     note(f"{counted(found.n_rows, 'row')} of {counted(len(found.machines), 'kind')} of machine")
 
 
-def _write_out(lines: Iterable[str]) -> None:
-    """To stdout, which may be a file on a full disk."""
+def named_kinds(plans: bool, step_times: bool, users_kernels: bool) -> list[type[Row]]:
+    """The kinds of rows, of those that name something of their owner, that were asked for."""
+    from phasewise.kerneldb.records import PlanRecord, StepTime
+    from phasewise.kerneldb.user_kernels import UserPromotion, UserTiming
+
+    asked: dict[type[Row], bool] = {
+        PlanRecord: plans,
+        StepTime: step_times,
+        UserTiming: users_kernels,
+        UserPromotion: users_kernels,
+    }
+    return [kind for kind, wanted in asked.items() if wanted]
+
+
+def write_out(lines: Iterable[str]) -> None:
+    """Print to stdout, which may be a file on a full disk."""
     from phasewise.kerneldb.errors import ExportFileError
 
     try:
@@ -120,7 +137,7 @@ def _print_imported(found: Imported, as_json: bool) -> None:
         refusals = f", {counted(found.n_refused, 'line')} refused" if found.n_refused else ""
         say(f"{found.source}: {counted(taken.added, 'row')} added, {taken.known} known already{refusals}")
     if taken.added:
-        note("schedules that were added are not used before `phasewise db verify` has measured them")
+        note("a schedule that was added is not used before `phasewise db verify` has measured it")
 
 
 def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False) -> None:

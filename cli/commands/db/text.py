@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from phasewise._words import counted
 from phasewise.cli.commands.topo.text import core_words
 from phasewise.cli.present import on_one_line, say
-from phasewise.workflows.database.listing import Listing, Section
+from phasewise.workflows.database.listing import ListedSchedules, Section
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import MachineKey
@@ -27,7 +27,7 @@ MAX_BUILD_CHARS = 40
 MAX_ROWS = 12
 
 
-def print_contents(fields: dict[str, Any], listed: Listing) -> None:
+def print_contents(fields: dict[str, Any], listed: ListedSchedules) -> None:
     """The summary, the plans, and the schedules that were read of each section."""
     sections = {Section.IN_USE: listed.counts[Section.IN_USE], **listed.counts}
     counts = [f"{counted(len(fields['plans']), 'plan')}"]

@@ -82,7 +82,7 @@ def known_names(root: Path) -> set[str]:
 
 
 def known_name(ref: str, root: Path) -> str:
-    """What a model that is known here is called, from its name, file or folder. ModelError for any other."""
+    """The name of a model that is known here, from its name, file or folder. ModelError for any other."""
     from phasewise.serving.loaders.fetching import hub
     from phasewise.serving.loaders.fetching.cache import packed_caches
 
