@@ -122,7 +122,20 @@ class MeasurementRow(PlacedColumns, Base):
 
     __tablename__ = "measurement"
     __table_args__ = (
-        Index("ix_measurement_problem", "problem_id", "core_sig", "placement_sig", "kernel_abi"),
+        Index(
+            "ix_measurement_key",
+            *(
+                "core_sig",
+                "placement_sig",
+                "kernel_abi",
+                "problem_id",
+                "verified",
+                "schedule_id",
+                "estimate_ns",
+            ),
+        ),
+        Index("ix_measurement_problem", "problem_id"),
+        Index("ix_measurement_schedule", "schedule_id"),
     )
 
     problem_id: Mapped[ProblemId]
@@ -141,7 +154,10 @@ class PromotionRow(ComparisonColumns, PlacedColumns, Base):
     """A schedule taken into use after a paired comparison. The newest verified row of a key is in use."""
 
     __tablename__ = "promotion"
-    __table_args__ = (Index("ix_promotion_problem", "problem_id", "core_sig", "placement_sig", "kernel_abi"),)
+    __table_args__ = (
+        Index("ix_promotion_key", "core_sig", "placement_sig", "kernel_abi", "problem_id"),
+        Index("ix_promotion_problem", "problem_id"),
+    )
 
     problem_id: Mapped[ProblemId]
     schedule_id: Mapped[ScheduleId]
@@ -156,7 +172,8 @@ class StorageDuelRow(ComparisonColumns, PlacedColumns, Base):
 
     __tablename__ = "storage_duel"
     __table_args__ = (
-        Index("ix_storage_duel_problem", "problem_id", "core_sig", "placement_sig", "kernel_abi"),
+        Index("ix_storage_duel_key", "core_sig", "placement_sig", "kernel_abi", "problem_id"),
+        Index("ix_storage_duel_problem", "problem_id"),
     )
 
     problem_id: Mapped[ProblemId] = mapped_column(

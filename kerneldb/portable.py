@@ -4,15 +4,16 @@
     {"measurement": {...}, "sha256": "16 digits"}       one line a timing, each with a checksum of its own
     {"promotion": {...}, "sha256": "16 digits"}         and a line for each schedule that was taken into use
     {"storage_duel": {...}, "sha256": "16 digits"}      and for each comparison of sparse with dense storage
+    {"plan": {...}, "sha256": "16 digits"}              and for each plan: it names a model
     {"user_timing": {...}, "sha256": "16 digits"}       only where asked for: they name users' functions
     {"user_promotion": {...}, "sha256": "16 digits"}    the same
     {"step_time": {...}, "sha256": "16 digits"}         only where asked for: they name models
     {"rows": 2, "sha256": "64 digits"}                  over all bytes before this line
 
 The same rows give the same bytes, in whatever order and database they were kept. Whether a row is trusted
-is a database's own business and is not written: everything that comes from elsewhere is unverified. Service
-plans stay at home, because they name one host's cores and its owner's models; step times, which name models
-too, go out where their owner asks for it.
+is a database's own business and is not written: everything that comes from elsewhere is unverified. Plans
+name places of the topology, not cores (`topology.places`); an earlier version kept cores, and such a plan
+goes out where `as_shared` can name its places. Step times go out where their owner asks for it.
 
 A file may come from a stranger. It is read line by line, in bounded memory; a line that is not one of ours
 is refused with a reason, and the others are taken. Nothing that is in the database is touched.
@@ -22,19 +23,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
+from functools import cache, lru_cache
 from itertools import chain, islice
-from typing import Any, BinaryIO, TypeAlias, TypeVar
+from typing import Any, BinaryIO, TypeAlias, cast
 
 from phasewise._words import counted
-from phasewise.kerneldb.codec import as_tuples, parts
+from phasewise.kerneldb.codec import KEYED, RecordField, as_tuples, parts, shared
 from phasewise.kerneldb.errors import ExportFileError, RecordError
 from phasewise.kerneldb.records import (
     MachineKey,
     Measurement,
     Origin,
+    PlanRecord,
+    Problem,
     Promotion,
     Sample,
     Schedule,
@@ -42,18 +47,16 @@ from phasewise.kerneldb.records import (
     StorageDuel,
 )
 from phasewise.kerneldb.store import Shared, Store
-from phasewise.kerneldb.user_kernels import UserPromotion, UserTiming
+from phasewise.kerneldb.user_kernels import UserProblem, UserPromotion, UserTiming
 
 Row: TypeAlias = Shared
 Refuse: TypeAlias = Callable[[int, str], None]
 """Gets the number of a line, from 1, and why it is not taken."""
 
-T = TypeVar("T")
-
 FILE = "phasewise schedules"
 VERSION = 1
 
-MAX_ROWS = 1_000_000
+MAX_ROWS = 10_000_000
 MAX_LINE_BYTES = 4 * 2**20
 MAX_SKIPPED_BYTES = 256 * 2**20
 """Twice a row with as many and as long samples as a record may have."""
@@ -66,6 +69,7 @@ MAX_REASON_CHARS = 200
 
 KINDS: dict[str, type[Row]] = {
     "measurement": Measurement,
+    "plan": PlanRecord,
     "promotion": Promotion,
     "storage_duel": StorageDuel,
     "step_time": StepTime,
@@ -73,6 +77,8 @@ KINDS: dict[str, type[Row]] = {
     "user_promotion": UserPromotion,
 }
 """The rows of a file, by the word that each line begins with."""
+ALL = frozenset({PlanRecord, StepTime, UserTiming, UserPromotion})
+"""Rows that name something of their owner: models, or functions."""
 _WORDS = {record: word for word, record in KINDS.items()}
 
 _BESIDE = (Sample, Origin)
@@ -92,67 +98,93 @@ class Taken:
         return self.read - self.added
 
 
+def groups_of(
+    store: Store,
+    wanted: Callable[[MachineKey], bool] = lambda _: True,
+    also: Collection[type[Row]] = ALL,
+    as_shared: Callable[[PlanRecord], PlanRecord | None] = lambda plan: plan,
+) -> Iterator[list[Row]]:
+    """Every timing, promotion and storage duel of the machines that are wanted, in the order of a file.
+
+    also: plans and step times, which name models, and what is known of users' kernels, which names their
+    functions. as_shared: a plan as it goes out, None where it cannot.
+    """
+    for _, record in sorted(KINDS.items()):
+        if record in also or record not in ALL:
+            for group in store.grouped(record, wanted):
+                yield (
+                    group
+                    if record is not PlanRecord
+                    else [shown for plan in group if (shown := as_shared(plan)) is not None]
+                )
+
+
 def rows_of(
     store: Store,
     wanted: Callable[[MachineKey], bool] = lambda _: True,
-    *,
-    step_times: bool = False,
-    users_kernels: bool = False,
+    also: Collection[type[Row]] = ALL,
 ) -> Iterator[Row]:
-    """Every timing, promotion and storage duel of the machines that are wanted.
+    """The rows of `groups_of`, one after the other."""
+    return chain.from_iterable(groups_of(store, wanted, also))
 
-    If asked: step times, which name models, and what is known of users' kernels, which names their functions.
+
+def export_lines(groups: Iterable[Iterable[Row]]) -> Iterator[str]:
+    """The lines of a file with these rows, each with its line end. ASCII only.
+
+    Groups come in the order of a file (`groups_of`); one of them at a time is in memory.
     """
-    sources: list[Iterator[Row]] = [
-        store.all_measurements(),
-        store.all_promotions(),
-        store.all_storage_duels(),
-    ]
-    if step_times:
-        sources.append(store.all_step_times())
-    if users_kernels:
-        sources.append(store.all_user_kernels())
-    for row in chain.from_iterable(sources):
-        if wanted(row.origin.machine):
-            yield row
-
-
-def export_lines(rows: Iterable[Row]) -> Iterator[str]:
-    """The lines of a file with these rows, each with its line end. ASCII only."""
-    lines = sorted({(*_place_of(row), _row_line(row)) for row in rows})
-    if len(lines) > MAX_ROWS:
-        raise ExportFileError(
-            f"{counted(len(lines), 'row')} are too many for one file, which holds {MAX_ROWS}: "
-            "choose machines with --signature"
-        )
     digest = hashlib.sha256()
-    for line in (_canonical({"file": FILE, "version": VERSION}), *(line[-1] for line in lines)):
+    count = 0
+    for line in chain([_canonical({"file": FILE, "version": VERSION})], _row_lines(groups)):
+        if count > MAX_ROWS:
+            raise ExportFileError(too_many(count))
         digest.update(f"{line}\n".encode())
+        count += 1
         yield f"{line}\n"
-    yield _canonical({"rows": len(lines), "sha256": digest.hexdigest()}) + "\n"
+    yield _canonical({"rows": count - 1, "sha256": digest.hexdigest()}) + "\n"
+
+
+def too_many(count: int) -> str:
+    """Says that a file holds fewer rows, and what to do."""
+    return (
+        f"{counted(count, 'row')} are too many for one file, which holds {MAX_ROWS}: "
+        "choose machines with --signature"
+    )
+
+
+def _row_lines(groups: Iterable[Iterable[Row]]) -> Iterator[str]:
+    for group in groups:
+        lines = {_row_line(row): _place_of(row) for row in group}
+        yield from sorted(lines, key=lambda line: (lines[line], line))
 
 
 def _place_of(row: Row) -> tuple[Any, ...]:
     """The sort key of a row in a file: kind, key, machine, build, then time."""
-    machine = row.origin.machine
-    key: tuple[Any, ...] = (
-        (row.model_key, row.configuration_key, astuple(row.step))
-        if isinstance(row, StepTime)
-        else (astuple(row.problem),)
-    )
+    machine, build = row.origin.machine, "" if isinstance(row, PlanRecord) else row.kernel_abi
+    key: tuple[Any, ...]
+    match row:
+        case PlanRecord():
+            key = (row.model_key, row.phase)
+        case StepTime():
+            key = (row.model_key, row.configuration_key, astuple(row.step))
+        case _:
+            key = (_numbers_of(row.problem),)
     return (
-        _WORDS[type(row)],
-        *key,
-        machine.core_sig,
-        machine.placement_sig,
-        row.kernel_abi,
+        *(_WORDS[type(row)], *key, machine.core_sig, machine.placement_sig, build),
         row.origin.created_at_ms,
     )
 
 
+@lru_cache(maxsize=1024)
+def _numbers_of(problem: Problem | UserProblem) -> tuple[Any, ...]:
+    return astuple(problem)
+
+
 def _row_line(row: Row) -> str:
-    content = {_WORDS[type(row)]: _written(row)}
-    return _canonical({**content, "sha256": _row_digest(content)})
+    word = _WORDS[type(row)]
+    content = _canonical({word: _written(row)})
+    digest = f'"sha256":"{_digest_of(content)}"'
+    return f"{content[:-1]},{digest}}}" if word < "sha256" else f"{{{digest},{content[1:]}"
 
 
 def _written(record: object) -> dict[str, Any]:
@@ -162,6 +194,8 @@ def _written(record: object) -> dict[str, Any]:
         value = getattr(record, part.name)
         if part.record in _BESIDE:
             written |= _written(value)
+        elif part.record in KEYED and value is not None:
+            written[part.name] = _written_once(value)
         elif part.record is not None and value is not None:
             inner = _written(value)
             written |= {"kernel_abi": inner.pop("kernel_abi")} if "kernel_abi" in inner else {}
@@ -171,12 +205,25 @@ def _written(record: object) -> dict[str, Any]:
     return written
 
 
+@lru_cache(maxsize=4096)
+def _written_once(record: object) -> dict[str, Any]:
+    """The fields of a record that many rows share; nobody may change them."""
+    return _written(record)
+
+
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
 def _canonical(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return _ENCODER.encode(value)
 
 
 def _row_digest(row: Mapping[str, Any]) -> str:
-    return hashlib.sha256(_canonical(row).encode()).hexdigest()[:ROW_DIGITS]
+    return _digest_of(_canonical(row))
+
+
+def _digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:ROW_DIGITS]
 
 
 def import_rows(store: Store, rows: Iterable[Row]) -> Taken:
@@ -193,7 +240,7 @@ def import_rows(store: Store, rows: Iterable[Row]) -> Taken:
 
 
 def _unverified(row: Row) -> Row:
-    return replace(row, origin=replace(row.origin, verified=False))
+    return row if not row.origin.verified else replace(row, origin=replace(row.origin, verified=False))
 
 
 def read_export(stream: BinaryIO, name: str, refuse: Refuse) -> Iterator[Row]:
@@ -218,7 +265,7 @@ def _read_rows(lines: _Lines, refuse: Refuse) -> Iterator[Row]:
                 _check_end(content, rows, lines, refuse)
                 return
             rows += 1
-            yield _row(content)
+            yield _row(content, line)
         except (ValueError, RecursionError) as error:
             refuse(lines.number, textwrap.shorten(str(error), MAX_REASON_CHARS, placeholder=" ..."))
     refuse(lines.number + 1, "the file ends without its closing line: it was cut short")
@@ -314,18 +361,32 @@ def _no_constant(name: str) -> None:
     raise RecordError(f"{name} is not a number of JSON")
 
 
-def _row(content: dict[str, Any]) -> Row:
+def _row(content: dict[str, Any], line: bytes) -> Row:
     digest = content.pop("sha256", None)
-    if digest != _row_digest(content):
+    if digest is None or (digest != _digest_as_written(line) and digest != _row_digest(content)):
         raise RecordError("the row does not fit its checksum")
     word = next(iter(content), "")
     if len(content) != 1 or word not in KINDS:
         raise RecordError("the line holds no row of a kind that this phasewise knows")
-    record = KINDS[word]
-    names = _names(record) | {"kernel_abi"}
-    return _read(record, _object(f"a {word.replace('_', ' ')}", content[word], names))
+    record: Any = KINDS[word]
+    names = _names(record) | ({"kernel_abi"} if record is not PlanRecord else set())
+    return cast(Row, _reader(record)(_object(f"a {word.replace('_', ' ')}", content[word], names)))
 
 
+_DIGEST_LAST = re.compile(rb'(.*),"sha256":"[0-9a-f]{16}"}\n', re.DOTALL)
+_DIGEST_FIRST = re.compile(rb'{"sha256":"[0-9a-f]{16}",(.*)}\n', re.DOTALL)
+
+
+def _digest_as_written(line: bytes) -> str | None:
+    """The digest of a line that is written as ours are, by its bytes: nothing is written again."""
+    last, first = _DIGEST_LAST.fullmatch(line), _DIGEST_FIRST.fullmatch(line)
+    if last is None and first is None:
+        return None
+    body = last[1] + b"}" if last else b"{" + first[1] + b"}" if first else b""
+    return hashlib.sha256(body).hexdigest()[:ROW_DIGITS]
+
+
+@cache
 def _names(record: Any) -> frozenset[str]:
     """The fields that a file has of a record."""
     names: set[str] = set()
@@ -334,27 +395,43 @@ def _names(record: Any) -> frozenset[str]:
     return frozenset(names - {"verified", "kernel_abi"})
 
 
-def _read(record: type[T], found: Mapping[str, Any]) -> T:
-    """The record whose fields these are; unverified."""
-    values: dict[str, Any] = {}
-    for part in parts(record):
-        value = found.get(part.name)
-        if part.name == "verified":
-            value = False
-        elif part.record in _BESIDE:
-            value = _read(part.record, found)
-        elif part.record is not None and (value is not None or part.name != "incumbent"):
-            called = "a schedule" if part.record is Schedule else f"a {part.name}"
-            inner = _object(called, value, _names(part.record))
-            value = _read(part.record, {"kernel_abi": found.get("kernel_abi"), **inner})
-        values[part.name] = as_tuples(value)
-    return record(**values)
+@cache
+def _reader(record: Any) -> Callable[[Mapping[str, Any]], Any]:
+    """The function that makes a record of the fields that a file has of it; unverified."""
+    readers = [(part.name, _value_reader(part)) for part in parts(record)]
+    return lambda found: record(**{name: read(found) for name, read in readers})
 
 
-def _object(what: str, value: object, names: Collection[str]) -> dict[str, Any]:
+def _value_reader(part: RecordField) -> Callable[[Mapping[str, Any]], Any]:
+    name, record = part.name, part.record
+    if name == "verified":
+        return lambda _: False
+    if record is None:
+        return lambda found: as_tuples(found.get(name))
+    if record in _BESIDE:
+        return _reader(record)
+    called = "a schedule" if record is Schedule else f"a {name}"
+    names, fields_of = _names(record), tuple(field.name for field in parts(record))
+
+    def read(found: Mapping[str, Any]) -> Any:
+        value = found.get(name)
+        if value is None and name == "incumbent":
+            return None
+        inner = {"kernel_abi": found.get("kernel_abi"), **_object(called, value, names)}
+        values = [as_tuples(inner.get(field)) for field in fields_of]
+        try:
+            return shared(record, *values)
+        except TypeError:  # a value that no cache can look up, such as a mapping: the record refuses it
+            return record(*values)
+
+    return read
+
+
+def _object(what: str, value: object, names: frozenset[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RecordError(f"{what} must be a JSON object, not {value!r:.80}")
-    if unlike := sorted(set(names) ^ set(value)):
+    if value.keys() != names:
+        unlike = sorted(set(names) ^ set(value))
         problem = "has no" if unlike[0] in names else "may not have"
         raise RecordError(f"{what} {problem} {unlike[0]!r:.80}")
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -12,15 +13,12 @@ from sqlalchemy import (
     Select,
     and_,
     bindparam,
-    case,
     delete,
     exists,
-    false,
     func,
-    literal,
     or_,
     select,
-    union_all,
+    union,
 )
 from sqlalchemy.orm import aliased
 
@@ -30,7 +28,7 @@ from phasewise.kerneldb.models import (
     ProblemRow,
     PromotionRow,
     ScheduleRow,
-    StepTimeRow,
+    ServicePlanRow,
     StorageDuelRow,
 )
 from phasewise.kerneldb.records import MachineKey, Problem
@@ -44,63 +42,67 @@ WEIGHT_FIELDS = tuple(name for name in PROBLEM_FIELDS if name != "m")
 BUILD_FIELDS = ("core_sig", "placement_sig", "kernel_abi")
 PROBLEM_ORDER = tuple(getattr(ProblemRow, name) for name in PROBLEM_FIELDS)
 
-_Incumbent = aliased(ScheduleRow)
-_Dense = aliased(ScheduleRow)
+
+KEYED: dict[str, Any] = {
+    "problem": ProblemRow,
+    "schedule": ScheduleRow,
+    "incumbent": aliased(ScheduleRow),
+    "dense_schedule": aliased(ScheduleRow),
+}
+"""The table that a field with a row of its own is read from."""
 
 
-def measurements() -> AnySelect:
-    """Every measurement, with its problem and its schedule."""
-    return select(MeasurementRow, ProblemRow, ScheduleRow).join(ProblemRow).join(ScheduleRow)
+def joined(query: AnySelect, model: Any, keyed: Sequence[str]) -> AnySelect:
+    """The query of a table's columns, with the rows that its ids name; an incumbent may be none."""
+    query = query.select_from(model)
+    for name in keyed:
+        own = KEYED[name]
+        query = query.join(own, getattr(model, f"{name}_id") == own.id, isouter=name == "incumbent")
+    return query
 
 
-def promotions() -> AnySelect:
-    """Every promotion, with its problem, its schedule and the incumbent's, if that is a row."""
-    return (
-        select(PromotionRow, ProblemRow, ScheduleRow, _Incumbent)
-        .join(ProblemRow)
-        .join(ScheduleRow, PromotionRow.schedule_id == ScheduleRow.id)
-        .outerjoin(_Incumbent, PromotionRow.incumbent_id == _Incumbent.id)
-    )
+def of_best(verified: bool) -> tuple[Any, Any, Any]:
+    """A condition on measurements of a key, and their order: the least estimate, and the older of equals."""
+    return MeasurementRow.verified == verified, MeasurementRow.estimate_ns, MeasurementRow.id
 
 
-def storage_duels() -> AnySelect:
-    """Every duel between storages, with its problem and the schedules of sparse and dense."""
-    return (
-        select(StorageDuelRow, ProblemRow, ScheduleRow, _Dense)
-        .join(ProblemRow)
-        .join(ScheduleRow, StorageDuelRow.schedule_id == ScheduleRow.id)
-        .join(_Dense, StorageDuelRow.dense_schedule_id == _Dense.id)
-    )
-
-
-def best_measurements(verified: bool) -> AnySelect:
-    """One measurement a key: the least estimate, and the older of equals."""
-    rank = func.row_number().over(
-        partition_by=_key_of(MeasurementRow), order_by=(MeasurementRow.estimate_ns, MeasurementRow.id)
-    )
-    ranked = select(MeasurementRow.id, rank.label("rank")).where(MeasurementRow.verified == verified)
-    return _first_of(ranked)
-
-
-def promoted_measurements(verified: bool) -> AnySelect:
+def promoted_ids(verified: bool, *where: ColumnElement[bool]) -> AnySelect:
     """One measurement a key: the newest of the schedule that was promoted last.
 
-    A promotion that names a schedule without measurements hides no older one.
+    A promotion that names a schedule without measurements hides no older one. where: conditions on
+    promotions, from which the search goes out.
     """
+    newest = -MeasurementRow.id  # ordered by the id itself, SQLite reads all timings of a schedule for it
     rank = func.row_number().over(
-        partition_by=_key_of(MeasurementRow), order_by=(PromotionRow.id.desc(), MeasurementRow.id.desc())
+        partition_by=key_of(PromotionRow), order_by=(PromotionRow.id.desc(), newest)
     )
     ranked = (
         select(MeasurementRow.id, rank.label("rank"))
-        .join(PromotionRow, and_(_same_key(), MeasurementRow.schedule_id == PromotionRow.schedule_id))
-        .where(MeasurementRow.verified == verified, PromotionRow.verified == verified)
+        .select_from(PromotionRow)
+        .join(MeasurementRow, and_(_same_key(), *_same_schedule()))
+        .where(PromotionRow.verified == verified, *where)
+        .subquery()
     )
-    return _first_of(ranked)
+    return select(ranked.c.id).where(ranked.c.rank == 1)
 
 
-def _first_of(ranked: AnySelect) -> AnySelect:
-    inner = ranked.subquery()
-    return measurements().join(inner, inner.c.id == MeasurementRow.id).where(inner.c.rank == 1)
+def promoted_keys(verified: bool) -> AnySelect:
+    """Keys of which `promoted_ids` has a measurement."""
+    timed = exists().where(_same_key(), *_same_schedule())
+    return select(*key_of(PromotionRow)).where(PromotionRow.verified == verified, timed).distinct()
+
+
+def _same_schedule() -> tuple[ColumnElement[bool], ...]:
+    return (
+        MeasurementRow.schedule_id == PromotionRow.schedule_id,
+        MeasurementRow.verified == PromotionRow.verified,
+    )
+
+
+def counts_by_key(*where: ColumnElement[bool]) -> AnySelect:
+    """The number of measurements of each key, those that are verified and the others; read from an index."""
+    columns = (*key_of(MeasurementRow), MeasurementRow.verified)
+    return select(*columns, func.count()).where(*where).group_by(*columns)
 
 
 def of_machine(model: type[PlacedColumns], machine: MachineKey) -> ColumnElement[bool]:
@@ -113,7 +115,8 @@ def of_problem(
 ) -> tuple[ColumnElement[bool], ...]:
     """Rows of one key."""
     same = (getattr(ProblemRow, name) == getattr(problem, name) for name in PROBLEM_FIELDS)
-    return (*same, of_machine(model, machine), model.kernel_abi == kernel_abi)
+    own = select(ProblemRow.id).where(*same).scalar_subquery()
+    return (model.problem_id == own, of_machine(model, machine), model.kernel_abi == kernel_abi)
 
 
 @cache
@@ -141,45 +144,46 @@ def of_weight(
     return (*same, of_machine(model, machine), model.kernel_abi == kernel_abi)
 
 
-def count_by_build() -> AnySelect:
-    """The name of each build, its measurements, how many of them are verified; those of step times too."""
-    timed = select(MeasurementRow.kernel_abi, literal(1).label("one"), MeasurementRow.verified)
-    stepped = select(StepTimeRow.kernel_abi, literal(0), false()).distinct()
-    rows = union_all(timed, stepped).subquery()
-    verified = func.sum(case((rows.c.verified, 1), else_=0))
-    return (
-        select(rows.c.kernel_abi, func.sum(rows.c.one), verified)
-        .group_by(rows.c.kernel_abi)
-        .order_by(rows.c.kernel_abi)
-    )
+def of_losers(keep: int, *where: ColumnElement[bool]) -> AnySelect:
+    """Ids of timings of schedules behind the `keep` fastest of their key that no promotion names.
 
-
-def delete_dominated(keep: int) -> Delete:
-    """Deletes measurements of schedules behind the `keep` fastest of their key that no promotion names."""
+    Beside each, its rank among the rows of the schedule: 1 has the least estimate, the older of equals.
+    """
     fastest = func.min(MeasurementRow.estimate_ns)
-    of_schedule = (*_key_of(MeasurementRow), MeasurementRow.schedule_id)
-    rank = func.row_number().over(
-        partition_by=_key_of(MeasurementRow), order_by=(fastest, MeasurementRow.schedule_id)
+    of_schedule = (*key_of(MeasurementRow), MeasurementRow.schedule_id)
+    place = func.row_number().over(
+        partition_by=key_of(MeasurementRow), order_by=(fastest, MeasurementRow.schedule_id)
     )
-    ranked = select(*of_schedule, rank.label("rank")).group_by(*of_schedule).subquery()
+    ranked = select(*of_schedule, place.label("place")).where(*where).group_by(*of_schedule).subquery()
     columns = [ranked.c[column.key] for column in of_schedule]
     named = or_(
         PromotionRow.schedule_id == MeasurementRow.schedule_id,
         PromotionRow.incumbent_id == MeasurementRow.schedule_id,
     )
-    behind = (
-        select(MeasurementRow.id)
-        .join(ranked, and_(*(a == b for a, b in zip(columns, of_schedule, strict=True))))
-        .where(ranked.c.rank > keep, ~exists().where(_same_key(), named))
+    rank = func.row_number().over(
+        partition_by=(*of_schedule, MeasurementRow.verified),
+        order_by=(MeasurementRow.estimate_ns, MeasurementRow.id),
     )
-    return delete(MeasurementRow).where(MeasurementRow.id.in_(behind))
+    return (
+        select(MeasurementRow.id, rank)
+        .join(ranked, and_(*(a == b for a, b in zip(columns, of_schedule, strict=True))))
+        .where(ranked.c.place > keep, ~exists().where(_same_key(), named))
+    )
+
+
+def old_plans(keep: int) -> AnySelect:
+    """Ids of plans behind the `keep` newest of their model, phase, machine and trust."""
+    row = ServicePlanRow
+    key = (row.model_key, row.phase, row.core_sig, row.placement_sig, row.verified)
+    rank = func.row_number().over(partition_by=key, order_by=row.id.desc())
+    ranked = select(row.id, rank.label("rank")).subquery()
+    return select(ranked.c.id).where(ranked.c.rank > keep)
 
 
 def delete_unused_problems() -> Delete:
     """Deletes problems that no measurement, promotion or duel is about."""
-    naming: tuple[Keyed, ...] = (MeasurementRow, PromotionRow, StorageDuelRow)
-    used = [exists().where(model.problem_id == ProblemRow.id) for model in naming]
-    return delete(ProblemRow).where(~or_(*used))
+    naming = (MeasurementRow.problem_id, PromotionRow.problem_id, StorageDuelRow.problem_id)
+    return delete(ProblemRow).where(ProblemRow.id.not_in(_named_by(naming)))
 
 
 def delete_unused_schedules() -> Delete:
@@ -191,14 +195,18 @@ def delete_unused_schedules() -> Delete:
         StorageDuelRow.schedule_id,
         StorageDuelRow.dense_schedule_id,
     )
-    return delete(ScheduleRow).where(~or_(*(exists().where(column == ScheduleRow.id) for column in naming)))
+    return delete(ScheduleRow).where(ScheduleRow.id.not_in(_named_by(naming)))
 
 
-def _key_of(model: Keyed) -> tuple[Any, ...]:
-    """The columns that rows must share to be compared."""
-    return (model.problem_id, model.core_sig, model.placement_sig, model.kernel_abi)
+def _named_by(columns: Sequence[Any]) -> Any:
+    return union(*(select(column).where(column.is_not(None)) for column in columns))
+
+
+def key_of(model: Keyed) -> tuple[Any, ...]:
+    """The columns that rows must share to be compared, in the order of their index."""
+    return (model.core_sig, model.placement_sig, model.kernel_abi, model.problem_id)
 
 
 def _same_key() -> ColumnElement[bool]:
-    keys = zip(_key_of(MeasurementRow), _key_of(PromotionRow), strict=True)
+    keys = zip(key_of(MeasurementRow), key_of(PromotionRow), strict=True)
     return and_(*(mine == theirs for mine, theirs in keys))

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from phasewise._words import number
 from phasewise.kerneldb.errors import RecordError
@@ -53,13 +54,23 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
         raise RecordError(f"{name} must be a whole number from {low} to {high}, not {value!r:.80}")
 
 
+@lru_cache(maxsize=1024)
+def _is_word(text: str) -> bool:
+    return _WORD.fullmatch(text) is not None
+
+
+@lru_cache(maxsize=1024)
+def _is_line(text: str) -> bool:
+    return _LINE.fullmatch(text) is not None
+
+
 def _check_word(name: str, value: object) -> None:
-    if not isinstance(value, str) or not _WORD.fullmatch(value):
+    if not isinstance(value, str) or not _is_word(value):
         raise RecordError(f"{name} must be a lower-case word of at most 32 characters, not {value!r:.80}")
 
 
 def _check_line(name: str, value: object) -> None:
-    if not isinstance(value, str) or not _LINE.fullmatch(value):
+    if not isinstance(value, str) or not _is_line(value):
         raise RecordError(f"{name} must be 1 to {MAX_TEXT} printable ASCII characters, not {value!r:.80}")
 
 
@@ -76,6 +87,8 @@ def _check_plan_json(value: object) -> None:
 def _check_samples(samples_ns: object) -> None:
     if not isinstance(samples_ns, tuple) or not 1 <= len(samples_ns) <= MAX_SAMPLES:
         raise RecordError(f"samples_ns must be a tuple of 1 to {MAX_SAMPLES} numbers")
+    if set(map(type, samples_ns)) == {int} and min(samples_ns) >= 1 and max(samples_ns) <= MAX_NS:
+        return
     for sample_ns in samples_ns:
         _check_int("a sample in samples_ns", sample_ns, 1, MAX_NS)
 
@@ -320,7 +333,7 @@ class PlanRecord:
     phase: str
     plan_json: str
     origin: Origin
-    objectives: Mapping[str, float] = field(default_factory=dict)
+    objectives: Mapping[str, float] = field(default_factory=dict, hash=False)
     """The figures of the plan when it was measured, e.g. `tpot_ms`; empty for a plan set by hand."""
 
     def __post_init__(self) -> None:

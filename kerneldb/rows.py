@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from sqlalchemy import Column, Insert, Row, ScalarSelect, Table, bindparam, exists, insert, select
@@ -12,7 +12,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from phasewise.kerneldb import queries
-from phasewise.kerneldb.codec import assembled, flattened
+from phasewise.kerneldb.codec import Getter, as_tuples, assembler, flat_names, flattened, shared
 from phasewise.kerneldb.models import (
     Base,
     MeasurementRow,
@@ -50,21 +50,14 @@ class Kept:
 
     model: Any
     """The table, a class of `models`."""
-    joined: Callable[[], AnySelect] | None = None
-    """The query for rows of the table, each with rows of `keyed` behind it."""
     keyed: tuple[str, ...] = ()
     """Fields that are rows of their own; a column of ids stands for each."""
 
-    def query(self) -> AnySelect:
-        """All rows, oldest first."""
-        found = select(self.model) if self.joined is None else self.joined()
-        return found.order_by(self.model.id)
-
 
 KEPT: dict[type, Kept] = {
-    Measurement: Kept(MeasurementRow, queries.measurements, ("problem", "schedule")),
-    Promotion: Kept(PromotionRow, queries.promotions, ("problem", "schedule", "incumbent")),
-    StorageDuel: Kept(StorageDuelRow, queries.storage_duels, ("problem", "schedule", "dense_schedule")),
+    Measurement: Kept(MeasurementRow, ("problem", "schedule")),
+    Promotion: Kept(PromotionRow, ("problem", "schedule", "incumbent")),
+    StorageDuel: Kept(StorageDuelRow, ("problem", "schedule", "dense_schedule")),
     PlanRecord: Kept(ServicePlanRow),
     StepTime: Kept(StepTimeRow),
     UserTiming: Kept(UserKernelTimingRow),
@@ -72,22 +65,53 @@ KEPT: dict[type, Kept] = {
 }
 
 
+def rows_of(record: type) -> AnySelect:
+    """All rows of a type of records: the id, then columns as `record_of` expects them."""
+    kept = KEPT[record]
+    columns = [kept.model.id]
+    for name in flat_names(record):
+        columns += _columns(kept, name)
+    return queries.joined(select(*columns), kept.model, kept.keyed)
+
+
+def _columns(kept: Kept, name: str) -> list[Any]:
+    if name in kept.keyed:
+        own = queries.KEYED[name]
+        return [own.id, *(getattr(own, field) for field in _FIELDS_OF_KEYED[own is queries.KEYED["problem"]])]
+    value = getattr(kept.model, name)
+    return [] if isinstance(value, str) else [value]
+
+
+_FIELDS_OF_KEYED = {
+    is_problem: flat_names(Problem if is_problem else Schedule) for is_problem in (True, False)
+}
+
+
 def record_of(record: type[T], row: AnyRow) -> T:
-    """The record of a row of its query."""
-    own, *others = row
-    keyed = dict(zip(KEPT[record].keyed, others, strict=True))
-
-    def value_of(name: str) -> Any:
-        return _keyed_record(keyed[name]) if name in keyed else getattr(own, name)
-
-    return assembled(record, value_of)
+    """The record of a row of `rows_of`. RecordError where it can hold none."""
+    kind: Any = record
+    return cast(T, _assembler(kind)(row))
 
 
-def _keyed_record(row: ProblemRow | ScheduleRow | None) -> Problem | Schedule | None:
-    if row is None:
-        return None
-    record: type[Problem | Schedule] = Problem if isinstance(row, ProblemRow) else Schedule
-    return assembled(record, partial(getattr, row))
+@cache
+def _assembler(record: Any) -> Callable[[AnyRow], Any]:
+    kept, place, getters = KEPT[record], 1, dict[str, Getter]()
+    for name in flat_names(record):
+        n_columns = len(_columns(kept, name))
+        getters[name] = _getter(kept, name, place, place + n_columns)
+        place += n_columns
+    return assembler(record, getters.__getitem__)
+
+
+def _getter(kept: Kept, name: str, first: int, end: int) -> Getter:
+    """The function that reads the columns of a field, from `first` to before `end`."""
+    if name in kept.keyed:
+        keyed = Problem if name == "problem" else Schedule
+        return lambda row: None if row[first] is None else shared(keyed, *row[first + 1 : end])
+    if first == end:  # the same for all rows of the table
+        constant = getattr(kept.model, name)
+        return lambda row: constant
+    return lambda row: as_tuples(row[first])
 
 
 def row_of(session: Session, record: object) -> Base:
@@ -162,8 +186,13 @@ def _table(model: type[Base]) -> Table:
 def _measurement_columns(measurement: Measurement) -> dict[str, Any]:
     columns = flattened(measurement)
     for name in KEPT[Measurement].keyed:
-        columns |= {f"{name}_{field}": value for field, value in flattened(columns.pop(name)).items()}
+        columns |= _keyed_columns(name, columns.pop(name))
     return columns
+
+
+@lru_cache(maxsize=4096)
+def _keyed_columns(name: str, record: Problem | Schedule) -> dict[str, Any]:
+    return {f"{name}_{field}": value for field, value in flattened(record).items()}
 
 
 def _id_of(session: Session, record: Problem | Schedule) -> int:

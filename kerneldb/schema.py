@@ -17,7 +17,7 @@ from phasewise.kerneldb.models import Base
 if TYPE_CHECKING:
     from alembic.config import Config
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006")
 """Every revision of the schema, oldest first. A test compares it with the migration files."""
 
 HEAD = REVISIONS[-1]

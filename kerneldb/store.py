@@ -16,7 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from sqlalchemy import Delete, Engine, delete, func, select, text
 from sqlalchemy.orm import Session
 
-from phasewise.kerneldb import connect, queries
+from phasewise.kerneldb import connect, counts, queries, row_groups, summaries
+from phasewise.kerneldb.counts import Key, KeyCount, ProgramCount, StoreStats
 from phasewise.kerneldb.errors import (
     DatabaseFullError,
     DatabaseTooNewError,
@@ -35,7 +36,6 @@ from phasewise.kerneldb.errors import (
 )
 from phasewise.kerneldb.location import Location, locate
 from phasewise.kerneldb.models import (
-    Base,
     MeasurementRow,
     ProblemRow,
     PromotionRow,
@@ -55,20 +55,21 @@ from phasewise.kerneldb.records import (
     StepTime,
     StorageDuel,
 )
-from phasewise.kerneldb.rows import KEPT, add_measurements, record_of, row_of
+from phasewise.kerneldb.rows import KEPT, add_measurements, record_of, row_of, rows_of
 from phasewise.kerneldb.schema import HEAD, SchemaChange, is_newer, read_revision, upgrade
 from phasewise.kerneldb.schema_copy import copy_beside
+from phasewise.kerneldb.summaries import Summarised, batched
 from phasewise.kerneldb.user_kernels import UserPromotion, UserTiming
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnExpressionArgument  # 2.0.13, and needed by no call
+    from sqlalchemy import ColumnElement, ColumnExpressionArgument  # 2.0.13, and needed by no call
 
     from phasewise.kerneldb.queries import AnySelect
     from phasewise.kerneldb.rows import AnyRow
     from phasewise.kerneldb.user_kernels import UserProblem
 
 Report = Callable[[str], None]
-Shared: TypeAlias = Measurement | Promotion | StorageDuel | StepTime | UserTiming | UserPromotion
+Shared: TypeAlias = Measurement | Promotion | StorageDuel | StepTime | UserTiming | UserPromotion | PlanRecord
 """The kinds of rows that databases may give to each other."""
 
 T = TypeVar("T")
@@ -79,37 +80,6 @@ ROWS_AT_ONCE = 500
 """Rows that a scan over a whole table keeps in memory."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SignatureCount:
-    """The number of rows of one kind of machine."""
-
-    machine: MachineKey
-    measurements: int
-    service_plans: int
-    step_times: int
-
-
-@dataclass(frozen=True)
-class BuildCount:
-    """The number of rows of one build of a kernel family."""
-
-    kernel_abi: str
-    measurements: int
-    unverified: int
-    """Measurements that were imported and not measured here."""
-
-
-@dataclass(frozen=True)
-class StoreStats:
-    """Sizes. `file_bytes` is None where the database is no local file."""
-
-    revision: str
-    rows: Mapping[str, int]
-    signatures: tuple[SignatureCount, ...]
-    builds: tuple[BuildCount, ...]
-    file_bytes: int | None
 
 
 @contextmanager
@@ -210,7 +180,7 @@ class Store:
     def add_measurements(self, measurements: Iterable[Measurement]) -> None:
         """Append all or none."""
         added = list(measurements)
-        with self._writing() as session:
+        with self.writing() as session:
             add_measurements(session, added)
 
     def measurements(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> list[Measurement]:
@@ -239,17 +209,36 @@ class Store:
         of_problems = ProblemRow.m.in_([problem.m for problem in problems])
         counts = MeasurementRow.verified & (MeasurementRow.created_at_ms >= since_ms)
         query = select(func.min(MeasurementRow.created_at_ms)).select_from(MeasurementRow).join(ProblemRow)
-        with connect.clear_errors(self.name), Session(self._engine) as session:
+        with self._reading() as session:
             return session.scalar(query.where(*of_weight, of_problems, counts))
 
-    def all_measurements(self) -> Iterator[Measurement]:
-        """Every row, oldest first, read while they are taken."""
-        return self._streamed(Measurement)
+    def all_measurements(self, machine: MachineKey | None = None) -> Iterator[Measurement]:
+        """Every row, or those of one kind of machine; oldest first, read while they are taken."""
+        where = () if machine is None else (queries.of_machine(MeasurementRow, machine),)
+        return self._streamed(Measurement, *where)
 
-    def best_measurements(self, *, verified: bool = True) -> list[Measurement]:
-        """The best one for each problem, kind of machine and build of the kernel; ordered by problem."""
-        query = queries.best_measurements(verified).order_by(*PROBLEM_ORDER, MeasurementRow.id)
-        return [*self._read(Measurement, query)]
+    def best_measurement(
+        self, problem: Problem, machine: MachineKey, kernel_abi: str, *, verified: bool = True
+    ) -> Measurement | None:
+        """The least estimate of a key, and the older of equals; None where there is none."""
+        condition, *order = queries.of_best(verified)
+        query = rows_of(Measurement).where(
+            *of_problem(MeasurementRow, problem, machine, kernel_abi), condition
+        )
+        return self._first(Measurement, query.order_by(*order))
+
+    def key_counts(self, machine: MachineKey | None = None, *, core_sig: str | None = None) -> list[KeyCount]:
+        """Every key that has measurements, and how many: of one kind of machine or core, or of all."""
+        where = [] if machine is None else [queries.of_machine(MeasurementRow, machine)]
+        if core_sig is not None:
+            where.append(MeasurementRow.core_sig == core_sig)
+        with self._reading() as session:
+            return [*counts.count_by_key(session, self._tell, *where)]
+
+    def promoted_keys(self, *, verified: bool = True) -> set[Key]:
+        """The keys of `promoted_measurements`."""
+        with self._reading() as session:
+            return counts.promoted_keys(session, verified)
 
     def add_promotions(self, promotions: Iterable[Promotion]) -> None:
         """Append all or none; from now on each is the newest of its key."""
@@ -281,32 +270,33 @@ class Store:
         return self._streamed(StorageDuel)
 
     def promoted_measurement(
-        self, problem: Problem, machine: MachineKey, kernel_abi: str
+        self, problem: Problem, machine: MachineKey, kernel_abi: str, *, verified: bool = True
     ) -> Measurement | None:
         """The schedule in use: the newest verified timing of the schedule that was promoted last.
 
-        None where no schedule was promoted, or none that was timed here.
+        None where no schedule was promoted, or none that was timed here. Not `verified`: what would be in use
+        where it was imported from.
         """
-        key = of_problem(MeasurementRow, problem, machine, kernel_abi)
-        query = queries.promoted_measurements(verified=True).where(*key)
-        return next(self._read(Measurement, query), None)
+        key = of_problem(PromotionRow, problem, machine, kernel_abi)
+        return next(iter(self._promoted(verified, *key)), None)
 
     def promoted_measurements(
         self, machine: MachineKey | None = None, *, verified: bool = True
     ) -> list[Measurement]:
         """The schedules in use for each problem, build and kind of machine (or this kind); ordered by
         problem.
-
-        Not `verified`: what would be in use where it was imported from.
         """
-        query = queries.promoted_measurements(verified).order_by(*PROBLEM_ORDER, MeasurementRow.id)
-        if machine:
-            query = query.where(queries.of_machine(MeasurementRow, machine))
-        return [*self._read(Measurement, query)]
+        where = () if machine is None else (queries.of_machine(PromotionRow, machine),)
+        return self._promoted(verified, *where)
+
+    def _promoted(self, verified: bool, *where: ColumnElement[bool]) -> list[Measurement]:
+        ids = queries.promoted_ids(verified, *where)
+        query = rows_of(Measurement).where(MeasurementRow.id.in_(ids))
+        return [*self._read(Measurement, query.order_by(*PROBLEM_ORDER, MeasurementRow.id))]
 
     def add_missing(self, rows: Sequence[Shared]) -> int:
         """Append those that are not there yet, verified or not, all or none; return how many those were."""
-        with self._writing() as session:
+        with self.writing() as session:
             if session.get_bind().dialect.name == "postgresql":
                 session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _IMPORT_LOCK})
             missing = [*self._missing(session, rows)]
@@ -328,26 +318,21 @@ class Store:
                     known.add(_content_of(row))
                     yield row
 
-    def collect_garbage(
-        self, stale_builds: Collection[str], keep_schedules: int | None, *, dry_run: bool
-    ) -> Mapping[str, int]:
-        """Delete rows of the builds, and timings of schedules behind the `keep_schedules` fastest of a key.
+    def delete_builds(self, stale_builds: Collection[str], *, dry_run: bool) -> Mapping[str, int]:
+        """Delete rows of the builds, with problems and schedules that nothing names any more.
 
-        Problems and schedules that nothing names any more go with them. Returns the rows deleted by table, or
-        those that would be.
+        Returns the rows deleted by table, or those that would be.
         """
         deletions: list[tuple[str, Delete]] = [
             (model.__tablename__, delete(model).where(model.kernel_abi.in_(stale_builds)))
             for model in (PromotionRow, StorageDuelRow, MeasurementRow, StepTimeRow)
         ]
-        if keep_schedules is not None:
-            deletions.append((MeasurementRow.__tablename__, queries.delete_dominated(keep_schedules)))
         deletions += [
             ("problem", queries.delete_unused_problems()),
             ("schedule", queries.delete_unused_schedules()),
         ]
         deleted: Counter[str] = Counter()
-        with self._writing() as session, session.begin_nested() as savepoint:
+        with self.writing() as session, session.begin_nested() as savepoint:
             for table, deletion in deletions:
                 result: Any = session.execute(deletion, execution_options={"synchronize_session": False})
                 deleted[table] += result.rowcount
@@ -355,23 +340,66 @@ class Store:
                 savepoint.rollback()
         return deleted
 
+    def summarise_losers(
+        self,
+        keep_schedules: int,
+        machine: MachineKey | None = None,
+        *,
+        except_builds: Collection[str] = (),
+        dry_run: bool = False,
+    ) -> Summarised:
+        """Keep raw samples of the fastest schedules of each key and of those that promotions name.
+
+        Of any other one row is left, with a summary of its samples (`summaries`). Returns the numbers of rows
+        deleted and summarised. A few rows at a time: interrupted, it has done a part.
+        """
+        where = [] if machine is None else [queries.of_machine(MeasurementRow, machine)]
+        where.append(MeasurementRow.kernel_abi.not_in(except_builds))
+        with self._reading() as session:
+            found = summaries.losers(session, keep_schedules, *where)
+        n_summarised = 0
+        for numbers in batched(found.best, summaries.ROWS_AT_ONCE):
+            with self._reading() if dry_run else self.writing() as session:
+                n_summarised += summaries.summarise(session, numbers, dry_run=dry_run)
+        for numbers in batched(() if dry_run else found.others, summaries.ROWS_AT_ONCE):
+            with self.writing() as session:
+                session.execute(
+                    delete(MeasurementRow).where(MeasurementRow.id.in_(numbers)),
+                    execution_options={"synchronize_session": False},
+                )
+        return Summarised(len(found.others), n_summarised)
+
     def add_plan(self, plan: PlanRecord) -> None:
         """Append a plan; from now on it is the newest of its key."""
         self._append([plan])
 
     def newest_plan(self, machine: MachineKey, model_key: str, phase: str) -> PlanRecord | None:
-        """The verified plan that was appended last, None where there is none."""
-        query = select(ServicePlanRow).where(
+        """The verified plan that was appended last, else the imported one; None where there is none.
+
+        A plan changes no answer, so that one from elsewhere is used until one is measured or set here.
+        """
+        query = rows_of(PlanRecord).where(
             queries.of_machine(ServicePlanRow, machine),
             ServicePlanRow.model_key == model_key,
             ServicePlanRow.phase == phase,
-            ServicePlanRow.verified,
         )
-        return next(self._read(PlanRecord, query.order_by(ServicePlanRow.id.desc())), None)
+        return self._first(
+            PlanRecord, query.order_by(ServicePlanRow.verified.desc(), ServicePlanRow.id.desc())
+        )
 
     def plans(self) -> list[PlanRecord]:
         """Every plan, oldest first."""
         return self._records(PlanRecord)
+
+    def delete_old_plans(self, keep: int, *, dry_run: bool) -> int:
+        """Delete plans behind the `keep` newest of their key, those made here and those imported; or count
+        them.
+        """
+        with self._reading() if dry_run else self.writing() as session:
+            old = [*session.scalars(queries.old_plans(keep))]
+            for numbers in batched(() if dry_run else old, summaries.ROWS_AT_ONCE):
+                session.execute(delete(ServicePlanRow).where(ServicePlanRow.id.in_(numbers)))
+        return len(old)
 
     def add_step_times(self, timings: Iterable[StepTime]) -> None:
         """Append all or none."""
@@ -427,29 +455,40 @@ class Store:
         yield from self._streamed(UserTiming)
         yield from self._streamed(UserPromotion)
 
+    def grouped(
+        self, record: type[Shared], wanted: Callable[[MachineKey], bool] = lambda _: True
+    ) -> Iterator[list[Any]]:
+        """All rows of machines that are wanted, the rows of a key (`row_groups`) at a time, in key order."""
+        with self._reading() as session:
+            groups = row_groups.conditions(session, record, wanted, self._tell)
+        for where in groups:
+            yield [row for row in self._records(record, *where) if wanted(row.origin.machine)]
+
     def stats(self) -> StoreStats:
         """Rows by table and by kind of machine."""
-        with connect.clear_errors(self.name), Session(self._engine) as session:
-            rows = {
-                name: session.scalar(select(func.count()).select_from(table)) or 0
-                for name, table in sorted(Base.metadata.tables.items())
-            }
-            counts = tuple(
-                _count_by_machine(session, model) for model in (MeasurementRow, ServicePlanRow, StepTimeRow)
-            )
-            builds = tuple(
-                BuildCount(kernel_abi, count, count - verified)
-                for kernel_abi, count, verified in session.execute(queries.count_by_build())
-            )
-        signatures = tuple(self._signatures(counts))
-        return StoreStats(self.schema_change.after, rows, signatures, builds, self._file_bytes())
+        with self._reading() as session:
+            return counts.stats(session, self._tell, self.schema_change.after, self._file_bytes())
 
-    def _signatures(self, counts: Sequence[Mapping[tuple[str, str], int]]) -> Iterator[SignatureCount]:
-        for key in sorted({key for of_table in counts for key in of_table}, key=repr):
-            try:
-                yield SignatureCount(MachineKey(*key), *(of_table.get(key, 0) for of_table in counts))
-            except RecordError as error:
-                self._report(f"database {self.name}: rows of one machine are not counted: {error}")
+    def plan_machines(self) -> set[MachineKey]:
+        """The kinds of machine that have plans or step times."""
+        with self._reading() as session:
+            return counts.plan_machines(session)
+
+    def machines(self) -> set[MachineKey]:
+        """Every kind of machine that rows are of."""
+        with self._reading() as session:
+            return counts.machines(session)
+
+    def programs(self, core_sig: str) -> Mapping[str, list[ProgramCount]]:
+        """Measurements, promotions and plans of one kind of core, by the program that wrote them."""
+        tables: tuple[type[MeasurementRow | PromotionRow | ServicePlanRow], ...] = (
+            *(MeasurementRow, PromotionRow, ServicePlanRow),
+        )
+        with self._reading() as session:
+            return {table.__tablename__: counts.programs(session, table, core_sig) for table in tables}
+
+    def _tell(self, what: str) -> None:
+        self._report(f"database {self.name}: {what}")
 
     def _file_bytes(self) -> int | None:
         if self._file is None:
@@ -458,30 +497,40 @@ class Store:
         return self._file.stat().st_size + (log.stat().st_size if log.exists() else 0)
 
     @contextmanager
-    def _writing(self) -> Iterator[Session]:
+    def writing(self) -> Iterator[Session]:
         if self._obstacle is not None:
             raise type(self._obstacle)(f"{self._obstacle}: nothing can be added")
         with connect.clear_errors(self.name), Session(self._write_engine) as session, session.begin():
             yield session
 
     def _append(self, records: Iterable[object]) -> None:
-        with self._writing() as session:
+        with self.writing() as session:
             session.add_all([row_of(session, record) for record in records])
+
+    @contextmanager
+    def _reading(self) -> Iterator[Session]:
+        with connect.clear_errors(self.name), Session(self._engine) as session:
+            yield session
 
     def _records(self, record: type[T], *where: ColumnExpressionArgument[bool]) -> list[T]:
         """The rows of these conditions that keep their record's bounds, oldest first."""
-        return [*self._read(record, KEPT[record].query().where(*where))]
+        return [*self._read(record, rows_of(record).where(*where).order_by(KEPT[record].model.id))]
 
     def _read(self, record: type[T], query: AnySelect) -> Iterator[T]:
-        with connect.clear_errors(self.name), Session(self._engine) as session:
+        with self._reading() as session:
             rows: Sequence[AnyRow] = session.execute(query).all()
         return self._built(record, rows)
 
-    def _streamed(self, record: type[T]) -> Iterator[T]:
+    def _first(self, record: type[T], query: AnySelect) -> T | None:
+        """The first row that keeps its record's bounds."""
+        with self._reading() as session:
+            return next(self._built(record, session.execute(query.execution_options(yield_per=1))), None)
+
+    def _streamed(self, record: type[T], *where: ColumnExpressionArgument[bool]) -> Iterator[T]:
         """All rows, few of them in memory; the database is being read until the last one is taken."""
-        query = KEPT[record].query().execution_options(yield_per=ROWS_AT_ONCE)
-        with connect.clear_errors(self.name), Session(self._engine) as session:
-            yield from self._built(record, session.execute(query))
+        query = rows_of(record).where(*where).order_by(KEPT[record].model.id)
+        with self._reading() as session:
+            yield from self._built(record, session.execute(query.execution_options(yield_per=ROWS_AT_ONCE)))
 
     def _built(self, record: type[T], rows: Iterable[AnyRow]) -> Iterator[T]:
         """Rows that break their record's bounds are reported."""
@@ -489,11 +538,12 @@ class Store:
             try:
                 yield record_of(record, row)
             except RecordError as error:
-                table = row[0].__tablename__
-                self._report(f"database {self.name}: row {row[0].id} of {table} is skipped: {error}")
+                self._tell(f"row {row[0]} of {KEPT[record].model.__tablename__} is skipped: {error}")
 
 
 def _key_of(row: Shared) -> tuple[object, ...]:
+    if isinstance(row, PlanRecord):
+        return (PlanRecord.__name__, row.model_key, row.phase, row.origin.machine)
     of_key = (row.model_key, row.configuration_key, row.step) if isinstance(row, StepTime) else (row.problem,)
     return (type(row).__name__, *of_key, row.origin.machine, row.kernel_abi)
 
@@ -501,13 +551,19 @@ def _key_of(row: Shared) -> tuple[object, ...]:
 def _same_key_as(row: Shared, instants: Collection[int]) -> AnySelect:
     """The stored rows of a row's key and of these instants."""
     kept, machine = KEPT[type(row)], row.origin.machine
-    query = kept.query().where(kept.model.created_at_ms.in_(instants))
+    query = rows_of(type(row)).where(kept.model.created_at_ms.in_(instants))
     match row:
         case StepTime():
             return query.where(
                 StepTimeRow.configuration_key == row.configuration_key,
                 StepTimeRow.model_key == row.model_key,
                 queries.of_machine(StepTimeRow, machine),
+            )
+        case PlanRecord():
+            return query.where(
+                ServicePlanRow.model_key == row.model_key,
+                ServicePlanRow.phase == row.phase,
+                queries.of_machine(ServicePlanRow, machine),
             )
         case UserTiming() | UserPromotion():
             model = kept.model
@@ -518,14 +574,4 @@ def _same_key_as(row: Shared, instants: Collection[int]) -> AnySelect:
 
 def _content_of(row: Shared) -> Shared:
     """The columns that make two rows the same: everything but whether it is trusted here."""
-    return replace(row, origin=replace(row.origin, verified=False))
-
-
-def _count_by_machine(
-    session: Session, model: type[MeasurementRow | ServicePlanRow | StepTimeRow]
-) -> dict[tuple[str, str], int]:
-    key = (model.core_sig, model.placement_sig)
-    return {
-        (core, placement): count
-        for core, placement, count in session.execute(select(*key, func.count()).group_by(*key))
-    }
+    return replace(row, origin=replace(row.origin, verified=False)) if row.origin.verified else row

@@ -7,22 +7,27 @@ fastest one measured here, else what was in use where the rows came from, else t
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
+from phasewise._words import counted
+from phasewise.kerneldb.counts import Key, KeyCount
 from phasewise.kerneldb.records import (
     Comparison,
     MachineKey,
     Measurement,
     Origin,
+    PlanRecord,
     Problem,
     Promotion,
     Sample,
     Schedule,
 )
 from phasewise.kerneldb.store import Report, Store
+from phasewise.kerneldb.summaries import KEEP_SCHEDULES, TIDY_ABOVE_ROWS
 
 
 class PreferenceReason(StrEnum):
@@ -31,15 +36,6 @@ class PreferenceReason(StrEnum):
     IN_USE = "in use"
     MEASURED = "measured"
     IMPORTED = "imported"
-
-
-@dataclass(frozen=True)
-class Key:
-    """The columns that timings must share to be compared."""
-
-    problem: Problem
-    machine: MachineKey
-    kernel_abi: str
 
 
 @dataclass(frozen=True)
@@ -61,17 +57,45 @@ class Preferred:
         return self.measurement.sample.schedule
 
 
-def preferred(store: Store) -> dict[Key, Preferred]:
-    """One timing a key, in the order of problems."""
-    sources = (
-        (PreferenceReason.IMPORTED, store.best_measurements(verified=False)),
-        (PreferenceReason.IMPORTED, store.promoted_measurements(verified=False)),
-        (PreferenceReason.MEASURED, store.best_measurements()),
-        (PreferenceReason.IN_USE, store.promoted_measurements()),
-    )
-    found = (Preferred(row, standing) for standing, rows in sources for row in rows)
-    last = {one.key: one for one in found}
-    return dict(sorted(last.items(), key=lambda item: _order_of(item[0])))
+def standings(store: Store, core_sig: str | None = None) -> dict[Key, PreferenceReason]:
+    """Every key that has timings, and why its preferred one is; in the order of problems.
+
+    Read from indexes: what it takes in time and memory goes by keys, not by timings. core_sig: of one kind
+    of core.
+    """
+    in_use = store.promoted_keys()
+    found = {one.key: _standing(one, one.key in in_use) for one in store.key_counts(core_sig=core_sig)}
+    return dict(sorted(found.items(), key=lambda item: _order_of(item[0])))
+
+
+def _standing(one: KeyCount, in_use: bool) -> PreferenceReason:
+    if in_use:
+        return PreferenceReason.IN_USE
+    return PreferenceReason.MEASURED if one.verified else PreferenceReason.IMPORTED
+
+
+def preferred(store: Store, known: Mapping[Key, PreferenceReason]) -> Iterator[Preferred]:
+    """The preferred timing of each of these keys of `standings`, read while they are taken."""
+    for key, standing in known.items():
+        found = preferred_of(store, key, standing)
+        if found is not None:
+            yield found
+
+
+def preferred_of(store: Store, key: Key, standing: PreferenceReason) -> Preferred | None:
+    """The preferred timing of a key; None where no row of it keeps its record's bounds."""
+    columns = (key.problem, key.machine, key.kernel_abi)
+    row = None
+    if standing is PreferenceReason.IN_USE:
+        row = store.promoted_measurement(*columns)
+    if row is None and standing is not PreferenceReason.IMPORTED:
+        standing = PreferenceReason.MEASURED
+        row = store.best_measurement(*columns)
+    if row is None:
+        standing = PreferenceReason.IMPORTED
+        row = store.promoted_measurement(*columns, verified=False)
+        row = row or store.best_measurement(*columns, verified=False)
+    return None if row is None else Preferred(row, standing)
 
 
 def _order_of(key: Key) -> tuple[object, ...]:
@@ -88,22 +112,65 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class PlanDifference:
+    """A phase of a model whose plans in use differ; None on the side that has none."""
+
+    model_key: str
+    phase: str
+    machine: MachineKey
+    here: str | None
+    there: str | None
+
+
+@dataclass(frozen=True)
 class Diff:
-    """The differences between the preferred timings of two databases."""
+    """The differences between the preferred timings of two databases, and between their plans."""
 
     same: int
     differences: tuple[Difference, ...]
+    plans: tuple[PlanDifference, ...] = ()
 
 
-def diff(here: Store, there: Store) -> Diff:
-    """Compare by key. How a row came to be trusted makes no difference; another schedule does."""
-    mine, theirs = preferred(here), preferred(there)
-    differences = tuple(
-        Difference(key, mine.get(key), theirs.get(key))
-        for key in sorted({*mine, *theirs}, key=_order_of)
-        if key not in mine or key not in theirs or mine[key].schedule != theirs[key].schedule
-    )
-    return Diff(len({*mine, *theirs}) - len(differences), differences)
+AsShared: TypeAlias = Callable[[PlanRecord], PlanRecord | None]
+"""A plan as it is named elsewhere; None where it cannot be."""
+
+
+def diff(here: Store, there: Store, as_shared: AsShared = lambda plan: plan) -> Diff:
+    """Compare by key. How a row came to be trusted makes no difference; another schedule or plan does.
+
+    One key at a time: memory goes by keys and by what differs, not by timings.
+    """
+    mine, theirs = standings(here), standings(there)
+    keys = sorted({*mine, *theirs}, key=_order_of)
+    differences, same = [], 0
+    for key in keys:
+        own = preferred_of(here, key, mine[key]) if key in mine else None
+        other = preferred_of(there, key, theirs[key]) if key in theirs else None
+        if own and other and own.schedule == other.schedule:
+            same += 1
+        elif own or other:
+            differences.append(Difference(key, own, other))
+    plans = tuple(_plan_differences(plans_in_use(here, as_shared), plans_in_use(there, as_shared)))
+    return Diff(same, tuple(differences), plans)
+
+
+PlanKey: TypeAlias = tuple[str, str, MachineKey]
+
+
+def plans_in_use(store: Store, as_shared: AsShared = lambda plan: plan) -> dict[PlanKey, PlanRecord]:
+    """The newest plan of each model, phase and kind of machine: one made there, else one imported."""
+    shown = [shared for plan in store.plans() if (shared := as_shared(plan)) is not None]
+    in_order = sorted(shown, key=lambda plan: plan.origin.verified)
+    return {(plan.model_key, plan.phase, plan.origin.machine): plan for plan in in_order}
+
+
+def _plan_differences(
+    mine: Mapping[PlanKey, PlanRecord], theirs: Mapping[PlanKey, PlanRecord]
+) -> Iterator[PlanDifference]:
+    for key in sorted({*mine, *theirs}, key=repr):
+        own, other = (plans[key].plan_json if key in plans else None for plans in (mine, theirs))
+        if own != other:
+            yield PlanDifference(*key, own, other)
 
 
 def is_stale(kernel_abi: str, current: Collection[str]) -> bool:
@@ -115,15 +182,42 @@ def is_stale(kernel_abi: str, current: Collection[str]) -> bool:
     return kernel_abi not in current and kernels in {name.rpartition("-")[0] for name in current}
 
 
+@dataclass(frozen=True)
+class Collected:
+    """The effect of a clean-up: rows deleted by table, and timings whose samples were summarised."""
+
+    deleted: Mapping[str, int]
+    summarised: int
+
+
 def collect_garbage(
     store: Store, current_builds: Collection[str], keep_schedules: int | None, *, dry_run: bool
-) -> Mapping[str, int]:
-    """Delete rows of stale builds; of each key keep the `keep_schedules` fastest and what promotions name.
+) -> Collected:
+    """Delete rows of stale builds; of each key keep raw samples of the `keep_schedules` fastest schedules
+    and of what promotions name, and of all others a summary; and as many of the newest plans.
 
-    Returns the rows deleted by table, or with `dry_run` those that would be.
+    dry_run: only count.
     """
     stale = [one.kernel_abi for one in store.stats().builds if is_stale(one.kernel_abi, current_builds)]
-    return store.collect_garbage(stale, keep_schedules, dry_run=dry_run)
+    deleted = Counter(store.delete_builds(stale, dry_run=dry_run))
+    if keep_schedules is None:
+        return Collected(deleted, 0)
+    found = store.summarise_losers(keep_schedules, except_builds=stale, dry_run=dry_run)
+    deleted["measurement"] += found.deleted
+    deleted["service_plan"] = store.delete_old_plans(keep_schedules, dry_run=dry_run)
+    return Collected(deleted, found.summarised)
+
+
+def tidy(store: Store, machine: MachineKey, report: Report) -> None:
+    """Summarise what lost where more than TIDY_ABOVE_ROWS timings are of this kind of machine."""
+    if sum(one.verified + one.imported for one in store.key_counts(machine)) <= TIDY_ABOVE_ROWS:
+        return
+    found = store.summarise_losers(KEEP_SCHEDULES, machine)
+    if found.deleted or found.summarised:
+        report(
+            f"{counted(found.summarised, 'timing')} of schedules that lost were summarised, {found.deleted} "
+            f"deleted: more than {TIDY_ABOVE_ROWS} are of this kind of machine"
+        )
 
 
 class Bench(Protocol):
@@ -201,8 +295,8 @@ def unverified_candidates(store: Store, here: Here, top: int) -> list[Candidates
         if here.made(row)
     }
     timings: dict[Problem, list[Measurement]] = {}
-    for row in store.all_measurements():
-        if row.origin.machine == here.machine and here.made(row):
+    for row in store.all_measurements(here.machine):
+        if here.made(row):
             timings.setdefault(row.problem, []).append(row)
     found = [
         Candidates(problem, _ranked(rows, in_use_there.get(problem), top), in_use_there.get(problem))

@@ -2,6 +2,7 @@
 
 from phasewise.topology.errors import TopologyError
 from phasewise.topology.lstopo import read_lstopo
+from phasewise.topology.places import places, places_of, pus_at
 from phasewise.topology.signature import core_signature, placement_signature
 from phasewise.topology.sysfs import read_machine
 from phasewise.topology.tree import (
@@ -27,6 +28,9 @@ __all__ = [
     "TopologyError",
     "core_signature",
     "placement_signature",
+    "places",
+    "places_of",
+    "pus_at",
     "read_lstopo",
     "read_machine",
 ]

@@ -20,18 +20,28 @@ from typing import Any, Literal, Protocol, get_args
 from phasewise._words import counted, number, plural
 from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.records import MachineKey, PlanRecord
-from phasewise.topology import Kind, Machine, core_signature, placement_signature
+from phasewise.topology import (
+    Kind,
+    Machine,
+    TopologyError,
+    core_signature,
+    placement_signature,
+    places_of,
+    pus_at,
+)
 from phasewise.tuner.errors import PlanError
 
 Phase = Literal["prefill", "decode"]
-Source = Literal["default", "database", "flag", "search", "file"]
+Source = Literal["default", "database", "imported", "flag", "search", "file"]
 Report = Callable[[str], None]
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 MAX_RANKS = 256
 MAX_PU = 65_535
 PLAN_FORMAT = 1
-"""Version of the JSON; a reader refuses versions that it does not know."""
+"""Version of the JSON that names cores; a reader refuses versions that it does not know."""
+PLACED_FORMAT = 2
+"""Version of the JSON that names places of the topology, as the database keeps plans."""
 
 _log = logging.getLogger(__name__)
 
@@ -85,17 +95,14 @@ class ServicePlan:
         return f"{self.phase}: {count} on {plural(len(self.cores), 'core')} {ranks} ({self.source})"
 
     def to_json(self) -> str:
-        """The plan as the database keeps it. Where it came from is not part of it."""
+        """The plan by its cores, for other processes of this host. Where it came from is not part of it."""
         ranks = [{"cores": list(rank.cores), "numa_node": rank.numa_node} for rank in self.ranks]
         return json.dumps({"format": PLAN_FORMAT, "phase": self.phase, "ranks": ranks})
 
     @classmethod
     def from_json(cls, text: str, source: Source = "database") -> ServicePlan:
         """Read `to_json`'s text. PlanError, saying why, for anything else, unknown fields included."""
-        try:
-            fields = json.loads(text)
-        except (ValueError, RecursionError):
-            raise PlanError("the plan is not JSON") from None
+        fields = _parsed(text)
         _check_object(fields, {"format", "phase", "ranks"}, "a plan")
         if type(fields["format"]) is not int or fields["format"] != PLAN_FORMAT:
             raise PlanError(
@@ -104,6 +111,67 @@ class ServicePlan:
         if not isinstance(fields["ranks"], list):
             raise PlanError("the ranks of a plan must be a list")
         return cls(fields["phase"], tuple(_rank(rank) for rank in fields["ranks"][: MAX_RANKS + 1]), source)
+
+
+def placed_json(plan: ServicePlan, machine: Machine) -> str:
+    """The plan as the database keeps it: by places of the topology, which machines of a kind share.
+
+    PlanError where a core of it may not be used here.
+    """
+    try:
+        ranks = [[*places_of(machine, rank.cores)] for rank in plan.ranks]
+    except TopologyError as error:
+        raise PlanError(str(error)) from None
+    return json.dumps(
+        {"format": PLACED_FORMAT, "phase": plan.phase, "pus": len(machine.allowed_pus), "ranks": ranks}
+    )
+
+
+def stored_plan(text: str, machine: Machine, source: Source = "database") -> ServicePlan:
+    """A plan of the database in this machine's own numbers. PlanError, saying why, for what is none.
+
+    It names places; one of an earlier version names cores, which then are those of the host that kept it.
+    """
+    if not is_placed(text):
+        return ServicePlan.from_json(text, source)
+    phase, n_pus, ranks = _placed_fields(text)
+    if n_pus != len(machine.allowed_pus):
+        raise PlanError(f"it is for a process with {n_pus} PUs; this one may use {len(machine.allowed_pus)}")
+    try:
+        cores = [pus_at(machine, rank) for rank in ranks]
+    except TopologyError as error:
+        raise PlanError(str(error)) from None
+    return ServicePlan(phase, tuple(rank_on(machine, own) for own in cores), source)
+
+
+def stored_places(text: str) -> list[list[int]] | None:
+    """The places of each rank; None where the plan names cores."""
+    return [[*rank] for rank in _placed_fields(text)[2]] if is_placed(text) else None
+
+
+def is_placed(text: str) -> bool:
+    """True of a plan that names places of the topology."""
+    fields = _parsed(text)
+    return isinstance(fields, dict) and fields.get("format") == PLACED_FORMAT
+
+
+def _placed_fields(text: str) -> tuple[Phase, int, list[tuple[int, ...]]]:
+    fields = _parsed(text)
+    _check_object(fields, {"format", "phase", "pus", "ranks"}, "a plan")
+    n_pus, ranks = fields["pus"], fields["ranks"]
+    if type(n_pus) is not int or not 1 <= n_pus <= MAX_PU + 1:
+        raise PlanError(f"the PUs of a plan must be a number from 1 to {MAX_PU + 1}, not {n_pus!r:.40}")
+    if not isinstance(ranks, list) or not all(isinstance(rank, list) for rank in ranks):
+        raise PlanError("the ranks of a plan must be lists of places")
+    found = [RankCores(tuple(rank)).cores for rank in ranks[: MAX_RANKS + 1]]
+    return fields["phase"], n_pus, found
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise PlanError("the plan is not JSON") from None
 
 
 def _rank(fields: Any) -> RankCores:
@@ -254,7 +322,7 @@ def _stored_plan(
     if record is None:
         return None
     try:
-        plan = ServicePlan.from_json(record.plan_json)
+        plan = stored_plan(record.plan_json, machine, "database" if record.origin.verified else "imported")
         if plan.phase != phase:
             raise PlanError(f"it is a plan for {plan.phase}")
         check_fits(plan, machine)

@@ -62,11 +62,11 @@ def _tuned(db: str | None, machine: Machine) -> TunedCounts:
         return TunedCounts(f"{location.name} (absent)", 0, 0)
     from phasewise.kerneldb.store import open_store
 
+    core = core_signature(machine)
     with open_store(db) as store:
-        same = [one for one in store.stats().signatures if one.machine.core_sig == core_signature(machine)]
-    return TunedCounts(
-        location.name, sum(one.service_plans for one in same), sum(one.measurements for one in same)
-    )
+        timings = sum(one.verified + one.imported for one in store.key_counts(core_sig=core))
+        plans = sum(one.origin.machine.core_sig == core for one in store.plans())
+    return TunedCounts(location.name, plans, timings)
 
 
 def _refused_calls() -> dict[str, str]:

@@ -128,7 +128,6 @@ _GENERATING = (
         "--receipts",
         "--receipt-key",
         "--length-log",
-        "--db",
         "--explain",
     ),
     *(*_POOLS, "--spread", *_DIVIDING, "--embed-model", "--embed-cores"),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, parse_budget
+from phasewise.cli.options import DbOption, FormatOption, JsonOption, ModelArgument, parse_budget
 from phasewise.cli.present import note, print_json, say_words
 
 
@@ -21,6 +21,7 @@ def tune_embed(
         int | None, typer.Option(min=1, max=256, metavar="N", help="try at most N instances [default: cores]")
     ] = None,
     weight_format: FormatOption = "native",
+    db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find how many inputs this host can embed at once within --slo, and how.
@@ -32,15 +33,15 @@ def tune_embed(
     from phasewise.workflows.embed.tune import tune_embed as tune
 
     with user_lock(note).turn():
-        tuned = tune(model, weight_format, parse_budget(slo), tokens, instances, note)
+        tuned = tune(model, weight_format, parse_budget(slo), tokens, instances, note, db=db)
     if as_json:
         print_json(
             {
-                "path": str(tuned.path),
+                "database": tuned.database,
                 "plan": asdict(tuned.plan),
                 "measured": [asdict(one) for one in tuned.measured],
             }
         )
         return
     say_words(tuned.plan.describe())
-    note(f"kept in {tuned.path}")
+    note(f"kept in {tuned.database}")

@@ -1,7 +1,8 @@
-"""The plan of embedding with one model: instances, their cores, and the depths of their queues. Kept as one
-JSON file.
+"""The plan of embedding with one model: instances, their cores, and the depths of their queues.
 
-`phasewise tune-embed` writes it, `serve` reads it. What is read is checked as if a stranger had written it.
+`phasewise tune-embed` keeps it in the tuning database (`stored_plan`), `serve` reads it there. Earlier
+versions kept one JSON file for each; those are still read. What is read is checked as if a stranger had
+written it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phasewise._files import write_file
 from phasewise._places import user_folder
 from phasewise._words import counted, number
 from phasewise.serving.embedding.queues import UNLIMITED, Depth
@@ -60,24 +60,23 @@ class EmbeddingPlan:
 
 
 def plan_file(model_name: str, weight_format: str, placement: str) -> Path:
-    """The path of a model's plan for cores of this placement: below the XDG data directory."""
+    """The file of an earlier version, with a model's plan for cores of this placement: below the XDG data
+    directory.
+    """
     name = f"{model_name}-{weight_format}-{placement}".lstrip(".")
     safe = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in name)
     return user_folder("data") / "embedding" / f"{safe}.json"
 
 
-def save_plan(plan: EmbeddingPlan, path: Path) -> None:
-    """The whole file or none of it."""
-    text = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(plan)}, indent=2)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, text)
-    except OSError as error:
-        raise ServingError(f"the embedding plan {path} cannot be written: {error.strerror}") from error
+def fields_of(plan: EmbeddingPlan) -> dict[str, Any]:
+    """Its instances and what they promise, as JSON values."""
+    return {"instances": [asdict(one) for one in plan.instances], "slo_s": plan.slo_s}
 
 
 def load_plan(path: Path, allowed: frozenset[int]) -> EmbeddingPlan | None:
-    """The plan, None where there is none; ServingError where it cannot be used on the `allowed` cores."""
+    """The plan of an earlier version's file, None where there is none; ServingError where it cannot be used
+    on the `allowed` cores.
+    """
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ServingError(
@@ -89,7 +88,9 @@ def load_plan(path: Path, allowed: frozenset[int]) -> EmbeddingPlan | None:
     except (OSError, ValueError, RecursionError) as error:
         raise ServingError(f"the embedding plan {path} cannot be read: {error}") from error
     try:
-        plan = _plan(fields, str(path))
+        if fields["schema_version"] != SCHEMA_VERSION:
+            raise ValueError(f"schema version {fields['schema_version']!r:.20}")
+        plan = plan_of(fields, str(path))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ServingError(
             f"the embedding plan {path} is not one: {error!r:.100}; make it anew with `phasewise tune-embed`"
@@ -103,9 +104,8 @@ def load_plan(path: Path, allowed: frozenset[int]) -> EmbeddingPlan | None:
     return plan
 
 
-def _plan(fields: Any, source: str) -> EmbeddingPlan:
-    if fields["schema_version"] != SCHEMA_VERSION:
-        raise ValueError(f"schema version {fields['schema_version']!r:.20}")
+def plan_of(fields: Any, source: str) -> EmbeddingPlan:
+    """The plan of `fields_of`. KeyError, TypeError, ValueError or AttributeError for anything else."""
     instances = tuple(
         Instance(
             _text(one["device"]),

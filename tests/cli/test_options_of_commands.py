@@ -175,7 +175,9 @@ HANDED = {
         {"--overflow": ["--overflow", "0.3"], "--encoder": ["--encoder", "none"]},
     ),
     "db export": Handing(
-        "phasewise.workflows.database.sharing.export_rows", [], {"--user-kernels": ["--user-kernels"]}
+        "phasewise.workflows.database.sharing.export_rows",
+        [],
+        {"--user-kernels": ["--user-kernels"], "--no-plans": ["--no-plans"]},
     ),
     "db verify": Handing(
         "phasewise.workflows.database.verify_schedules.verdicts",

@@ -17,7 +17,7 @@ from alembic import command
 from sqlalchemy import create_engine, text
 
 from phasewise.kerneldb import schema
-from phasewise.kerneldb.portable import export_lines, import_rows, read_export, rows_of
+from phasewise.kerneldb.portable import export_lines, groups_of, import_rows, read_export
 from phasewise.kerneldb.records import Measurement
 from phasewise.kerneldb.store import Store, open_store
 from tests.support.machines.kerneldb_examples import MACHINE, MEASUREMENT, PLAN, PROBLEM, PROMOTION, measured
@@ -77,14 +77,14 @@ def tune(start: Barrier, db: str) -> None:
 
 def test_two_processes_that_import_one_file_add_it_once(db: str, tmp_path: Path) -> None:
     file = tmp_path / "schedules.jsonl"
-    file.write_text("".join(export_lines(measured(ns) for ns in range(1, 700))))
+    file.write_text("".join(export_lines([[measured(ns) for ns in range(1, 700)]])))
     with open_store(db):
         pass
     together(import_file, db, file)
 
     with open_store(db) as store:
         assert store.stats().rows["measurement"] == 699
-        assert "".join(export_lines(rows_of(store))) == file.read_text()
+        assert "".join(export_lines(groups_of(store))) == file.read_text()
 
 
 def test_two_tuners_share_a_database(db: str) -> None:

@@ -19,6 +19,7 @@ from phasewise.kerneldb.portable import (
     Taken,
     _row_digest,
     export_lines,
+    groups_of,
     import_rows,
     read_export,
     rows_of,
@@ -28,13 +29,16 @@ from phasewise.kerneldb.records import (
     MAX_SAMPLES,
     Comparison,
     Measurement,
+    PlanRecord,
     Problem,
     Promotion,
     Schedule,
     ServedStep,
+    StepTime,
     StorageDuel,
 )
 from phasewise.kerneldb.store import Store, open_store
+from phasewise.kerneldb.user_kernels import UserPromotion, UserTiming
 from tests.support.machines.kerneldb_examples import (
     MACHINE,
     MEASUREMENT,
@@ -84,7 +88,7 @@ MEASUREMENT_FIELDS = (
 
 
 def export(rows: Iterable[Row]) -> bytes:
-    return "".join(export_lines(rows)).encode()
+    return "".join(export_lines([rows])).encode()
 
 
 def unverified(row: Row) -> Row:
@@ -224,14 +228,15 @@ def test_any_row_that_a_database_may_hold_survives_the_trip(rows: list[Row]) -> 
         taken, refused = import_into(store, content)
 
         assert (taken.added, refused) == (len(set(rows)), {})
-        assert export(rows_of(store, step_times=True)) == content
+        assert export(rows_of(store, also=(StepTime,))) == content
 
 
 def test_a_file_names_no_host_no_plan_and_no_model(store: Store) -> None:
+    """Where rows that name models are not asked for."""
     store.add_plan(PLAN)
     store.add_measurements([NOTED])
     store.add_step_times([STEP_TIME])
-    content = export(rows_of(store)).decode()
+    content = export(rows_of(store, also=())).decode()
 
     assert set(json.loads(content.splitlines()[1])["measurement"]) == set(MEASUREMENT_FIELDS)
     assert "verified" not in content
@@ -240,7 +245,7 @@ def test_a_file_names_no_host_no_plan_and_no_model(store: Store) -> None:
 
 def test_step_times_go_out_where_they_are_asked_for_and_come_in_unverified(store: Store) -> None:
     store.add_step_times([STEP_TIME])
-    rows, refused = read(export(rows_of(store, step_times=True)))
+    rows, refused = read(export(rows_of(store, also=(StepTime,))))
 
     assert (rows, refused) == ([unverified(STEP_TIME)], {})
 
@@ -274,11 +279,43 @@ def test_a_hostile_step_time_is_refused_by_name(changes: dict[str, Any], reason:
     assert refused[2].isprintable()
 
 
+def test_plans_go_out_as_they_are_shared_and_come_in_unverified(store: Store) -> None:
+    """What cannot be named elsewhere stays at home."""
+    store.add_plan(PLAN)
+    store.add_plan(dataclasses.replace(PLAN, phase="prefill"))
+
+    def shared(plan: PlanRecord) -> PlanRecord | None:
+        return dataclasses.replace(plan, plan_json="{}") if plan.phase == "decode" else None
+
+    content = "".join(export_lines(groups_of(store, as_shared=shared))).encode()
+    rows, refused = read(content)
+
+    expected = unverified(dataclasses.replace(PLAN, plan_json="{}"))
+    assert (rows, refused) == ([expected], {})
+    with open_store(":memory:") as other:
+        assert import_into(other, content) == (Taken(1, 1), {})
+        assert import_into(other, content) == (Taken(1, 0), {})
+        assert other.plans() == [expected]
+        assert other.newest_plan(MACHINE, PLAN.model_key, "decode") == expected
+        other.add_plan(PLAN)
+        other.add_plan(expected)
+        assert other.newest_plan(MACHINE, PLAN.model_key, "decode") == PLAN
+
+
+@examples(30)
+@given(st.lists(any_row, max_size=8))
+def test_groups_stream_the_bytes_that_sorting_all_rows_gives(rows: list[Row]) -> None:
+    with open_store(":memory:") as store:
+        import_rows(store, rows)
+
+        assert "".join(export_lines(groups_of(store))).encode() == export(rows)
+
+
 def test_users_kernels_go_out_where_they_are_asked_for_and_come_in_unverified(store: Store) -> None:
     store.add_user_timings([USER_TIMING])
     store.add_user_promotion(USER_PROMOTION)
-    assert [*rows_of(store)] == []
-    content = export(rows_of(store, users_kernels=True))
+    assert [*rows_of(store, also=())] == []
+    content = export(rows_of(store, also=(UserTiming, UserPromotion)))
     rows, refused = read(content)
 
     assert refused == {}
@@ -289,7 +326,7 @@ def test_users_kernels_go_out_where_they_are_asked_for_and_come_in_unverified(st
         assert import_into(other, content) == (Taken(2, 0), {})
         assert other.user_promotions() == []
         assert other.user_promotions(verified=False) == [unverified(USER_PROMOTION)]
-        assert export(rows_of(other, users_kernels=True)) == content
+        assert export(rows_of(other, also=(UserTiming, UserPromotion))) == content
 
 
 @pytest.mark.parametrize(
@@ -390,7 +427,8 @@ def test_a_value_that_no_record_holds_is_refused_by_name(changes: dict[str, Any]
         (line_of({"service_plan": {}})[:-1], "no row of a kind"),
         (line_of({"measurement": []})[:-1], "must be a JSON object"),
         (line_of({"promotion": {}})[:-1], "a promotion has no"),
-        (b'{"measurement":{"n":1e999}}', "Out of range"),
+        (b'{"measurement":{"n":1e999}}', "does not fit its checksum"),
+        (b'{"measurement":{"n":1e999},"sha256":"0000000000000000"}', "Out of range"),
     ],
 )
 def test_a_line_that_is_no_row_is_refused_and_the_next_one_taken(line: bytes, reason: str) -> None:
@@ -423,7 +461,7 @@ def test_more_rows_than_a_file_may_hold_are_not_read(monkeypatch: pytest.MonkeyP
 
     assert len(rows) == 3
     assert "more than 3 rows" in refused[5]
-    with pytest.raises(ExportFileError, match=f"{len(ROWS)} rows are too many"):
+    with pytest.raises(ExportFileError, match="rows are too many"):
         export(ROWS)
 
 

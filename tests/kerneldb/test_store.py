@@ -88,7 +88,8 @@ class TestStoreContract:
 
     def test_nothing_measured_is_nothing_found(self, store: Store) -> None:
         assert store.measurements(PROBLEM, MACHINE, ABI) == []
-        assert store.best_measurements() == []
+        assert store.best_measurement(PROBLEM, MACHINE, ABI) is None
+        assert store.key_counts() == []
         assert store.newest_plan(MACHINE, PLAN.model_key, PLAN.phase) is None
         assert store.plans() == []
         assert set(store.stats().rows.values()) == {0}
@@ -106,7 +107,7 @@ class TestStoreContract:
         store.add_measurements(others)
 
         assert store.measurements(PROBLEM, MACHINE, ABI) == []
-        assert len(store.best_measurements()) == len(others)
+        assert [one.verified for one in store.key_counts()] == [1] * len(others)
 
     def test_all_rows_of_a_weight_are_one_question(self, store: Store) -> None:
         """Every m, oldest first; still only of one build and one kind of machine."""
@@ -151,7 +152,7 @@ class TestStoreContract:
         again = dataclasses.replace(first, origin=dataclasses.replace(ORIGIN, program_version="9.9"))
         store.add_measurements([measured(300, kernel_abi="x"), first, again])
 
-        assert store.best_measurements() == [first]
+        assert store.best_measurement(PROBLEM, MACHINE, "x") == first
 
     def test_what_is_not_verified_is_kept_and_not_used(self, store: Store) -> None:
         imported = dataclasses.replace(ORIGIN, verified=False)
@@ -159,7 +160,7 @@ class TestStoreContract:
         store.add_plan(PLAN)
         store.add_plan(dataclasses.replace(PLAN, origin=imported))
 
-        assert store.best_measurements() == [measured(500)]
+        assert store.best_measurement(PROBLEM, MACHINE, ABI) == measured(500)
         assert len(store.measurements(PROBLEM, MACHINE, ABI)) == 2
         assert store.newest_plan(MACHINE, PLAN.model_key, PLAN.phase) == PLAN
 
@@ -202,7 +203,7 @@ class TestStoreContract:
         assert store.promoted_measurements() == [newer]
         assert store.promoted_measurements(MACHINE) == [newer]
         assert store.promoted_measurements(OTHER_MACHINE) == []
-        assert store.best_measurements() == [measured(200)]
+        assert store.best_measurement(PROBLEM, MACHINE, ABI) == measured(200)
 
     def test_a_promotion_from_elsewhere_or_of_the_untimed_changes_nothing(self, store: Store) -> None:
         imported = dataclasses.replace(ORIGIN, verified=False)
@@ -279,10 +280,10 @@ class TestStoreContract:
 
     def test_storage_duels_keep_their_problem_until_their_build_is_garbage(self, store: Store) -> None:
         store.add_storage_duels([STORAGE_DUEL])
-        store.collect_garbage([], None, dry_run=False)
+        store.delete_builds([], dry_run=False)
         assert store.stats().rows == table_rows(storage_duel=1, problem=1, schedule=2)
 
-        deleted = store.collect_garbage([STORAGE_DUEL.kernel_abi], None, dry_run=False)
+        deleted = store.delete_builds([STORAGE_DUEL.kernel_abi], dry_run=False)
 
         assert (deleted["storage_duel"], deleted["problem"], deleted["schedule"]) == (1, 1, 2)
 
@@ -296,7 +297,7 @@ class TestStoreContract:
     def test_step_times_of_stale_builds_are_garbage(self, store: Store) -> None:
         kept = dataclasses.replace(STEP_TIME, kernel_abi="gemm-new")
         store.add_step_times([STEP_TIME, kept])
-        deleted = store.collect_garbage([STEP_TIME.kernel_abi], None, dry_run=False)
+        deleted = store.delete_builds([STEP_TIME.kernel_abi], dry_run=False)
 
         assert deleted["step_time"] == 1
         assert [*store.all_step_times()] == [kept]
@@ -373,7 +374,7 @@ class TestReopening:
             store.add_plan(PLAN)
         with open_store(db) as store:
             assert store.schema_change == schema.SchemaChange(schema.HEAD, schema.HEAD)
-            assert store.best_measurements() == [MEASUREMENT]
+            assert store.best_measurement(PROBLEM, MACHINE, ABI) == MEASUREMENT
             assert store.plans() == [PLAN]
 
     def test_a_newer_schema_is_refused(self, db: str) -> None:
@@ -453,7 +454,7 @@ def test_best_is_the_minimum_over_what_was_verified(estimates: list[tuple[int, b
 
         verified = [row for row in rows if row.origin.verified]
         best = min(verified, key=lambda row: row.sample.estimate_ns, default=None)
-        assert store.best_measurements() == ([best] if best else [])
+        assert store.best_measurement(PROBLEM, MACHINE, ABI) == best
         assert store.measurements(PROBLEM, MACHINE, ABI) == rows
 
 

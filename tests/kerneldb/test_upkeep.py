@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.kerneldb.portable import export_lines, import_rows, read_export, rows_of
+from phasewise.kerneldb import upkeep
+from phasewise.kerneldb.counts import Key
+from phasewise.kerneldb.portable import export_lines, groups_of, import_rows, read_export, rows_of
 from phasewise.kerneldb.records import Comparison, Measurement, Problem, Promotion, Sample, Schedule
 from phasewise.kerneldb.store import Store, open_store
+from phasewise.kerneldb.summaries import KEEP_SCHEDULES, KEPT_SAMPLES, summary_of
 from phasewise.kerneldb.upkeep import (
     Here,
-    Key,
     PreferenceReason,
+    Preferred,
     ScheduleVerdict,
     collect_garbage,
     diff,
     is_stale,
     preferred,
+    standings,
+    tidy,
     verify,
 )
 from tests.support.machines.kerneldb_examples import (
@@ -76,6 +83,27 @@ class FakeBench:
         return Comparison(gain, gain - self.spread, gain + self.spread, 0.95, 40)
 
 
+def of_samples(estimate_ns: int, **changes: Any) -> Measurement:
+    """A measurement with nine samples."""
+    one = measured(estimate_ns, **changes)
+    return dataclasses.replace(
+        one,
+        sample=dataclasses.replace(one.sample, samples_ns=tuple(estimate_ns + at for at in (8, *range(8)))),
+    )
+
+
+def summarised(one: Measurement) -> Measurement:
+    """As `db gc --keep` leaves it."""
+    return dataclasses.replace(
+        one, sample=dataclasses.replace(one.sample, samples_ns=tuple(summary_of(one.sample.samples_ns)))
+    )
+
+
+def preferred_now(store: Store) -> dict[Key, Preferred]:
+    """The preferred timing of each key."""
+    return {one.key: one for one in preferred(store, standings(store))}
+
+
 @pytest.fixture(params=["memory", "postgresql"])
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     memory = request.param == "memory"
@@ -90,28 +118,28 @@ def verified(store: Store, bench: FakeBench, top: int = 3) -> Iterator[ScheduleV
 
 
 def copy_of(store: Store) -> io.BytesIO:
-    return io.BytesIO("".join(export_lines(rows_of(store))).encode())
+    return io.BytesIO("".join(export_lines(groups_of(store))).encode())
 
 
 class TestPreferred:
     """One timing speaks for each key."""
 
     def test_nothing_is_preferred_where_nothing_is_known(self, store: Store) -> None:
-        assert preferred(store) == {}
+        assert preferred_now(store) == {}
 
     def test_what_is_in_use_comes_before_what_is_fast_and_that_before_what_is_imported(
         self, store: Store
     ) -> None:
         store.add_measurements([measured(5, schedule=OTHER_SCHEDULE, origin=THERE)])
-        assert preferred(store)[KEY].standing is PreferenceReason.IMPORTED
+        assert preferred_now(store)[KEY].standing is PreferenceReason.IMPORTED
 
         store.add_measurements([measured(100, schedule=THIRD), measured(200)])
-        assert preferred(store)[KEY].schedule == THIRD
-        assert preferred(store)[KEY].standing is PreferenceReason.MEASURED
+        assert preferred_now(store)[KEY].schedule == THIRD
+        assert preferred_now(store)[KEY].standing is PreferenceReason.MEASURED
 
         store.add_promotions([PROMOTION])
-        assert preferred(store)[KEY].schedule == SCHEDULE
-        assert preferred(store)[KEY].standing is PreferenceReason.IN_USE
+        assert preferred_now(store)[KEY].schedule == SCHEDULE
+        assert preferred_now(store)[KEY].standing is PreferenceReason.IN_USE
 
     def test_what_was_in_use_there_comes_before_what_was_fast_there(self, store: Store) -> None:
         store.add_measurements(
@@ -119,8 +147,8 @@ class TestPreferred:
         )
         store.add_promotions([PROMOTED_THERE])
 
-        assert preferred(store)[KEY].schedule == SCHEDULE
-        assert preferred(store)[KEY].standing is PreferenceReason.IMPORTED
+        assert preferred_now(store)[KEY].schedule == SCHEDULE
+        assert preferred_now(store)[KEY].standing is PreferenceReason.IMPORTED
 
 
 class TestDiff:
@@ -190,9 +218,9 @@ class TestGarbage:
             "schedule": 1,
         }
 
-        assert collect_garbage(store, self.CURRENT, None, dry_run=True) == expected
+        assert collect_garbage(store, self.CURRENT, None, dry_run=True).deleted == expected
         assert len([*store.all_measurements()]) == 3
-        assert collect_garbage(store, self.CURRENT, None, dry_run=False) == expected
+        assert collect_garbage(store, self.CURRENT, None, dry_run=False).deleted == expected
         assert [*store.all_measurements()] == kept
         assert store.stats().rows["schedule"] == 1
 
@@ -203,25 +231,66 @@ class TestGarbage:
         )
         store.add_step_times([stale, far])
 
-        assert collect_garbage(store, self.CURRENT, None, dry_run=False)["step_time"] == 1
+        assert collect_garbage(store, self.CURRENT, None, dry_run=False).deleted["step_time"] == 1
         assert [*store.all_step_times()] == [far]
 
-    def test_slow_schedules_go_when_asked_and_promoted_ones_stay(self, store: Store) -> None:
-        slow = [measured(100 + mr, schedule=dataclasses.replace(SCHEDULE, mr=mr)) for mr in (1, 2, 4, 16)]
-        in_use, loser = measured(500), measured(600, schedule=OTHER_SCHEDULE)
-        store.add_measurements([*slow, in_use, loser, loser])
+    def test_what_lost_is_summarised_and_what_is_promoted_stays(self, store: Store) -> None:
+        """Of a schedule behind the fastest the best timing is left, with five samples, one of each trust."""
+        slow = [of_samples(100 + mr, schedule=dataclasses.replace(SCHEDULE, mr=mr)) for mr in (1, 2, 4, 16)]
+        again = of_samples(300, schedule=slow[2].sample.schedule)
+        claimed = dataclasses.replace(again, origin=THERE)
+        in_use, loser = of_samples(500), of_samples(600, schedule=OTHER_SCHEDULE)
+        store.add_measurements([*slow, again, claimed, in_use, loser, loser])
         store.add_promotions([dataclasses.replace(PROMOTION, incumbent=OTHER_SCHEDULE)])
 
-        assert collect_garbage(store, self.CURRENT, 2, dry_run=False)["measurement"] == 2
-        assert [*store.all_measurements()] == [*slow[:2], in_use, loser, loser]
+        counted = collect_garbage(store, self.CURRENT, 2, dry_run=True)
+        assert len([*store.all_measurements()]) == 9
+        assert collect_garbage(store, self.CURRENT, 2, dry_run=False) == counted
+        assert (counted.deleted["measurement"], counted.summarised) == (1, 3)
+        left = [slow[2], slow[3], claimed]
+        kept = [*slow[:2], *map(summarised, left), in_use, loser, loser]
+        assert [*store.all_measurements()] == kept
         assert store.promoted_measurements() == [in_use]
+        assert collect_garbage(store, self.CURRENT, 2, dry_run=False).summarised == 0
 
     def test_the_fastest_timing_of_a_schedule_counts(self, store: Store) -> None:
         rows = [measured(900), measured(10), measured(50, schedule=OTHER_SCHEDULE)]
         store.add_measurements(rows)
 
-        assert collect_garbage(store, (), 1, dry_run=False)["measurement"] == 1
-        assert [*store.all_measurements()] == rows[:2]
+        assert collect_garbage(store, (), 1, dry_run=False).deleted["measurement"] == 0
+        assert [*store.all_measurements()] == rows
+
+    def test_tuning_tidies_up_above_its_size_and_only_its_own_kind(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        slow = [
+            of_samples(at, schedule=dataclasses.replace(SCHEDULE, prefetch_bytes=at)) for at in range(1, 21)
+        ]
+        elsewhere = [
+            dataclasses.replace(one, origin=dataclasses.replace(ORIGIN, machine=OTHER_MACHINE))
+            for one in slow
+        ]
+        store.add_measurements([*slow, *elsewhere])
+        said: list[str] = []
+        monkeypatch.setattr(upkeep, "TIDY_ABOVE_ROWS", 20)
+        tidy(store, MACHINE, said.append)
+        assert (said, [*store.all_measurements()]) == ([], [*slow, *elsewhere])
+
+        monkeypatch.setattr(upkeep, "TIDY_ABOVE_ROWS", 19)
+        tidy(store, MACHINE, said.append)
+        losers = [summarised(one) for one in slow[KEEP_SCHEDULES:]]
+        assert [*store.all_measurements()] == [*slow[:KEEP_SCHEDULES], *losers, *elsewhere]
+        assert len(said) == 1
+
+
+@given(samples=st.lists(st.integers(1, 10**12), min_size=1, max_size=200))
+def test_a_summary_has_the_ends_and_nothing_that_was_not_measured(samples: list[int]) -> None:
+    found = summary_of(samples)
+
+    assert len(found) == min(len(samples), KEPT_SAMPLES)
+    assert (min(found), max(found)) == (min(samples), max(samples))
+    assert not Counter(found) - Counter(samples)
+    assert len(samples) <= KEPT_SAMPLES or found == sorted(found)
 
 
 class TestVerify:

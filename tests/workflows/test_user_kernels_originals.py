@@ -73,7 +73,7 @@ def test_what_is_slower_than_the_original_does_not_come_into_use(
         assert (second.before, second.before_gain) == (first.choice, None)
         assert len(store.user_promotions()) == 1, "no duel is fought twice"
         with open_store(":memory:", silent) as elsewhere:
-            import_rows(elsewhere, rows_of(store, users_kernels=True))
+            import_rows(elsewhere, rows_of(store))
             assert elsewhere.user_promotions() == [], "what was imported is not in use before a duel"
             there = tune_user_kernel(replace(setting, store=elsewhere), [(("n", 400),)])[0]
             assert there.choice == first.choice

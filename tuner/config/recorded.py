@@ -7,18 +7,28 @@ stranger's figures may be looked at. A row whose plan is not the one that its ke
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
 from phasewise._words import counted
 from phasewise.kerneldb.records import MachineKey, Origin, ServedStep, StepTime
+from phasewise.topology import Machine
 from phasewise.tuner.config.steps import EvaluatorKind, Step, StepTimer
 from phasewise.tuner.errors import EvaluationError, PlanError
 from phasewise.tuner.ledger import Scope
-from phasewise.tuner.plans import Phase, ServicePlan, list_cores
+from phasewise.tuner.plans import (
+    Phase,
+    ServicePlan,
+    is_placed,
+    list_cores,
+    machine_key,
+    placed_json,
+    stored_plan,
+)
 from phasewise.tuner.topotree import Configuration
 
 Kernels = Literal["default", "tuned"]
@@ -57,14 +67,21 @@ class StepStore(Protocol):
 
 
 def keep(
-    store: StepStore, scope: Scope, model_key: str, reading: StepTiming, kernels: Kernels = "default"
+    store: StepStore,
+    scope: Scope,
+    machine: Machine,
+    model_key: str,
+    reading: StepTiming,
+    kernels: Kernels = "default",
 ) -> None:
-    """Append a reading; committed when the call returns. KernelDbError if the database cannot be written."""
-    step = reading.step
+    """Append a reading, its plan named by places; committed when the call returns. KernelDbError if the
+    database cannot be written.
+    """
+    step, plan_json = reading.step, placed_json(reading.plan, machine)
     row = StepTime(
         model_key=model_key,
-        configuration_key=Configuration(reading.plan.ranks).key,
-        plan_json=reading.plan.to_json(),
+        configuration_key=key_of_places(plan_json),
+        plan_json=plan_json,
         kernels=kernels,
         step=ServedStep(step.phase, step.tokens, step.sequences, step.context),
         samples_ns=reading.samples_ns,
@@ -88,7 +105,7 @@ class RecordedEvaluator:
     def __init__(
         self,
         store: StepStore,
-        machine: MachineKey,
+        machine: Machine,
         model_key: str,
         kernels: Kernels = "default",
         report: Callable[[str], None] = _log.warning,
@@ -121,25 +138,49 @@ class RecordedEvaluator:
 
     def _read(self, phase: Phase) -> Times:
         """Keep one reading per key: verified before imported, then newest."""
-        rows = self._store.step_times(self._machine, self._model_key, phase)
+        rows = self._store.step_times(machine_key(self._machine), self._model_key, phase)
         times: Times = {}
-        for row in sorted(rows, key=lambda row: (row.origin.verified, row.origin.created_at_ms)):
-            if row.kernels != self._kernels:
-                continue
+        own = sorted(
+            (row for row in rows if row.kernels == self._kernels),
+            key=lambda row: (row.origin.verified, row.origin.created_at_ms),
+        )
+        for key, row in configurations(own, self._machine, self._report):
             try:
-                step = _step_of(row)
-            except (PlanError, EvaluationError) as error:
+                times.setdefault(key, {})[_step_of(row)] = row
+            except EvaluationError as error:
                 self._report(f"a recorded step of {self._model_key} is set aside: {error}")
-                continue
-            times.setdefault(row.configuration_key, {})[step] = row
         return times
 
 
-def _step_of(row: StepTime) -> Step:
-    plan = ServicePlan.from_json(row.plan_json)
-    if plan.phase != row.step.phase or Configuration(plan.ranks).key != row.configuration_key:
+def key_of_places(plan_json: str) -> str:
+    """The key of the configuration of a plan that names places: the same on all machines of a kind."""
+    return f"places {hashlib.sha256(plan_json.encode()).hexdigest()[:32]}"
+
+
+def configuration_of(row: StepTime, machine: Machine) -> Configuration:
+    """The cores here on which a step like the recorded one would run. PlanError where it is none."""
+    plan = stored_plan(row.plan_json, machine)
+    found = Configuration(plan.ranks)
+    key = key_of_places(row.plan_json) if is_placed(row.plan_json) else found.key
+    if plan.phase != row.step.phase or key != row.configuration_key:
         raise PlanError("its plan is not the one that its key names")
-    return Step(plan.phase, row.step.tokens, row.step.sequences, row.step.context)
+    return found
+
+
+def configurations(
+    rows: Iterable[StepTime], machine: Machine, report: Callable[[str], None] = lambda _: None
+) -> Iterator[tuple[str, StepTime]]:
+    """Each row behind the key of its configuration here; one whose plan is none is told and left out."""
+    for row in rows:
+        try:
+            yield configuration_of(row, machine).key, row
+        except PlanError as error:
+            report(f"a recorded step of {row.model_key} is set aside: {error}")
+
+
+def _step_of(row: StepTime) -> Step:
+    phase: Phase = "prefill" if row.step.phase == "prefill" else "decode"
+    return Step(phase, row.step.tokens, row.step.sequences, row.step.context)
 
 
 def _cores_of(configuration: Configuration) -> str:

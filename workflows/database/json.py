@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
+    from phasewise.kerneldb.counts import StoreStats
     from phasewise.kerneldb.records import MachineKey, PlanRecord
-    from phasewise.kerneldb.store import StoreStats
     from phasewise.kerneldb.upkeep import Diff, Preferred, ScheduleVerdict
+    from phasewise.topology import Machine
 
     Machines: TypeAlias = dict[MachineKey, str]
 
@@ -19,12 +21,13 @@ def plan_fields(
     plans: Sequence[PlanRecord], machines: Machines, report: Report = silent
 ) -> list[dict[str, Any]]:
     """One object a plan, oldest first. `in_use`: the newest verified one of its model, phase and machine."""
+    here = _Here()
     newest = {(one.model_key, one.phase, one.origin.machine): one for one in plans if one.origin.verified}
     return [
         {
             "model": plan.model_key,
             "phase": plan.phase,
-            "ranks": _ranks(plan, report),
+            **_ranks(plan, here, report),
             "machine": machines[plan.origin.machine],
             "in_use": newest.get((plan.model_key, plan.phase, plan.origin.machine)) is plan,
             "verified": plan.origin.verified,
@@ -36,16 +39,48 @@ def plan_fields(
     ]
 
 
-def _ranks(plan: PlanRecord, report: Report) -> list[list[int]] | None:
-    """The cores of each rank; None where the stored plan cannot be read."""
-    from phasewise.tuner.errors import PlanError
-    from phasewise.tuner.plans import ServicePlan
+class _Here:
+    """This machine, read when a plan is of it or may be."""
 
+    @cached_property
+    def machine(self) -> Machine:
+        from phasewise.topology import read_machine
+
+        return read_machine()
+
+    @cached_property
+    def key(self) -> MachineKey:
+        from phasewise.tuner.plans import machine_key
+
+        return machine_key(self.machine)
+
+
+def _ranks(record: PlanRecord, here: _Here, report: Report) -> dict[str, list[list[int]] | None]:
+    """The cores of each rank, or instance, where they are known here; and the places that the plan names.
+
+    Both are None where the stored plan cannot be read.
+    """
+    from phasewise.serving.embedding import stored_plan as embedding
+    from phasewise.serving.errors import ServingError
+    from phasewise.tuner import plans
+    from phasewise.tuner.errors import PlanError
+
+    is_here = record.origin.machine == here.key
     try:
-        return [list(rank.cores) for rank in ServicePlan.from_json(plan.plan_json).ranks]
-    except PlanError as error:
-        report(f"the {plan.phase} plan for {plan.model_key} cannot be read: {error}")
-        return None
+        if record.phase == embedding.PHASE:
+            places: list[list[int]] | None = embedding.stored_places(record.plan_json)
+            if not is_here:
+                return {"ranks": None, "places": places}
+            instances = embedding.stored_plan(record.plan_json, here.machine).instances
+            return {"ranks": [list(one.cores) for one in instances], "places": places}
+        places = plans.stored_places(record.plan_json)
+        if places is not None and not is_here:
+            return {"ranks": None, "places": places}
+        ranks = plans.stored_plan(record.plan_json, here.machine).ranks
+        return {"ranks": [list(rank.cores) for rank in ranks], "places": places}
+    except (PlanError, ServingError) as error:
+        report(f"the {record.phase} plan for {record.model_key} cannot be read: {error}")
+        return {"ranks": None, "places": None}
 
 
 def schedule_fields(one: Preferred, machines: Machines, stale: bool) -> dict[str, Any]:
@@ -117,6 +152,20 @@ def diff_fields(found: Diff, machines: Machines) -> list[dict[str, Any]]:
             "there": one.there and asdict(one.there.schedule),
         }
         for one in found.differences
+    ]
+
+
+def plan_diff_fields(found: Diff, machines: Machines) -> list[dict[str, Any]]:
+    """One object a phase of a model whose plans differ; null where a side has none."""
+    return [
+        {
+            "model": one.model_key,
+            "phase": one.phase,
+            "machine": machines[one.machine],
+            "here": one.here,
+            "there": one.there,
+        }
+        for one in found.plans
     ]
 
 

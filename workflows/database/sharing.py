@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, BinaryIO
 
 from phasewise._files import open_input
 from phasewise.kerneldb.errors import ExportFileError, KernelDbError
-from phasewise.kerneldb.location import MEMORY_URL, locate, redacted
-from phasewise.kerneldb.portable import Taken, export_lines, import_rows, read_export, rows_of
+from phasewise.kerneldb.location import locate, redacted
+from phasewise.kerneldb.portable import (
+    MAX_ROWS,
+    Row,
+    Taken,
+    export_lines,
+    groups_of,
+    import_rows,
+    read_export,
+    rows_of,
+    too_many,
+)
 from phasewise.kerneldb.store import Store, open_store
+from phasewise.workflows.database.shared_plans import SharedPlans
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
@@ -33,39 +46,60 @@ class Imported:
     n_refused: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Exported:
-    """Lines of an export, the number of its rows and of the kinds of machine that they are of."""
+    """The number of rows of an export, and of the kinds of machine that they are of; complete at its end."""
 
-    lines: Iterator[str]
-    n_rows: int
-    n_machines: int
+    n_rows: int = 0
+    machines: set[MachineKey] = field(default_factory=set)
 
 
 def export_rows(
-    db: str | None, signatures: Sequence[str], *, step_times: bool, users_kernels: bool, report: Report
+    db: str | None,
+    signatures: Sequence[str],
+    write: Callable[[Iterable[str]], None],
+    also: Collection[type[Row]],
+    report: Report,
 ) -> Exported:
-    """All rows of machines whose core or placement signature contains one of `signatures`, or all.
+    """Write all rows of machines whose core or placement signature contains one of `signatures`, or all.
 
-    `here` among them means a machine like this one. ExportFileError where no row is of such a machine.
+    `here` among them means a machine like this one. also: the kinds of rows that name something of their
+    owner. ExportFileError, before anything is written, where no row is of such a machine, or too many are.
     """
+    wanted, found = wanted_machines(signatures), Exported()
     with existing_store(db, report) as store:
-        rows = [*rows_of(store, _wanted(signatures), step_times=step_times, users_kernels=users_kernels)]
-    if signatures and not rows:
-        raise ExportFileError(f"no rows are of a machine with {' or '.join(signatures)} in its signature")
-    return Exported(export_lines(rows), len(rows), len({row.origin.machine for row in rows}))
+        timings = sum(one.verified + one.imported for one in store.key_counts() if wanted(one.key.machine))
+        if timings > MAX_ROWS:
+            raise ExportFileError(too_many(timings))
+        shared = SharedPlans(report)
+        groups = groups_of(store, wanted, also, shared.as_shared)
+        first = next(groups, None)
+        if signatures and first is None:
+            raise ExportFileError(f"no rows are of a machine with {' or '.join(signatures)} in its signature")
+        write(export_lines(_counted(chain([first or []], groups), found)))
+        shared.close()
+    return found
 
 
-def _wanted(signatures: Sequence[str]) -> Callable[[MachineKey], bool]:
+def _counted(groups: Iterable[list[Row]], found: Exported) -> Iterator[list[Row]]:
+    for group in groups:
+        found.n_rows += len(group)
+        found.machines.update(row.origin.machine for row in group)
+        yield group
+
+
+def wanted_machines(signatures: Sequence[str]) -> Callable[[MachineKey], bool]:
+    """True of kinds of machine with one of these texts in a signature, or of all."""
     if not signatures:
         return lambda _: True
-    parts = [_core_signature_here() if text == HERE else text for text in signatures]
+    parts = [core_signature_here() if text == HERE else text for text in signatures]
     return lambda machine: any(
         part in sig for part in parts for sig in (machine.core_sig, machine.placement_sig)
     )
 
 
-def _core_signature_here() -> str:
+def core_signature_here() -> str:
+    """The kind of cores that this process may use."""
     from phasewise.topology import core_signature, read_machine
 
     return core_signature(read_machine())
@@ -84,17 +118,19 @@ def import_file(file: str, db: str | None, report: Report = silent) -> Imported:
 
 def merge_database(other: str, db: str | None, report: Report = silent) -> Imported:
     """Add the rows of another database, or of an export, unverified."""
-    with _other_store(other, report) as source, open_store(db, report) as store:
-        taken = import_rows(store, rows_of(source, step_times=True, users_kernels=True))
+    if _is_export(other):
+        return import_file(other, db, report)
+    with existing_store(other, report) as source, open_store(db, report) as store:
+        taken = import_rows(store, rows_of(source))
     return Imported(redacted(other), taken, 0)
 
 
 def compare_databases(other: str, db: str | None, report: Report = silent) -> Diff:
-    """The schedules that another database, or an export, and this one prefer."""
+    """The schedules and plans that another database, or an export, and this one prefer."""
     from phasewise.kerneldb import upkeep
 
     with _other_store(other, report) as there, existing_store(db, report) as here:
-        return upkeep.diff(here, there)
+        return upkeep.diff(here, there, SharedPlans(report).as_shared)
 
 
 @contextmanager
@@ -127,13 +163,17 @@ class _Refusals:
 
 @contextmanager
 def _other_store(other: str, report: Report) -> Iterator[Store]:
-    """Another database, or a file of schedules as one in memory."""
+    """Another database, or a file of schedules as one in a temporary folder: it may be larger than memory."""
     if not _is_export(other):
         with existing_store(other, report) as store:
             yield store
         return
     refusals = _Refusals(other, report)
-    with _opened(other) as stream, open_store(MEMORY_URL) as store:
+    with (
+        _opened(other) as stream,
+        TemporaryDirectory(prefix="phasewise-") as folder,
+        open_store(Path(folder) / "other.db") as store,
+    ):
         import_rows(store, read_export(stream, other, refusals.add))
         refusals.close()
         yield store

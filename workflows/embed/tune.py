@@ -12,7 +12,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phasewise._words import counted, number
@@ -47,11 +46,11 @@ class MeasuredCut:
 
 @dataclass(frozen=True)
 class TunedEmbedding:
-    """The measurements, the plan of the best, and its file."""
+    """The measurements, the plan of the best, and the database that keeps it."""
 
     measured: tuple[MeasuredCut, ...]
     plan: EmbeddingPlan
-    path: Path
+    database: str
 
 
 def tune_embed(
@@ -61,13 +60,17 @@ def tune_embed(
     tokens: int,
     most_instances: int | None,
     report: Report = silent,
+    *,
+    db: str | None = None,
 ) -> TunedEmbedding:
     """Measure, choose and keep a plan. WorkflowError where no instance answers one input within the SLO."""
+    from phasewise.kerneldb.location import locate
     from phasewise.serving.embedding.depth import admission_depth
     from phasewise.serving.embedding.devices import instance_cores
-    from phasewise.serving.embedding.plan import EmbeddingPlan, Instance, plan_file, save_plan
+    from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
     from phasewise.serving.loaders import load_model
-    from phasewise.topology import placement_signature, read_machine
+    from phasewise.topology import read_machine
+    from phasewise.workflows.embed.kept_plan import keep_plan
 
     model = load_model(ref, weight_format, report=report)
     if model.embedding is None:
@@ -95,9 +98,8 @@ def tune_embed(
     plan = EmbeddingPlan(
         tuple(Instance(f"cpu:{at}", own, depth) for at, own in enumerate(best.cores)), slo_s, "tune-embed"
     )
-    path = plan_file(model.name, model.format, placement_signature(machine, machine.allowed_pus))
-    save_plan(plan, path)
-    return TunedEmbedding(tuple(found), plan, path)
+    keep_plan(db, model, machine, plan, report)
+    return TunedEmbedding(tuple(found), plan, locate(db).name)
 
 
 def _counts(most: int) -> list[int]:

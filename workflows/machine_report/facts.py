@@ -6,7 +6,7 @@ Host names, paths and user names are in none of it: machines go by their signatu
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
+    from phasewise.kerneldb.counts import ProgramCount
     from phasewise.kerneldb.records import MachineKey, Measurement, PlanRecord, Problem, Promotion
     from phasewise.kerneldb.store import Store
     from phasewise.tuner.config.storage import StudyFacts
@@ -93,6 +94,7 @@ def report_of(
     """
     from phasewise.kerneldb.store import open_store
     from phasewise.tuner.config.storage import read_studies
+    from phasewise.tuner.plans import machine_key
 
     location = locate(db)
     if location.is_absent:
@@ -104,11 +106,11 @@ def report_of(
         keys = _keys_of(store, machine)
         schedules = _schedules(store, keys)
         plans = [one for one in store.plans() if one.origin.machine in keys]
-        history, others = _history(store, keys)
+        history, others = _history(store, machine_key(machine).core_sig)
     roofline = _roofline(machine, schedules, report) if measure and schedules else None
     return DatabaseReport(
         machine,
-        _newest(plans, report),
+        _newest(plans, machine, report),
         _objectives(plans),
         schedules,
         read_studies(location, {one.core_sig for one in keys}),
@@ -123,11 +125,13 @@ def _keys_of(store: Store, machine: Machine) -> frozenset[MachineKey]:
     from phasewise.tuner.plans import machine_key
 
     own = machine_key(machine).core_sig
-    return frozenset(one.machine for one in store.stats().signatures if one.machine.core_sig == own)
+    found = {one.key.machine for one in store.key_counts(core_sig=own)}
+    found |= store.plan_machines()
+    return frozenset(one for one in found if one.core_sig == own)
 
 
 def _schedules(store: Store, keys: frozenset[MachineKey]) -> list[ScheduleFacts]:
-    from phasewise.kerneldb.upkeep import PreferenceReason, preferred
+    from phasewise.kerneldb.upkeep import PreferenceReason, preferred, standings
     from phasewise.tuner.errors import TunerError
     from phasewise.tuner.weights import blank_weight
 
@@ -136,10 +140,14 @@ def _schedules(store: Store, keys: frozenset[MachineKey]) -> list[ScheduleFacts]
         at = (promotion.problem, promotion.origin.machine, promotion.kernel_abi, promotion.schedule)
         latest[at] = promotion
     found = []
-    for key, one in preferred(store).items():
-        if key.machine not in keys or one.standing is not PreferenceReason.IN_USE:
-            continue
-        problem = key.problem
+    known = {
+        key: standing
+        for core_sig in {one.core_sig for one in keys}
+        for key, standing in standings(store, core_sig).items()
+        if key.machine in keys and standing is PreferenceReason.IN_USE
+    }
+    for one in preferred(store, known):
+        key, problem = one.key, one.key.problem
         try:
             n_bytes = blank_weight(problem.format, problem.n, problem.k).nbytes
         except (TunerError, KeyError, ValueError):  # attention, whose operands are no weight
@@ -149,41 +157,41 @@ def _schedules(store: Store, keys: frozenset[MachineKey]) -> list[ScheduleFacts]
     return found
 
 
-def _history(store: Store, keys: frozenset[MachineKey]) -> tuple[list[VersionFacts], int]:
-    """Oldest first; and how many measurements are of other machines."""
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    times: dict[str, list[int]] = defaultdict(list)
-    n_others = 0
-    for name, rows in (
-        ("measurements", store.all_measurements()),
-        ("promotions", store.all_promotions()),
-        ("plans", store.plans()),
-    ):
-        for row in rows:
-            origin = row.origin
-            if origin.machine not in keys:
-                n_others += name == "measurements"
-                continue
-            counts[origin.program_version][name] += 1
-            seen = times[origin.program_version]
-            seen[:] = [min([*seen, origin.created_at_ms]), max([*seen, origin.created_at_ms])]
-    history = [
-        VersionFacts(version, one["measurements"], one["promotions"], one["plans"], *times[version])
-        for version, one in counts.items()
-    ]
-    return sorted(history, key=lambda one: one.first_ms), n_others
+def _history(store: Store, core_sig: str) -> tuple[list[VersionFacts], int]:
+    """Oldest first; and how many measurements are of other kinds of cores."""
+    rows: dict[str, dict[str, ProgramCount]] = defaultdict(dict)
+    for table, counts in store.programs(core_sig).items():
+        for one in counts:
+            rows[one.program_version][table] = one
+    history = []
+    for version, of_table in rows.items():
+        sizes = {name: count.rows for name, count in of_table.items()}
+        history.append(
+            VersionFacts(
+                version,
+                sizes.get("measurement", 0),
+                sizes.get("promotion", 0),
+                sizes.get("service_plan", 0),
+                min(one.first_ms for one in of_table.values()),
+                max(one.last_ms for one in of_table.values()),
+            )
+        )
+    own = sum(one.rows for one in store.programs(core_sig)["measurement"])
+    return sorted(history, key=lambda one: one.first_ms), store.stats().rows["measurement"] - own
 
 
-def _newest(plans: Sequence[PlanRecord], report: Report) -> dict[str, dict[Phase, ServicePlan]]:
+def _newest(
+    plans: Sequence[PlanRecord], machine: Machine, report: Report
+) -> dict[str, dict[Phase, ServicePlan]]:
     from phasewise.tuner.errors import PlanError
-    from phasewise.tuner.plans import ServicePlan
+    from phasewise.tuner.plans import PHASES, stored_plan
 
     found: dict[str, dict[Phase, ServicePlan]] = defaultdict(dict)
     for one in plans:  # oldest first
-        if not one.origin.verified:
+        if not one.origin.verified or one.phase not in PHASES:
             continue
         try:
-            plan = ServicePlan.from_json(one.plan_json)
+            plan = stored_plan(one.plan_json, machine)
         except PlanError as error:
             report(f"the {one.phase} plan of {one.model_key} cannot be read and is left out: {error}")
             continue
@@ -192,9 +200,11 @@ def _newest(plans: Sequence[PlanRecord], report: Report) -> dict[str, dict[Phase
 
 
 def _objectives(plans: Sequence[PlanRecord]) -> dict[str, dict[str, Mapping[str, float]]]:
+    from phasewise.tuner.plans import PHASES
+
     found: dict[str, dict[str, Mapping[str, float]]] = defaultdict(dict)
     for one in plans:
-        if one.origin.verified:
+        if one.origin.verified and one.phase in PHASES:
             found[one.model_key][one.phase] = one.objectives
     return dict(found)
 

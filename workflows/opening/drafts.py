@@ -45,16 +45,14 @@ def _recorded_ns(found: OpenModel, db: str | None) -> dict[int, float]:
         return {}
     from phasewise.kerneldb.store import open_store
     from phasewise.topology import read_machine
+    from phasewise.tuner.config.recorded import configurations
     from phasewise.tuner.topotree import Configuration
 
-    key = Configuration(found.plans["decode"].ranks).key
+    machine, wanted = read_machine(), Configuration(found.plans["decode"].ranks).key
     with open_store(db) as store:
-        timed = [
-            row
-            for row in store.step_times(
-                machine_key(read_machine()), model_key(found.model.name, found.model.format), "decode"
-            )
-            if row.configuration_key == key and row.step.tokens == 1
-        ]
+        rows = store.step_times(
+            machine_key(machine), model_key(found.model.name, found.model.format), "decode"
+        )
+    timed = [row for key, row in configurations(rows, machine) if key == wanted and row.step.tokens == 1]
     shortest = min((row.step.context for row in timed), default=0)
     return {row.step.sequences: float(row.estimate_ns) for row in timed if row.step.context == shortest}

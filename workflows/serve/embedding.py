@@ -43,26 +43,21 @@ def plan_for(
     *,
     taken: Collection[int] = (),
     threads: int | None = None,
+    db: str | None = None,
 ) -> EmbeddingPlan:
     """The flags' plan, else the stored one, else a default: every accelerator, and one instance for each NUMA
     node, which promise no time. taken: PUs that a language model beside it has. threads: cores of all
-    instances together, the highest ones. UsageError where there are too few.
+    instances together, the highest ones. db: where plans are kept. UsageError where there are too few.
     """
     from phasewise.serving.embedding.devices import accelerators, instance_cores
-    from phasewise.serving.embedding.plan import EmbeddingPlan, Instance, load_plan, plan_file
-    from phasewise.serving.errors import ServingError
-    from phasewise.topology import Kind, placement_signature
+    from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
+    from phasewise.topology import Kind
+    from phasewise.workflows.embed.kept_plan import kept_plan
 
     allowed = frozenset(machine.allowed_pus)
     is_flagged = settings.embed_instances is not None or threads is not None
     if not is_flagged and not taken:
-        placement = placement_signature(machine, machine.allowed_pus)
-        path = plan_file(model.name, model.format, str(placement))
-        try:
-            stored = load_plan(path, allowed)
-        except ServingError as error:
-            report(f"{error}; the default is used")
-            stored = None
+        stored = kept_plan(db, model, machine, report)
         if stored is not None and not settings.embed_accelerators:
             stored = stored.on_cpus
         if stored is not None and stored.instances:
@@ -114,6 +109,7 @@ def serve_embeddings(
     weights: Weights,
     embeddings: Embeddings,
     threads: int | None,
+    db: str | None,
     settings_of: Callable[[str], EmbeddingSettings],
     address: Address,
     report: Report,
@@ -126,7 +122,7 @@ def serve_embeddings(
     from phasewise.topology import read_machine
 
     model = load_embedding_model(ref, weights, report)
-    plan = plan_for(model, read_machine(), embeddings, report, threads=threads)
+    plan = plan_for(model, read_machine(), embeddings, report, threads=threads, db=db)
     with open_for(model, ref, plan, report) as opened:
         what = "scores of pairs" if opened.scores else f"vectors of {opened.width} numbers"
         report(f"{model.name} ({model.format}): {what}, inputs of at most {opened.text.max_tokens} tokens")

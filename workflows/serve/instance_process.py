@@ -151,7 +151,7 @@ def _plans_within(
     share = cores_of_share(machine, spec.first_core, spec.cores)
     plans: dict[Phase, ServicePlan] = {}
     for phase, plan in stored.items():
-        if plan.source == "database" and set(plan.cores) <= set(share):
+        if plan.source in ("database", "imported") and set(plan.cores) <= set(share):
             plans[phase] = plan
         else:
             plans[phase] = ServicePlan(phase, (rank_on(machine, share),), "default")

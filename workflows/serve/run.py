@@ -74,7 +74,8 @@ def serve_model(
         if makes_vectors(model, weights.weight_format, report):
             warn_of_strangers(settings.listening, limits, report)
             own = partial(_embedding_settings, model, limits, tls, settings, report)
-            serve_embeddings(model, weights, embeddings, settings.running.threads, own, address, report)
+            running = settings.running
+            serve_embeddings(model, weights, embeddings, running.threads, settings.db, own, address, report)
             return
         refs = [model, *(settings.running.also or ())]
         _refuse_same_names(refs, settings, report)

@@ -20,7 +20,7 @@ from phasewise._version import __version__
 from phasewise._words import counted
 from phasewise.kerneldb.records import Origin, PlanRecord
 from phasewise.tuner.config.study_messages import StudyMessages
-from phasewise.tuner.plans import Phase
+from phasewise.tuner.plans import Phase, placed_json
 from phasewise.workflows.tune_config.search import Searched, search, study_location
 from phasewise.workflows.tune_config.subject import Subject, Wish
 from phasewise.workflows.tune_config.verdict import (
@@ -189,7 +189,7 @@ def _calculating(run: Run) -> Iterator[StepEvaluator]:
     from phasewise.tuner.config.recorded import RecordedEvaluator
 
     with open_store(wish.db, run.show.say) as store:
-        yield RecordedEvaluator(store, subject.key, subject.model_key, report=run.show.say)
+        yield RecordedEvaluator(store, subject.machine, subject.model_key, report=run.show.say)
 
 
 # ---- measured ----------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def _keeper(subject: Subject, store: Store, kernels: Kernels) -> Callable[[PlanT
     if not store.writable:
         return lambda reading: None
     scope = Scope(subject.key, kernel_abi("gemm"), __version__)
-    return lambda reading: keep(store, scope, subject.model_key, reading, kernels)
+    return lambda reading: keep(store, scope, subject.machine, subject.model_key, reading, kernels)
 
 
 def _run_measured(run: Run, plain: MeasuredEvaluator, store: Store) -> None:
@@ -366,7 +366,8 @@ def _keep_plan(run: Run, phase: Phase, store: Store) -> None:
         return
     origin = Origin(run.subject.key, __version__, time.time_ns() // 1_000_000)
     objectives = {f"{run.subject.objective.kind}_ms": verdict.latency_ms}
-    store.add_plan(PlanRecord(run.subject.model_key, phase, verdict.plan.to_json(), origin, objectives))
+    plan_json = placed_json(verdict.plan, run.subject.machine)
+    store.add_plan(PlanRecord(run.subject.model_key, phase, plan_json, origin, objectives))
     run.stored.add(phase)
 
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from phasewise._words import counted
 from phasewise.kerneldb.store import open_store
+from phasewise.kerneldb.upkeep import tidy
 from phasewise.serving.models.forward import attention_problem
 from phasewise.topology import Machine
 from phasewise.tuner.measurement_lock import MeasurementLock
-from phasewise.tuner.plans import Phase, ServicePlan, default_plan
+from phasewise.tuner.plans import Phase, ServicePlan, default_plan, machine_key
 from phasewise.tuner.tuning_run import TuningProgress
 from phasewise.workflows.report import Report
 from phasewise.workflows.tune_kernels.for_plans import kernel_rounds
@@ -85,6 +86,8 @@ def tune_rounds(
                 report(f"comparing sparse and dense storage: {counted(len(problems), 'product')} ...")
                 duels = fight_storage_duels(problems, one, machine, store, duels_s, resume, lock)
                 done[-1] = replace(done[-1], storage=tuple(duels))
+        for key in dict.fromkeys(machine_key(machine, one.cores) for one in rounds):
+            tidy(store, key, report)
     return done
 
 

@@ -9,21 +9,24 @@ import typer
 
 from phasewise._version import __version__
 from phasewise.cli.command_app import CommandApp
+from phasewise.cli.commands.db import remote as db_remote
 from phasewise.cli.commands.db import sharing as db_sharing
 from phasewise.cli.commands.db import text as db_text
-from phasewise.cli.options import DbOption, FormatOption, JsonOption
+from phasewise.cli.options import DbOption, FormatOption, JsonOption, complete_name
 from phasewise.cli.present import note, print_json, say
 from phasewise.workflows.database import json as database_json
+from phasewise.workflows.database.listing import ListedSchedules, Section
 
 if TYPE_CHECKING:
-    from phasewise.kerneldb.records import MachineKey, PlanRecord
-    from phasewise.kerneldb.upkeep import Preferred
+    from phasewise.kerneldb.records import PlanRecord
 
 app = CommandApp(help="The tuning database: plans, schedules, measurements.")
 app.command("export")(db_sharing.export)
 app.command("import")(db_sharing.import_)
 app.command("merge")(db_sharing.merge)
 app.command("diff")(db_sharing.diff)
+app.command("push")(db_remote.push)
+app.command("pull")(db_remote.pull)
 app.command("verify")(db_sharing.verify)
 app.command("gc")(db_sharing.gc)
 
@@ -62,44 +65,37 @@ def show(
     """
     name, exists = _where(db)
     plans: list[PlanRecord] = []
-    known: list[Preferred] = []
-    kinds: list[MachineKey] = []
+    listed = ListedSchedules()
     if exists is False:
         note(f"there is no database at {name} yet")
     else:
+        from phasewise.cython_kernels._native import kernel_abis
         from phasewise.kerneldb.store import open_store
-        from phasewise.kerneldb.upkeep import preferred
+        from phasewise.workflows.database.listing import list_schedules
 
+        limit = None if wide or as_json else db_text.MAX_ROWS
         with open_store(db, note) as store:
-            kinds = [one.machine for one in store.stats().signatures]
             plans = [one for one in store.plans() if _is_wanted(one, model, phase)]
-            known = [one for one in preferred(store).values() if m in (None, one.key.problem.m)]
-    fields = _contents(name, kinds, plans, known)
+            listed = list_schedules(store, kernel_abis(), m, limit)
+    fields = _contents(name, plans, listed)
     if as_json:
         print_json(fields)
     else:
-        db_text.print_contents(fields, wide=wide)
+        db_text.print_contents(fields, listed)
 
 
 def _is_wanted(plan: PlanRecord, model: str | None, phase: PhaseName | None) -> bool:
     return (model is None or model in plan.model_key) and phase in (None, plan.phase)
 
 
-def _contents(
-    name: str, kinds: list[MachineKey], plans: list[PlanRecord], known: list[Preferred]
-) -> dict[str, Any]:
-    from phasewise.cython_kernels._native import kernel_abis
-    from phasewise.kerneldb.upkeep import is_stale
-
-    builds = kernel_abis()
-    keys = [*(plan.origin.machine for plan in plans), *(one.key.machine for one in known)]
-    machines = database_json.labels([*kinds, *keys])
+def _contents(name: str, plans: list[PlanRecord], listed: ListedSchedules) -> dict[str, Any]:
+    machines = database_json.labels([*listed.machines, *(plan.origin.machine for plan in plans)])
     return {
         "database": name,
         "plans": database_json.plan_fields(plans, machines, note),
         "schedules": [
-            database_json.schedule_fields(one, machines, is_stale(one.key.kernel_abi, builds))
-            for one in known
+            database_json.schedule_fields(one, machines, section is Section.STALE)
+            for section, one in listed.shown
         ],
         "machines": database_json.machine_fields(machines),
     }
@@ -153,7 +149,12 @@ def upgrade(db: DbOption = None, as_json: JsonOption = False) -> None:
 @app.command("set-plan")
 def set_plan(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="the model's name, as `models list` prints it")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="a known model: a name that `models list` prints, or a file or folder",
+            autocompletion=complete_name,
+        ),
     ],
     phase: Annotated[PhaseName, typer.Option(help="the phase that the plan is for")],
     cores: Annotated[
@@ -166,9 +167,13 @@ def set_plan(
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Append a plan for one phase of MODEL on this machine; from now on it is the one in use."""
+    """Append a plan for one phase of MODEL on this machine; from now on it is the one in use.
+
+    A MODEL that is not known here is refused: no server would look its plan up.
+    """
     from phasewise.kerneldb.records import Origin, PlanRecord
     from phasewise.kerneldb.store import open_store
+    from phasewise.serving.loaders.fetching.resolve import cache_root, known_name
     from phasewise.topology import read_machine
     from phasewise.tuner import plans
 
@@ -176,9 +181,9 @@ def set_plan(
     ranks = tuple(plans.rank_on(machine, plans.parse_cores(one)) for one in cores)
     plan = plans.ServicePlan(phase, ranks, "database")
     plans.check_fits(plan, machine)
-    key = plans.model_key(model, weight_format)
+    key = plans.model_key(known_name(model, cache_root()), weight_format)
     origin = Origin(plans.machine_key(machine), __version__, time.time_ns() // 1_000_000)
-    record = PlanRecord(key, phase, plan.to_json(), origin)
+    record = PlanRecord(key, phase, plans.placed_json(plan, machine), origin)
     with open_store(db, note) as store:
         store.add_plan(record)
     if as_json:

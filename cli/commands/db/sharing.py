@@ -16,6 +16,7 @@ from phasewise.cli.present import note, print_json, say
 from phasewise.workflows.database import json as database_json
 
 if TYPE_CHECKING:
+    from phasewise.kerneldb.portable import Row
     from phasewise.workflows.database.sharing import Imported
 
 EXIT_FAILURE = 1
@@ -25,43 +26,68 @@ OtherArgument = Annotated[
 ]
 
 
+SignatureOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TEXT",
+        help="only machines whose core or placement signature contains TEXT; `here`: like this one",
+    ),
+]
+StepTimesOption = Annotated[
+    bool,
+    typer.Option(
+        "--step-times",
+        help="also the step times of `tune-config`; they contain the names of your models",
+    ),
+]
+UserKernelsOption = Annotated[
+    bool,
+    typer.Option(
+        "--user-kernels",
+        help="also parameters of your own kernels; they contain the names of their functions",
+    ),
+]
+NoPlansOption = Annotated[
+    bool, typer.Option("--plans/--no-plans", help="plans too; they contain the names of your models")
+]
+
+
 def export(
-    signature: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT",
-            help="only machines whose core or placement signature contains TEXT; `here`: like this one",
-        ),
-    ] = None,
-    step_times: Annotated[
-        bool,
-        typer.Option(
-            "--step-times",
-            help="also export the step times of `tune-config`; they contain the names of your models",
-        ),
-    ] = False,
-    users_kernels: Annotated[
-        bool,
-        typer.Option(
-            "--user-kernels",
-            help="also export parameters of your own kernels; they contain the names of their functions",
-        ),
-    ] = False,
+    signature: SignatureOption = None,
+    step_times: StepTimesOption = False,
+    users_kernels: UserKernelsOption = False,
+    plans: NoPlansOption = True,
     db: DbOption = None,
 ) -> None:
-    """Print all schedules, their timings and promotions as JSON lines, to be shared.
+    """Print all schedules, their timings and promotions, and plans, as JSON lines, to be shared.
 
-    The same rows give the same bytes. There are no host names in it, and no service plans.
+    The same rows give the same bytes. There are no host names in it. Plans name
+    places of the topology, so that they fit like machines whose cores have other
+    numbers.
     """
     from phasewise.workflows.database.sharing import export_rows
 
-    found = export_rows(db, signature or (), step_times=step_times, users_kernels=users_kernels, report=note)
-    _write_out(found.lines)
-    note(f"{counted(found.n_rows, 'row')} of {counted(found.n_machines, 'kind')} of machine")
+    also = named_kinds(plans, step_times, users_kernels)
+    found = export_rows(db, signature or (), write_out, also, report=note)
+    note(f"{counted(found.n_rows, 'row')} of {counted(len(found.machines), 'kind')} of machine")
 
 
-def _write_out(lines: Iterable[str]) -> None:
-    """To stdout, which may be a file on a full disk."""
+def named_kinds(plans: bool, step_times: bool, users_kernels: bool) -> list[type[Row]]:
+    """The kinds of rows, of those that name something of their owner, that were asked for."""
+    from phasewise.kerneldb.records import PlanRecord, StepTime
+    from phasewise.kerneldb.user_kernels import UserPromotion, UserTiming
+
+    asked: dict[type[Row], bool] = {
+        PlanRecord: plans,
+        StepTime: step_times,
+        UserTiming: users_kernels,
+        UserPromotion: users_kernels,
+    }
+    return [kind for kind, wanted in asked.items() if wanted]
+
+
+def write_out(lines: Iterable[str]) -> None:
+    """Print to stdout, which may be a file on a full disk."""
     from phasewise.kerneldb.errors import ExportFileError
 
     try:
@@ -111,27 +137,32 @@ def _print_imported(found: Imported, as_json: bool) -> None:
         refusals = f", {counted(found.n_refused, 'line')} refused" if found.n_refused else ""
         say(f"{found.source}: {counted(taken.added, 'row')} added, {taken.known} known already{refusals}")
     if taken.added:
-        note("what was added is not used before `phasewise db verify` has measured it")
+        note("a schedule that was added is not used before `phasewise db verify` has measured it")
 
 
 def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False) -> None:
-    """Compare the schedules that this and another database prefer, problem by problem.
+    """Compare the schedules that this and another database prefer, problem by problem, and their plans.
 
     The exit code is 1 if they differ.
     """
     from phasewise.workflows.database.sharing import compare_databases
 
     found = compare_databases(other, db, note)
-    machines = database_json.labels(one.key.machine for one in found.differences)
+    machines = database_json.labels(
+        [*(one.key.machine for one in found.differences), *(one.machine for one in found.plans)]
+    )
     differences = database_json.diff_fields(found, machines)
+    plans = database_json.plan_diff_fields(found, machines)
     if as_json:
-        fields = {"same": found.same, "differences": differences}
+        fields = {"same": found.same, "differences": differences, "plans": plans}
         print_json({**fields, "machines": database_json.machine_fields(machines)})
     else:
-        say(f"the same: {counted(found.same, 'schedule')}; different: {len(differences)}")
+        say(f"the same: {counted(found.same, 'schedule')}; different: {len(differences) + len(plans)}")
         if differences:
             db_text.print_diff(differences)
-    if differences:
+        if plans:
+            db_text.print_plan_diff(plans)
+    if differences or plans:
         raise typer.Exit(EXIT_FAILURE)
 
 
@@ -153,6 +184,7 @@ def verify(
     Only rows of machines and kernels like these can be verified. What was measured is kept at once: the
     command goes on where it was interrupted.
     """
+    from phasewise.kerneldb.upkeep import plans_in_use
     from phasewise.topology import read_machine
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.database.sharing import existing_store
@@ -164,10 +196,15 @@ def verify(
             found.append(database_json.verdict_fields(verdict))
             note(db_text.verdict_line(verdict))
         left = sum(build.unverified for build in store.stats().builds)
+        n_plans = sum(not one.origin.verified for one in plans_in_use(store).values())
     if left:
         note(f"{left} imported rows are of other machines or builds, undecided, or not among the best {top}")
+    if n_plans:
+        note(
+            f"{counted(n_plans, 'plan')} imported: in use on such machines until `tune-config` measures there"
+        )
     if as_json:
-        print_json({"verdicts": found, "unverified_rows": left})
+        print_json({"verdicts": found, "unverified_rows": left, "imported_plans": n_plans})
     else:
         db_text.print_verdicts(found)
 
@@ -175,7 +212,11 @@ def verify(
 def gc(
     keep: Annotated[
         int | None,
-        typer.Option(min=1, help="keep only the N fastest schedules of each problem and the promoted ones"),
+        typer.Option(
+            min=1,
+            help="keep raw samples of the N fastest schedules of each problem and of promoted ones, and a "
+            "summary of others; of plans the N newest",
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print what would be deleted; delete nothing")
@@ -183,8 +224,11 @@ def gc(
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete the rows of earlier builds of this machine's kernels, and with --keep those of slow schedules.
+    """Delete the rows of earlier builds of this machine's kernels; with --keep summarise slow schedules.
 
+    Of a schedule that lost, one timing stays, with the least, the quartiles and
+    the largest of its samples. `tune-kernels` does so by itself, keeping 16, where
+    more than 100,000 timings are of this kind of machine.
     A later `tune-kernels` measures anew what it needs of them. Rows of other machines' kernels stay.
     """
     from phasewise.cython_kernels._native import kernel_abis
@@ -192,9 +236,11 @@ def gc(
     from phasewise.workflows.database.sharing import existing_store
 
     with existing_store(db, note) as store:
-        deleted = collect_garbage(store, kernel_abis(), keep, dry_run=dry_run)
+        found = collect_garbage(store, kernel_abis(), keep, dry_run=dry_run)
     if as_json:
-        print_json({"dry_run": dry_run, "deleted": dict(deleted)})
-    else:
-        counts = [counted(count, table.replace("_", " ")) for table, count in deleted.items() if count]
-        say(f"{'would delete' if dry_run else 'deleted'} {', '.join(counts) or 'nothing'}")
+        print_json({"dry_run": dry_run, "deleted": dict(found.deleted), "summarised": found.summarised})
+        return
+    counts = [counted(count, table.replace("_", " ")) for table, count in found.deleted.items() if count]
+    say(f"{'would delete' if dry_run else 'deleted'} {', '.join(counts) or 'nothing'}")
+    if keep is not None:
+        say(f"{'would summarise' if dry_run else 'summarised'} {counted(found.summarised, 'timing')}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from phasewise._words import counted
 from phasewise.cli.commands.topo.text import core_words
 from phasewise.cli.present import on_one_line, say
+from phasewise.workflows.database.listing import ListedSchedules, Section
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import MachineKey
@@ -23,22 +24,21 @@ MAX_KERNEL_CHARS = 18
 MAX_PATH_CHARS = 12
 MAX_SCHEDULE_CHARS = 23
 MAX_BUILD_CHARS = 40
-IN_USE = "Schedules in use"
 MAX_ROWS = 12
 
 
-def print_contents(fields: dict[str, Any], *, wide: bool = False) -> None:
-    """The summary, the plans, and of each kind of schedule all or the first MAX_ROWS."""
-    sections = _sections(fields["schedules"])
+def print_contents(fields: dict[str, Any], listed: ListedSchedules) -> None:
+    """The summary, the plans, and the schedules that were read of each section."""
+    sections = {Section.IN_USE: listed.counts[Section.IN_USE], **listed.counts}
     counts = [f"{counted(len(fields['plans']), 'plan')}"]
-    counts += [f"{title}: {len(chosen)}" for title, chosen in sections.items()]
+    counts += [f"{title}: {sections[title]}" for title in Section if title in sections]
     say(textwrap.fill("; ".join(counts), WIDTH))
     say("")
     plans = [
         {
             "model": _shortened(plan["model"], MAX_MODEL_CHARS),
             "phase": plan["phase"],
-            "cores": _cores(plan["ranks"]),
+            "cores": _cores(plan),
             "on": plan["machine"],
             "in use": "yes" if plan["in_use"] else "no",
             "created": time.strftime("%Y-%m-%d", time.gmtime(plan["created_at_ms"] / 1000)),
@@ -46,26 +46,15 @@ def print_contents(fields: dict[str, Any], *, wide: bool = False) -> None:
         for plan in fields["plans"]
     ]
     print_table("Service plans", plans)
-    for title, chosen in sections.items():
-        print_table(title, [_schedule_line(one) for one in (chosen if wide else chosen[:MAX_ROWS])])
-        if len(chosen) > MAX_ROWS and not wide:
-            say(f"... and {len(chosen) - MAX_ROWS} more: --wide prints all, --m N those for N rows\n")
+    for title in Section:
+        if title not in sections:
+            continue
+        lines = zip(listed.shown, fields["schedules"], strict=True)
+        chosen = [_schedule_line(one) for (section, _), one in lines if section is title]
+        print_table(title, chosen)
+        if (left := sections[title] - len(chosen)) > 0:
+            say(f"... and {left} more: --wide prints all, --m N those for N rows\n")
     print_machines(fields["machines"])
-
-
-def _sections(schedules: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """By what may be done with them; only the first section is shown when it is empty."""
-    sections = {
-        IN_USE: [one for one in schedules if not one["stale"] and one["standing"] == "in use"],
-        "Fastest measured, nothing promoted": [
-            one for one in schedules if not one["stale"] and one["standing"] == "measured"
-        ],
-        "Imported, to be measured by `phasewise db verify`": [
-            one for one in schedules if not one["stale"] and one["standing"] == "imported"
-        ],
-        "Of an earlier build of the kernels, not used": [one for one in schedules if one["stale"]],
-    }
-    return {title: chosen for title, chosen in sections.items() if chosen or title == IN_USE}
 
 
 def _shortened(text: str, limit: int) -> str:
@@ -74,10 +63,13 @@ def _shortened(text: str, limit: int) -> str:
     return text if len(text) <= limit else "..." + text[3 - limit :]
 
 
-def _cores(ranks: list[list[int]] | None) -> str:
+def _cores(plan: dict[str, Any]) -> str:
+    """The cores of each rank; of another machine the places."""
     from phasewise.tuner.plans import list_cores
 
-    return "?" if ranks is None else " | ".join(list_cores(cores) for cores in ranks)
+    if plan["ranks"] is not None:
+        return " | ".join(list_cores(cores) for cores in plan["ranks"])
+    return "?" if plan["places"] is None else "places " + " | ".join(map(list_cores, plan["places"]))
 
 
 def _schedule_line(one: dict[str, Any]) -> dict[str, Any]:
@@ -105,6 +97,21 @@ def print_diff(differences: Sequence[dict[str, Any]]) -> None:
         for one in differences
     ]
     print_table("Schedules that differ", lines)
+
+
+def print_plan_diff(plans: Sequence[dict[str, Any]]) -> None:
+    """A line for each phase of a model."""
+    lines = [
+        {
+            "model": _shortened(one["model"], MAX_MODEL_CHARS),
+            "phase": one["phase"],
+            "on": one["machine"],
+            "here": "none" if one["here"] is None else "a plan",
+            "there": "none" if one["there"] is None else "another" if one["here"] else "a plan",
+        }
+        for one in plans
+    ]
+    print_table("Plans that differ", lines)
 
 
 def _schedule_words(schedule: dict[str, Any] | None) -> str:

@@ -81,6 +81,21 @@ def known_names(root: Path) -> set[str]:
     return {*KNOWN, *KNOWN_ON_HUB, *(one.name for one in stored_models(root))}
 
 
+def known_name(ref: str, root: Path) -> str:
+    """The name of a model that is known here, from its name, file or folder. ModelError for any other."""
+    from phasewise.serving.loaders.fetching import hub
+    from phasewise.serving.loaders.fetching.cache import packed_caches
+
+    if ref in known_names(root) or any(one.name == ref for one in packed_caches(root)):
+        return ref
+    path = _existing(ref)
+    if path is not None:
+        return stem_of(path.resolve().name)
+    if (hub_name := _hub_name(ref)) is not None and hub.here(hub_name, root) is not None:
+        return ref
+    raise _unknown(ref, root)
+
+
 def _hub_name(ref: str) -> str | None:
     """The name on the hub of a known model, or `ref` itself if it is written like one."""
     from phasewise.serving.loaders.fetching import hub

@@ -23,6 +23,7 @@ from tests.cli import command
 from tests.support.machines.kerneldb_examples import OTHER_MACHINE
 
 CORE = str(read_machine().allowed_pus[0])
+MODEL = "smollm2-135m-instruct"
 pytestmark = pytest.mark.usefixtures("own_places")
 
 
@@ -64,7 +65,7 @@ def test_a_password_is_never_printed(db: Path) -> None:
 def test_a_machine_has_one_label_in_every_listing(db: Path) -> None:
     """Whatever a listing shows of it: plans, schedules or measurements alone."""
     fill(db)
-    run("set-plan", "m", "--phase", "prefill", "--cores", CORE)
+    run("set-plan", MODEL, "--phase", "prefill", "--cores", CORE)
 
     listings = [run_json("show"), run_json("show", "--phase", "prefill"), run_json("stats")]
 
@@ -89,10 +90,8 @@ def test_upgrade_creates_then_says_that_all_is_current(db: Path) -> None:
 
 def test_a_plan_set_by_hand_is_the_one_in_use(db: Path) -> None:
     """Decode on one core, prefill as by default: what the two phases of a model run on then differs."""
-    assert "(database)" in run(
-        "set-plan", "tinyllama", "--phase", "decode", "--cores", CORE, "--format", "int4"
-    )
-    plans = plans_for(db, read_machine(), "tinyllama@int4")
+    assert "(database)" in run("set-plan", MODEL, "--phase", "decode", "--cores", CORE, "--format", "int4")
+    plans = plans_for(db, read_machine(), f"{MODEL}@int4")
 
     assert plans["decode"].cores == (int(CORE),)
     assert plans["decode"].source == "database"
@@ -101,14 +100,26 @@ def test_a_plan_set_by_hand_is_the_one_in_use(db: Path) -> None:
 
 def test_the_newest_plan_is_marked_as_in_use(db: Path) -> None:
     for _ in range(2):
-        fields = run_json("set-plan", "m", "--phase", "decode", "--cores", CORE)
-        assert fields == {"model": "m@native", "phase": "decode", "ranks": [[int(CORE)]]}
+        fields = run_json("set-plan", MODEL, "--phase", "decode", "--cores", CORE)
+        assert fields == {"model": f"{MODEL}@native", "phase": "decode", "ranks": [[int(CORE)]]}
     shown = run_json("show")
 
     assert [plan["in_use"] for plan in shown["plans"]] == [False, True]
     assert shown["plans"][0]["ranks"] == [[int(CORE)]]
     assert {machine["machine"] for machine in shown["machines"]} == {"#1"}
-    assert "m@native" in run("show")
+    assert "@native" in run("show")
+
+
+def test_a_plan_for_a_model_that_nobody_knows_is_refused(db: Path, tmp_path: Path) -> None:
+    """A name with a slip in it would be stored, and never looked up; a file is called by its name."""
+    assert (
+        "no model 'smollm2-135m-instrukt'"
+        in invoke("set-plan", "smollm2-135m-instrukt", "--phase", "decode", "--cores", CORE).refusal
+    )
+    assert not db.exists()
+    (tmp_path / "mine.gguf").touch()
+    fields = run_json("set-plan", str(tmp_path / "mine.gguf"), "--phase", "decode", "--cores", CORE)
+    assert fields["model"] == "mine@native"
 
 
 @pytest.mark.parametrize(
@@ -116,12 +127,12 @@ def test_the_newest_plan_is_marked_as_in_use(db: Path) -> None:
     [("65535", "may not use core 65535"), ("0,0", "twice"), ("all", "0-3,8"), ("", "0-3,8")],
 )
 def test_a_plan_that_cannot_run_here_is_refused(db: Path, cores: str, reason: str) -> None:
-    assert reason in invoke("set-plan", "m", "--phase", "decode", "--cores", cores).refusal
+    assert reason in invoke("set-plan", MODEL, "--phase", "decode", "--cores", cores).refusal
     assert not db.exists()
 
 
 def test_a_wrong_phase_is_wrong_usage(db: Path) -> None:
-    assert invoke("set-plan", "m", "--phase", "train", "--cores", "0").usage_error
+    assert invoke("set-plan", MODEL, "--phase", "train", "--cores", "0").usage_error
 
 
 def test_stats_count_rows_by_machine(db: Path) -> None:
@@ -149,7 +160,7 @@ def test_stats_count_rows_by_machine(db: Path) -> None:
 def test_tables_fit_eighty_columns(db: Path, tmp_path: Path, verb: str) -> None:
     """The longest names and numbers, and this machine's own signature."""
     fill(db)
-    run("set-plan", "m", "--phase", "prefill", "--cores", CORE)
+    run("set-plan", MODEL, "--phase", "prefill", "--cores", CORE)
     lines = run(verb).replace(str(tmp_path), "").splitlines()
 
     assert max(map(len, lines)) <= 80
@@ -185,7 +196,7 @@ def test_a_newer_database_is_one_line_and_exit_code_one(db: Path) -> None:
 
 def test_two_commands_at_once_both_work(db: Path) -> None:
     """The first start of two servers, say."""
-    both = [command.start("db", "set-plan", "m", "--phase", "decode", "--cores", CORE) for _ in range(2)]
+    both = [command.start("db", "set-plan", MODEL, "--phase", "decode", "--cores", CORE) for _ in range(2)]
     for process in both:
         process.communicate(timeout=60)
 

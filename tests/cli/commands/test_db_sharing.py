@@ -63,7 +63,7 @@ def test_an_import_exports_the_same_bytes_and_prefers_the_same_schedules(
     counts = {"read": 5, "added": 5, "known": 0, "refused": 0}
     assert run_json("import", str(exported), "--db", copy) == {"source": str(exported), **counts}
     assert run("export", "--db", copy) == exported.read_text()
-    assert run_json("diff", copy) == {"same": 3, "differences": [], "machines": []}
+    assert run_json("diff", copy) == {"same": 3, "differences": [], "plans": [], "machines": []}
     assert run_json("diff", str(exported))["same"] == 3
 
     standings = [one["standing"] for one in run_json("show", "--db", copy)["schedules"]]
@@ -266,9 +266,9 @@ def test_collecting_garbage_says_what_goes_and_what_went(tuned: Path) -> None:
         "problem": 0,
         "schedule": 0,
     }
-    assert run_json("gc", "--dry-run") == {"dry_run": True, "deleted": deleted}
+    assert run_json("gc", "--dry-run") == {"dry_run": True, "deleted": deleted, "summarised": 0}
     assert run("gc", "--dry-run") == "would delete 1 measurement\n"
-    assert run_json("gc") == {"dry_run": False, "deleted": deleted}
+    assert run_json("gc") == {"dry_run": False, "deleted": deleted, "summarised": 0}
     assert run("gc") == "deleted nothing\n"
     assert run_json("gc", "--keep", "1")["deleted"]["measurement"] == 0, "one is fast, one in use"
     assert {one["standing"] for one in run_json("show")["schedules"]} == {"in use", "measured"}

@@ -104,7 +104,7 @@ def test_a_key_from_the_environment_stays_there_and_no_rank_has_it(
     if len(cores) < 4:
         pytest.skip("two ranks need two cores")
     for phase in ("prefill", "decode"):
-        command.text_of("db", "set-plan", "tiny", "--phase", phase, *cores, env=surroundings)
+        command.text_of("db", "set-plan", roomy, "--phase", phase, *cores, env=surroundings)
     with serving(roomy, surroundings, "--port", 0) as server:
         assert httpx.get(f"{server.url}/v1/models").status_code == 401
         tasks = Path(f"/proc/{server.process.pid}/task").iterdir()

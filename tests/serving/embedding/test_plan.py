@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from phasewise.serving.embedding.devices import accelerators, instance_cores
-from phasewise.serving.embedding.plan import EmbeddingPlan, Instance, load_plan, save_plan
+from phasewise.serving.embedding.plan import EmbeddingPlan, Instance, fields_of, load_plan
 from phasewise.serving.embedding.queues import Depth
 from phasewise.serving.errors import ServingError
 from phasewise.topology import read_machine
@@ -17,6 +17,11 @@ from phasewise.topology import read_machine
 PLAN = EmbeddingPlan(
     (Instance("cpu:0", (1,), Depth(9, 700)), Instance("cpu:1", (0,), Depth(9, 700))), 0.5, "x"
 )
+
+
+def save_plan(plan: EmbeddingPlan, path: Path) -> None:
+    """A file as earlier versions wrote it."""
+    path.write_text(json.dumps({"schema_version": 1, **fields_of(plan), "source": plan.source}))
 
 
 def test_a_plan_comes_back(tmp_path: Path) -> None:

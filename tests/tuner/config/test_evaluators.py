@@ -83,15 +83,16 @@ def scope(machine: MachineKey) -> Scope:
 
 
 def record(
-    store: Store, key: MachineKey, evaluator: StepEvaluator, configurations: Sequence[Configuration]
+    store: Store, machine: Machine, evaluator: StepEvaluator, configurations: Sequence[Configuration]
 ) -> None:
     """Every step of the grids, as the evaluator times it."""
+    key = machine_key(machine)
     for configuration in configurations:
         for phase in PHASES:
             with evaluator.open(configuration, phase) as timer:
                 for step in GRIDS[phase].steps:
                     taken = Taken(configuration.plan(phase), step, (round(timer(step)),))
-                    keep(store, scope(key), MODEL, taken)
+                    keep(store, scope(key), machine, MODEL, taken)
 
 
 @pytest.fixture
@@ -116,8 +117,8 @@ def evaluator(
         model = cast(Any, SimpleNamespace(config=SimpleNamespace(vocab_size=100)))
         return measured.MeasuredEvaluator(model, machine, room)
     if request.param == "recorded":
-        record(store, machine_key(machine), modelled, [one_rank])
-        return RecordedEvaluator(store, machine_key(machine), MODEL)
+        record(store, machine, modelled, [one_rank])
+        return RecordedEvaluator(store, machine, MODEL)
     return modelled
 
 
@@ -176,9 +177,8 @@ def modelled(machine: Machine) -> ModelledEvaluator:
 def test_a_replay_answers_as_the_original_did(
     store: Store, machine: Machine, one_rank: Configuration, modelled: ModelledEvaluator
 ) -> None:
-    key = machine_key(machine)
-    record(store, key, modelled, [one_rank])
-    replayed = RecordedEvaluator(store, key, MODEL)
+    record(store, machine, modelled, [one_rank])
+    replayed = RecordedEvaluator(store, machine, MODEL)
 
     for phase in PHASES:
         with modelled.open(one_rank, phase) as original, replayed.open(one_rank, phase) as timer:
@@ -192,7 +192,7 @@ def test_the_newest_verified_row_answers_and_an_imported_one_only_where_there_is
 ) -> None:
     key, step = machine_key(machine), Step("decode", 1, context=64)
     for sample_ns in (300, 200):
-        keep(store, scope(key), MODEL, Taken(one_rank.plan("decode"), step, (sample_ns,)))
+        keep(store, scope(key), machine, MODEL, Taken(one_rank.plan("decode"), step, (sample_ns,)))
     last = rows(store)[-1]
     origin = dataclasses.replace(last.origin, created_at_ms=last.origin.created_at_ms + 1)
     newest = dataclasses.replace(last, estimate_ns=250, origin=origin)
@@ -204,7 +204,7 @@ def test_the_newest_verified_row_answers_and_an_imported_one_only_where_there_is
     only_imported = dataclasses.replace(imported, step=dataclasses.replace(imported.step, context=128))
     store.add_step_times([newest, imported, only_imported])
 
-    with RecordedEvaluator(store, key, MODEL).open(one_rank, "decode") as timer:
+    with RecordedEvaluator(store, machine, MODEL).open(one_rank, "decode") as timer:
         assert timer(step) == 250
         assert timer(Step("decode", 1, context=128)) == 100
 
@@ -213,10 +213,16 @@ def test_a_step_that_is_not_recorded_is_named_with_those_that_are(
     store: Store, machine: Machine, one_rank: Configuration
 ) -> None:
     key = machine_key(machine)
-    keep(store, scope(key), MODEL, Taken(one_rank.plan("decode"), Step("decode", 1, context=64), (300,)))
+    keep(
+        store,
+        scope(key),
+        machine,
+        MODEL,
+        Taken(one_rank.plan("decode"), Step("decode", 1, context=64), (300,)),
+    )
 
     with (
-        RecordedEvaluator(store, key, MODEL).open(one_rank, "decode") as timer,
+        RecordedEvaluator(store, machine, MODEL).open(one_rank, "decode") as timer,
         pytest.raises(
             EvaluationError,
             match=r"decode of 1 token after 65 is not recorded .* only decode of 1 token after 64",
@@ -225,8 +231,10 @@ def test_a_step_that_is_not_recorded_is_named_with_those_that_are(
         timer(Step("decode", 1, context=65))
 
 
-def test_a_configuration_that_is_not_recorded_is_named(store: Store, one_rank: Configuration) -> None:
-    replay = RecordedEvaluator(store, MachineKey("some core", "some shape"), MODEL)
+def test_a_configuration_that_is_not_recorded_is_named(
+    store: Store, machine: Machine, one_rank: Configuration
+) -> None:
+    replay = RecordedEvaluator(store, machine, MODEL)
 
     with (
         pytest.raises(EvaluationError, match=r"no decode of llama-2-7b@bf16 on 1 rank .* measure it there"),
@@ -239,12 +247,12 @@ def test_timings_with_tuned_kernels_are_kept_apart(
     store: Store, machine: Machine, one_rank: Configuration
 ) -> None:
     key, step = machine_key(machine), Step("decode", 1, context=64)
-    keep(store, scope(key), MODEL, Taken(one_rank.plan("decode"), step, (300,)))
-    keep(store, scope(key), MODEL, Taken(one_rank.plan("decode"), step, (200,)), kernels="tuned")
+    keep(store, scope(key), machine, MODEL, Taken(one_rank.plan("decode"), step, (300,)))
+    keep(store, scope(key), machine, MODEL, Taken(one_rank.plan("decode"), step, (200,)), kernels="tuned")
 
-    with RecordedEvaluator(store, key, MODEL).open(one_rank, "decode") as timer:
+    with RecordedEvaluator(store, machine, MODEL).open(one_rank, "decode") as timer:
         assert timer(step) == 300
-    with RecordedEvaluator(store, key, MODEL, kernels="tuned").open(one_rank, "decode") as timer:
+    with RecordedEvaluator(store, machine, MODEL, kernels="tuned").open(one_rank, "decode") as timer:
         assert timer(step) == 200
 
 
@@ -261,12 +269,12 @@ def test_a_row_whose_plan_is_not_its_keys_is_set_aside_and_said(
 ) -> None:
     """A stranger's row must not answer for a configuration that it was not measured on."""
     key, step = machine_key(machine), Step("decode", 1, context=64)
-    keep(store, scope(key), MODEL, Taken(one_rank.plan("decode"), step, (300,)))
+    keep(store, scope(key), machine, MODEL, Taken(one_rank.plan("decode"), step, (300,)))
     forged = dataclasses.replace(rows(store)[0], estimate_ns=1, **cast(Any, changes))
     store.add_step_times([forged])
     said: list[str] = []
 
-    with RecordedEvaluator(store, key, MODEL, report=said.append).open(one_rank, "decode") as timer:
+    with RecordedEvaluator(store, machine, MODEL, report=said.append).open(one_rank, "decode") as timer:
         assert timer(step) == 300
 
     assert len(said) == 1

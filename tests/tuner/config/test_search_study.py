@@ -228,7 +228,7 @@ def test_the_tuning_database_works_as_before_beside_a_study(database: str) -> No
 
     with open_store(database) as store:
         after = store.stats()
-        removed = store.collect_garbage([], 1, dry_run=False)
+        removed = store.delete_builds([], dry_run=False)
     assert (after.revision, after.rows) == (before.revision, before.rows)
     assert sum(removed.values()) == 0
     assert run_on(database, FakeEvaluator()).evaluations == 0

@@ -1,0 +1,107 @@
+"""The index of a remote: which bundles of rows it has, by the cores that they are of.
+
+    phasewise-index.json        {"file": "phasewise remote", "version": 1, "serial": 7, "bundles": [...]}
+    phasewise-index.json.sig    a signature over it, by `ssh-keygen -Y sign -n phasewise`
+    bundles/SHA256.jsonl        what `db export` prints of one kind of core, named by its content
+
+A bundle's name follows from its digest, so that no text of an index becomes a path. Indexes merge by the
+union of their bundles; the serial only grows, by which an older index that is shown again is noticed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from phasewise.kerneldb.errors import KernelDbError
+from phasewise.kerneldb.records import MAX_TEXT
+
+NAME = "phasewise-index.json"
+FILE = "phasewise remote"
+VERSION = 1
+
+MAX_INDEX_BYTES = 4 * 2**20
+MAX_BUNDLES = 10_000
+MAX_BUNDLE_BYTES = 512 * 2**20
+MAX_SERIAL = 2**53
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class RemoteError(KernelDbError):
+    """A remote cannot be read, written or trusted. Nothing was changed by what it holds."""
+
+
+@dataclass(frozen=True, order=True)
+class Bundle:
+    """Rows of one kind of core, by the digest of their bytes."""
+
+    core: str
+    """Core signature."""
+    sha256: str
+    bytes: int
+    rows: int
+
+    @property
+    def path(self) -> str:
+        """Relative to the remote."""
+        return f"bundles/{self.sha256}.jsonl"
+
+
+@dataclass(frozen=True)
+class RemoteIndex:
+    """The bundles of a remote."""
+
+    serial: int = 0
+    bundles: tuple[Bundle, ...] = ()
+
+    def with_bundles(self, more: Iterable[Bundle]) -> RemoteIndex:
+        """The next index, with these too; the same one where it has them all."""
+        found = tuple(sorted({*self.bundles, *more}))
+        return self if found == self.bundles else RemoteIndex(self.serial + 1, found)
+
+    def to_bytes(self) -> bytes:
+        """The index as a file."""
+        fields = {"file": FILE, "version": VERSION, "serial": self.serial}
+        bundles = [asdict(one) for one in self.bundles]
+        return (json.dumps({**fields, "bundles": bundles}, indent=1, sort_keys=True) + "\n").encode()
+
+
+def read_index(content: bytes, name: str) -> RemoteIndex:
+    """An index of `to_bytes`. RemoteError, in one line, for anything else."""
+    try:
+        return _index(json.loads(content.decode("utf-8")))
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        raise RemoteError(f"the index of {name} is not one: {error!s:.120}") from None
+
+
+def _index(fields: Any) -> RemoteIndex:
+    if not isinstance(fields, dict) or fields.get("file") != FILE:
+        raise ValueError("it is of another kind")
+    if fields.get("version") != VERSION:
+        raise ValueError(f"it has version {fields.get('version')!r:.20}, this phasewise reads {VERSION}")
+    bundles = fields["bundles"]
+    if not isinstance(bundles, list) or len(bundles) > MAX_BUNDLES:
+        raise ValueError(f"its bundles must be a list of at most {MAX_BUNDLES}")
+    return RemoteIndex(_whole(fields["serial"], "serial", MAX_SERIAL), tuple(sorted(map(_bundle, bundles))))
+
+
+def _bundle(fields: Any) -> Bundle:
+    if not isinstance(fields, dict) or set(fields) != {"core", "sha256", "bytes", "rows"}:
+        raise ValueError("a bundle must be an object with core, sha256, bytes and rows")
+    core, digest = fields["core"], fields["sha256"]
+    if not isinstance(core, str) or not 1 <= len(core) <= MAX_TEXT or not core.isprintable():
+        raise ValueError(f"a core signature must be 1 to {MAX_TEXT} printable characters")
+    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+        raise ValueError(f"a digest must be 64 hex digits, not {digest!r:.80}")
+    size = _whole(fields["bytes"], "the bytes of a bundle", MAX_BUNDLE_BYTES)
+    return Bundle(core, digest, size, _whole(fields["rows"], "the rows of a bundle", MAX_SERIAL))
+
+
+def _whole(value: Any, name: str, most: int) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{name} must be a whole number up to {most}, not {value!r:.40}")
+    return value

@@ -1,0 +1,92 @@
+"""Raw samples of what lost, summarised: what is kept of a timing that no choice will ask for again.
+
+Of each key (problem, kind of machine, build) the fastest schedules and all that promotions name keep every
+raw sample. Of any other schedule one row is left, its least estimate, with five samples in place of all:
+the least, the quartiles and the largest. So a search still knows what it tried and how fast that was.
+Nothing is edited: a row is deleted and another of the same number takes its place.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from sqlalchemy import Table, delete, insert, select
+from sqlalchemy.orm import Session
+
+from phasewise.kerneldb import queries
+from phasewise.kerneldb.models import MeasurementRow
+
+if TYPE_CHECKING:
+    from sqlalchemy import ColumnElement
+
+KEPT_SAMPLES = 5
+
+KEEP_SCHEDULES = 16
+"""Fastest schedules of a problem that keep their raw samples when tuning tidies up by itself."""
+
+TIDY_ABOVE_ROWS = 100_000
+"""Measurements of one kind of machine above which tuning tidies up: some 100 MB."""
+
+ROWS_AT_ONCE = 500
+"""Rows changed in one transaction, so that other writers need not wait long."""
+
+
+@dataclass
+class Losers:
+    """Numbers of rows of schedules that lost."""
+
+    best: array[int] = field(default_factory=lambda: array("q"))
+    """One of each schedule: it stays, summarised."""
+    others: array[int] = field(default_factory=lambda: array("q"))
+    """These go."""
+
+
+@dataclass(frozen=True)
+class Summarised:
+    """Numbers of rows that went, and of those that a summary replaced."""
+
+    deleted: int
+    summarised: int
+
+
+def batched(numbers: Sequence[int], count: int) -> Iterator[Sequence[int]]:
+    """So many at a time."""
+    for first in range(0, len(numbers), count):
+        yield numbers[first : first + count]
+
+
+def summary_of(samples_ns: Sequence[int]) -> list[int]:
+    """The least, the quartiles and the largest of samples; all, in their order, where they are few."""
+    if len(samples_ns) <= KEPT_SAMPLES:
+        return list(samples_ns)
+    ascending = sorted(samples_ns)
+    steps = KEPT_SAMPLES - 1
+    return [ascending[(len(ascending) - 1) * step // steps] for step in range(KEPT_SAMPLES)]
+
+
+def losers(session: Session, keep: int, *where: ColumnElement[bool]) -> Losers:
+    """The rows behind the `keep` fastest schedules of each key; eight bytes of memory for each."""
+    found = Losers()
+    for number, rank in session.execute(queries.of_losers(keep, *where).execution_options(yield_per=10_000)):
+        (found.best if rank == 1 else found.others).append(number)
+    return found
+
+
+def summarise(session: Session, numbers: Sequence[int], *, dry_run: bool) -> int:
+    """Summarise the rows of these numbers; return how many had more samples than are kept."""
+    table = cast(Table, MeasurementRow.__table__)
+    connection = session.connection()
+    rows: list[dict[str, Any]] = [
+        dict(row) for row in connection.execute(select(table).where(table.c.id.in_(numbers))).mappings()
+    ]
+    long = [
+        row for row in rows if isinstance(row["samples_ns"], list) and len(row["samples_ns"]) > KEPT_SAMPLES
+    ]
+    if dry_run or not long:
+        return len(long)
+    connection.execute(delete(table).where(table.c.id.in_([row["id"] for row in long])))
+    connection.execute(insert(table), [row | {"samples_ns": summary_of(row["samples_ns"])} for row in long])
+    return len(long)

@@ -1,0 +1,388 @@
+"""Pushing and pulling: nothing is lost, nothing is believed that was changed, nothing private leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import http.server
+import json
+import random
+import ssl
+import string
+import subprocess
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.kerneldb.portable import Row, export_lines, groups_of, import_rows
+from phasewise.kerneldb.records import PlanRecord, StepTime
+from phasewise.kerneldb.remote_index import (
+    MAX_BUNDLE_BYTES,
+    NAME,
+    Bundle,
+    RemoteError,
+    RemoteIndex,
+    read_index,
+)
+from phasewise.kerneldb.store import open_store
+from phasewise.workflows.database import remote as remote_module
+from phasewise.workflows.database.remote import Leaving, preview, pull, push
+from phasewise.workflows.database.signed_index import Trust, sign
+from tests.support.machines.kerneldb_examples import (
+    MEASUREMENT,
+    ORIGIN,
+    OTHER_MACHINE,
+    PLAN,
+    PROMOTION,
+    SCHEDULE,
+    STEP_TIME,
+    STORAGE_DUEL,
+    measured,
+)
+from tests.support.tiers import examples
+
+PLACED = dataclasses.replace(PLAN, plan_json='{"format": 2, "phase": "decode", "pus": 2, "ranks": [[0, 1]]}')
+EMBEDDING = dataclasses.replace(PLACED, phase="embed", plan_json='{"format": 1}')
+ELSEWHERE = dataclasses.replace(ORIGIN, machine=OTHER_MACHINE)
+ROWS: list[Row] = [MEASUREMENT, PROMOTION, STORAGE_DUEL, PLACED, EMBEDDING, measured(700, origin=ELSEWHERE)]
+ALSO = Leaving(also=(PlanRecord, StepTime))
+TLS = Path(__file__).parent.parent / "data" / "tls"
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The serials that were seen, and words of an owner that are in no row."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("HOME", "/home/nobody-at-all")
+    monkeypatch.setenv("LOGNAME", "nobody-at-all")
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Path:
+    return tmp_path / "remote"
+
+
+def database(file: Path, rows: list[Row]) -> str:
+    with open_store(file) as store:
+        import_rows(store, rows)
+    return str(file)
+
+
+def exported(db: str) -> str:
+    with open_store(db) as store:
+        return "".join(export_lines(groups_of(store)))
+
+
+def pull_all(remote: Path | str, db: str, trust: Trust) -> int:
+    return pull(str(remote), db, trust, every_core=True).taken.added
+
+
+def pinned(remote: Path) -> Trust:
+    return Trust(digest=hashlib.sha256((remote / NAME).read_bytes()).hexdigest())
+
+
+def test_what_is_pushed_and_pulled_exports_the_same_bytes(tmp_path: Path, remote: Path) -> None:
+    """Plans and plans of embedding too; a second push and a second pull add nothing."""
+    here = database(tmp_path / "here.db", ROWS)
+    done = push(str(remote), here, ALSO, Trust())
+    there = str(tmp_path / "there.db")
+
+    assert len(done.new) == 2, "a bundle for each kind of core"
+    assert pull_all(remote, there, Trust(digest=done.digest)) == len(ROWS)
+    assert exported(there) == exported(here)
+    assert pull_all(remote, there, Trust(digest=done.digest)) == 0
+    again = push(str(remote), there, ALSO, Trust())
+    assert (again.new, again.digest) == ([], done.digest)
+
+
+rows_of_many = st.lists(
+    st.builds(
+        lambda ns, at, machine: measured(
+            ns, origin=dataclasses.replace(machine, created_at_ms=ORIGIN.created_at_ms + at)
+        ),
+        st.integers(1, 3),
+        st.integers(0, 2),
+        st.sampled_from([ORIGIN, ELSEWHERE]),
+    )
+    | st.sampled_from(ROWS),
+    max_size=6,
+)
+
+
+@examples(20)
+@given(a=rows_of_many, b=rows_of_many, c=rows_of_many)
+def test_merging_is_commutative_associative_and_idempotent(a: list[Row], b: list[Row], c: list[Row]) -> None:
+    def merged(*parts: list[Row]) -> str:
+        with open_store(":memory:") as store:
+            for rows in parts:
+                import_rows(store, rows)
+            return "".join(export_lines(groups_of(store)))
+
+    assert merged(a, b) == merged(b, a) == merged(a, b, a)
+    assert merged([*a, *b], c) == merged(a, [*b, *c])
+
+
+bundles = st.builds(
+    Bundle, st.sampled_from(["a", "b"]), st.sampled_from(["0" * 64, "1" * 64]), st.just(1), st.just(1)
+)
+
+
+@examples(50)
+@given(st.sets(bundles), st.sets(bundles))
+def test_indexes_merge_as_sets_and_their_serial_grows(a: set[Bundle], b: set[Bundle]) -> None:
+    one, other = RemoteIndex().with_bundles(a).with_bundles(b), RemoteIndex().with_bundles(b).with_bundles(a)
+
+    assert one.bundles == other.bundles == tuple(sorted(a | b))
+    assert one.with_bundles(a) is one
+    assert one.serial >= RemoteIndex().with_bundles(a).serial
+    assert read_index(one.to_bytes(), "x") == one
+
+
+def test_two_pushes_at_once_lose_nothing(tmp_path: Path, remote: Path) -> None:
+    dbs = [database(tmp_path / f"{at}.db", [measured(100 + at)]) for at in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        [*pool.map(lambda db: push(str(remote), db, ALSO, Trust()), dbs)]
+    there = str(tmp_path / "there.db")
+
+    assert pull_all(remote, there, pinned(remote)) == 4
+
+
+# ---- trust -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """Two keys, and a file that allows the first of them."""
+    folder = tmp_path_factory.mktemp("keys")
+    for name in ("mine", "other"):
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", str(folder / name)]
+        subprocess.run(command, check=True)
+    public = (folder / "mine.pub").read_text()
+    (folder / "allowed").write_text(f'fleet@example,other@example namespaces="phasewise" {public}')
+    return folder / "mine", folder / "other", folder / "allowed"
+
+
+def test_a_signed_remote_is_believed_by_its_signers(
+    tmp_path: Path, remote: Path, keys: tuple[Path, Path, Path]
+) -> None:
+    mine, _, allowed = keys
+    trust = Trust(allowed_signers=allowed)
+    push(str(remote), database(tmp_path / "a.db", [measured(1)]), ALSO, Trust(), mine)
+    push(str(remote), database(tmp_path / "b.db", [measured(2)]), ALSO, trust, mine)
+
+    assert pull_all(remote, str(tmp_path / "there.db"), trust) == 2
+    with pytest.raises(RemoteError, match="vouches for all of it"):
+        push(str(remote), str(tmp_path / "a.db"), ALSO, Trust(), mine)
+
+
+def signed(index: RemoteIndex, key: Path, remote: Path) -> None:
+    (remote / NAME).write_bytes(index.to_bytes())
+    (remote / f"{NAME}.sig").write_bytes(sign(index.to_bytes(), key))
+
+
+def test_what_is_not_signed_by_them_is_refused(
+    tmp_path: Path, remote: Path, keys: tuple[Path, Path, Path]
+) -> None:
+    mine, other, allowed = keys
+    db, trust = database(tmp_path / "a.db", [measured(1)]), Trust(allowed_signers=allowed)
+    index = push(str(remote), db, ALSO, Trust()).index
+    refuses = partial(_refuses, tmp_path, remote)
+
+    refuses(trust, "is not signed")
+    signed(index, other, remote)
+    refuses(trust, "signed by nobody whom")
+    signed(index, mine, remote)
+    (remote / NAME).write_bytes(dataclasses.replace(index, serial=9).to_bytes())
+    refuses(trust, "signed by nobody whom")
+    (remote / NAME).write_bytes(index.to_bytes())
+    (remote / f"{NAME}.sig").write_bytes(b"-----BEGIN SSH SIGNATURE-----\n")
+    refuses(trust, "signed by nobody whom")
+    refuses(Trust(), "is believed by --digest")
+    refuses(Trust(digest="0" * 64), "not the one that --digest pins")
+    refuses(Trust(allowed_signers=tmp_path / "nothing"), "no file of allowed signers")
+
+
+def _refuses(tmp_path: Path, remote: Path, trust: Trust, reason: str) -> None:
+    """In one line, and nothing is made."""
+    target = tmp_path / "untouched.db"
+    with pytest.raises(RemoteError) as refusal:
+        pull_all(remote, str(target), trust)
+    assert reason in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert not target.exists()
+
+
+def test_an_older_index_that_is_shown_again_is_refused(
+    tmp_path: Path, remote: Path, keys: tuple[Path, Path, Path]
+) -> None:
+    mine, _, allowed = keys
+    trust = Trust(allowed_signers=allowed)
+    push(str(remote), database(tmp_path / "a.db", [measured(1)]), ALSO, Trust(), mine)
+    old = {name: (remote / name).read_bytes() for name in (NAME, f"{NAME}.sig")}
+    push(str(remote), database(tmp_path / "b.db", [measured(2)]), ALSO, trust, mine)
+    assert pull_all(remote, str(tmp_path / "there.db"), trust) == 2
+
+    for name, content in old.items():
+        (remote / name).write_bytes(content)
+    _refuses(tmp_path, remote, trust, "is older (serial 1)")
+    assert pull_all(remote, str(tmp_path / "there.db"), pinned(remote)) == 0
+
+
+@pytest.fixture
+def pushed(tmp_path: Path, remote: Path) -> tuple[Path, Bundle]:
+    """A remote with one bundle."""
+    db = database(tmp_path / "a.db", [one for one in ROWS if one.origin == ORIGIN])
+    (bundle,) = push(str(remote), db, ALSO, Trust()).bundles
+    return remote, bundle
+
+
+HOSTILE: dict[str, tuple[Callable[[Bundle], dict[str, Any]], str]] = {
+    "a name out of the folder": (lambda _: {"sha256": "../../../etc/passwd"}, "64 hex digits"),
+    "a bundle of 1 GB": (lambda _: {"bytes": 1 << 30}, f"up to {MAX_BUNDLE_BYTES}"),
+    "fewer bytes": (lambda one: {"bytes": one.bytes - 1}, "not what its name says"),
+    "more bytes": (lambda one: {"bytes": one.bytes + 1}, "not what its name says"),
+    "another bundle": (lambda _: {"sha256": "0" * 64}, "is not there"),
+    "other rows": (lambda one: {"rows": one.rows + 1}, "its index says"),
+    "other cores": (lambda _: {"core": "another"}, "a row of other cores"),
+    "a core of two lines": (lambda _: {"core": "a\nb"}, "printable"),
+    "numbers that are none": (lambda _: {"rows": True}, "a whole number"),
+    "something more": (lambda _: {"path": "/etc/passwd"}, "an object with core"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_an_index_that_lies_is_refused(tmp_path: Path, pushed: tuple[Path, Bundle], name: str) -> None:
+    """Even where it is believed."""
+    remote, bundle = pushed
+    change, reason = HOSTILE[name]
+    fields = json.loads((remote / NAME).read_text())
+    fields["bundles"][0] |= change(bundle)
+    (remote / NAME).write_text(json.dumps(fields))
+
+    _refuses(tmp_path, remote, pinned(remote), reason)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b'{"file": "x"}', b"[" * 100_000])
+def test_an_index_that_is_none_is_refused(tmp_path: Path, remote: Path, content: bytes) -> None:
+    remote.mkdir()
+    (remote / NAME).write_bytes(content)
+
+    _refuses(tmp_path, remote, pinned(remote), "is not one")
+
+
+def test_an_index_without_end_is_refused(tmp_path: Path, remote: Path) -> None:
+    remote.mkdir()
+    (remote / NAME).symlink_to("/dev/zero")
+
+    _refuses(tmp_path, remote, Trust(digest="0" * 64), "it is none of ours")
+
+
+@pytest.mark.parametrize("fits", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_changed_bundle_is_refused_whole(
+    tmp_path: Path, pushed: tuple[Path, Bundle], seed: int, fits: bool
+) -> None:
+    """fits: its digest and size are in the index too, as one would write who is believed and lies."""
+    remote, bundle = pushed
+    content = bytearray((remote / bundle.path).read_bytes())
+    rng = random.Random(seed)
+    content[rng.randrange(len(content))] ^= rng.randint(1, 255)
+    changed = bundle
+    if fits:
+        changed = dataclasses.replace(bundle, sha256=hashlib.sha256(content).hexdigest())
+    bad = tmp_path / "bad"
+    (bad / "bundles").mkdir(parents=True, exist_ok=True)
+    (bad / changed.path).write_bytes(content)
+    (bad / NAME).write_bytes(RemoteIndex(1, (changed,)).to_bytes())
+
+    _refuses(tmp_path, bad, pinned(bad), "bundle")
+
+
+# ---- what leaves -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("seed", range(4))
+def test_no_name_of_the_owner_leaves(
+    tmp_path: Path, seed: int, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The preview has every byte that a push writes; rows that name the host, the user or a path stay."""
+    rng = random.Random(seed)
+    host, user = ("".join(rng.choices(string.ascii_letters, k=rng.randint(3, 12))) for _ in range(2))
+    home = f"/home/{user}"
+    for name, value in {"HOME": home, "LOGNAME": user, "HOSTNAME": host}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("platform.node", lambda: host)
+    called = [f"model-{host.upper()}@int4", f"{user}s-model@int4", f"{home}/m@int4", f"x{home}@int4"][at]
+    rows: list[Row] = [
+        MEASUREMENT,
+        dataclasses.replace(PLACED, model_key=called),
+        dataclasses.replace(STEP_TIME, model_key=called),
+    ]
+    db = tmp_path / "private.db"
+    database(db, rows)
+    lines: list[str] = []
+    said: list[str] = []
+    bundles = preview(str(db), ALSO, lines.extend, said.append)
+    remote = tmp_path / "remote"
+    done = push(str(remote), str(db), ALSO, Trust())
+
+    written = b"".join((remote / one.path).read_bytes() for one in done.bundles)
+    assert "".join(lines).encode() == written
+    assert bundles == done.bundles
+    assert called not in "".join(lines)
+    assert [one.rows for one in bundles] == [1]
+    assert len(said) == 1
+
+
+# ---- an address --------------------------------------------------------------------------------------------
+
+
+def test_a_remote_may_be_an_https_address(
+    tmp_path: Path, pushed: tuple[Path, Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote, bundle = pushed
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(TLS / "cert.pem", TLS / "key.pem")
+    quiet = type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(quiet, directory=str(remote)))
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url, there = f"https://localhost:{server.server_port}", str(tmp_path / "there.db")
+    try:
+        with pytest.raises(RemoteError, match="cannot be read"):
+            pull_all(url, there, pinned(remote))
+        monkeypatch.setenv("SSL_CERT_FILE", str(TLS / "cert.pem"))
+        assert pull_all(url, there, pinned(remote)) == bundle.rows
+        with pytest.raises(RemoteError, match="is only read"):
+            push(url, there, ALSO, Trust())
+        with pytest.raises(RemoteError, match="is no remote"):
+            pull_all(f"{url}/nothing", there, Trust(digest="0" * 64))
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("remote", ["http://example.org/x", "ftp://example.org/x", "file:///etc"])
+def test_other_addresses_are_refused(tmp_path: Path, remote: str) -> None:
+    with pytest.raises(RemoteError, match="a folder or an https:// address"):
+        pull_all(remote, str(tmp_path / "x.db"), Trust(digest="0" * 64))
+
+
+def test_cores_like_these_are_pulled_and_others_left(
+    tmp_path: Path, remote: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(str(remote), database(tmp_path / "here.db", ROWS), ALSO, Trust())
+    monkeypatch.setattr(remote_module, "core_signature_here", lambda: OTHER_MACHINE.core_sig)
+    there = str(tmp_path / "there.db")
+
+    assert pull(str(remote), there, pinned(remote)).taken.added == 1
+    with open_store(there) as store:
+        assert [row.sample.schedule for row in store.all_measurements()] == [SCHEDULE]

@@ -1,0 +1,253 @@
+"""`phasewise db push` and `pull`: what was learnt, to and from a remote, in bundles by kind of core.
+
+What is pulled is believed only with a pinned digest or a signature of the index. All of it is checked before
+the first row is added; then rows are imported, unverified, as from a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import BinaryIO
+
+from phasewise._files import write_file
+from phasewise._places import user_folder
+from phasewise._words import counted
+from phasewise.kerneldb.portable import Row, Taken, export_lines, groups_of, import_rows, read_export
+from phasewise.kerneldb.remote_index import (
+    MAX_BUNDLE_BYTES,
+    MAX_INDEX_BYTES,
+    NAME,
+    Bundle,
+    RemoteError,
+    RemoteIndex,
+    read_index,
+)
+from phasewise.kerneldb.store import Store, open_store
+from phasewise.workflows.database.private_words import PrivateWords
+from phasewise.workflows.database.remote_files import RemoteFiles
+from phasewise.workflows.database.shared_plans import SharedPlans
+from phasewise.workflows.database.sharing import core_signature_here, existing_store, wanted_machines
+from phasewise.workflows.database.signed_index import MAX_SIGNATURE_BYTES, SIGNATURE_SUFFIX, Trust, sign
+from phasewise.workflows.report import Report, silent
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The rows of a push: of machines by text of their signatures, and the kinds of rows that name something
+    of their owner.
+    """
+
+    signatures: Sequence[str] = ()
+    also: Collection[type[Row]] = ()
+
+
+@dataclass
+class Pushed:
+    """The bundles of a push; those that the remote did not have; its index from now on."""
+
+    bundles: list[Bundle] = field(default_factory=list)
+    new: list[Bundle] = field(default_factory=list)
+    index: RemoteIndex = field(default_factory=RemoteIndex)
+    digest: str = ""
+    """The digest of the index, which a puller pins."""
+
+
+def push(
+    remote: str,
+    db: str | None,
+    leaving: Leaving,
+    trust: Trust,
+    key: Path | None = None,
+    report: Report = silent,
+) -> Pushed:
+    """Add bundles of this database to a remote, and to its index; sign it with `key`.
+
+    Who signs vouches for the whole index, so one that is there already has to be believed first. RemoteError.
+    """
+    files = RemoteFiles(remote)
+    with TemporaryDirectory(prefix="phasewise-") as folder, existing_store(db, report) as store:
+        bundles = _write_bundles(store, leaving, Path(folder), report)
+        with files.locked():
+            before = _read_index(files, trust if key or trust.is_given else None) or RemoteIndex()
+            index = before.with_bundles(bundles)
+            pushed = Pushed(bundles, [one for one in bundles if one not in before.bundles], index)
+            for bundle in bundles:
+                files.add(bundle, Path(folder) / bundle.sha256)
+            content = index.to_bytes()
+            pushed.digest = hashlib.sha256(content).hexdigest()
+            if key is not None:
+                files.write(f"{NAME}{SIGNATURE_SUFFIX}", sign(content, key))
+            files.write(NAME, content)
+    return pushed
+
+
+def preview(
+    db: str | None, leaving: Leaving, write: Callable[[Iterator[str]], None], report: Report
+) -> list[Bundle]:
+    """Write every line that `push` would send, bundle by bundle."""
+    with TemporaryDirectory(prefix="phasewise-") as folder, existing_store(db, report) as store:
+        bundles = _write_bundles(store, leaving, Path(folder), report)
+        for bundle in bundles:
+            with (Path(folder) / bundle.sha256).open(encoding="ascii") as lines:
+                write(iter(lines))
+    return bundles
+
+
+def _write_bundles(store: Store, leaving: Leaving, folder: Path, report: Report) -> list[Bundle]:
+    """One file for each kind of core, by its digest."""
+    wanted, shared, private = wanted_machines(leaving.signatures), SharedPlans(report), PrivateWords(report)
+    cores = sorted({one.core_sig for one in store.machines() if wanted(one)})
+    bundles = []
+    for core in cores:
+        groups = groups_of(
+            store,
+            lambda machine, core=core: machine.core_sig == core and wanted(machine),  # type: ignore[misc]
+            leaving.also,
+            shared.as_shared,
+        )
+        bundle = _write_bundle(core, export_lines(map(private.without, groups)), folder)
+        if bundle.rows:
+            bundles.append(bundle)
+    shared.close()
+    private.close()
+    return bundles
+
+
+def _write_bundle(core: str, lines: Iterator[str], folder: Path) -> Bundle:
+    digest, n_bytes, n_lines, file = hashlib.sha256(), 0, 0, folder / "begun"
+    with file.open("wb") as stream:
+        for line in lines:
+            content = line.encode()
+            digest.update(content)
+            n_bytes, n_lines = n_bytes + len(content), n_lines + 1
+            stream.write(content)
+            if n_bytes > MAX_BUNDLE_BYTES:
+                raise RemoteError(
+                    f"the rows of {core:.60} are more than the {MAX_BUNDLE_BYTES >> 20} MiB of a bundle: "
+                    "`phasewise db gc --keep 16` makes them fewer"
+                )
+    file.rename(folder / digest.hexdigest())
+    return Bundle(core, digest.hexdigest(), n_bytes, n_lines - 2)
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """The bundles of a pull, and what became of their rows."""
+
+    bundles: tuple[Bundle, ...]
+    taken: Taken
+
+
+def pull(
+    remote: str, db: str | None, trust: Trust, *, every_core: bool = False, report: Report = silent
+) -> Pulled:
+    """Import a remote's bundles for cores like these, or for all. RemoteError, before anything is added."""
+    if not trust.is_given:
+        raise RemoteError(
+            "a remote is believed by --digest, which its owner tells you, or by --allowed-signers, a file of "
+            "their public keys"
+        )
+    files = RemoteFiles(remote)
+    index = _read_index(files, trust)
+    if index is None:
+        raise RemoteError(f"{files.name} is no remote: it has no {NAME}")
+    seen = _Serials(remote)
+    if trust.digest is None:
+        seen.check(index.serial, files.name)
+    core = None if every_core else core_signature_here()
+    bundles = tuple(one for one in index.bundles if core in (None, one.core))
+    with TemporaryDirectory(prefix="phasewise-") as folder:
+        fetched = [Path(folder) / one.sha256 for one in bundles]
+        for bundle, file in zip(bundles, fetched, strict=True):
+            with file.open("w+b") as stream:
+                files.fetch(bundle, stream)
+                _check_rows(bundle, stream, files.name)
+        taken = _import(fetched, db, files.name, report) if fetched else Taken(0, 0)
+    seen.keep(index.serial, report)
+    return Pulled(bundles, taken)
+
+
+def _import(fetched: Sequence[Path], db: str | None, name: str, report: Report) -> Taken:
+    read = added = 0
+    with open_store(db, report) as store:
+        for file in fetched:
+            with file.open("rb") as stream:
+                found = import_rows(store, _rows(stream, name))
+            read, added = read + found.read, added + found.added
+    return Taken(read, added)
+
+
+def _check_rows(bundle: Bundle, stream: BinaryIO, name: str) -> None:
+    """Every line is a row of the bundle's cores; a bundle is taken whole or not at all."""
+    count = 0
+    for row in _rows(stream, name):
+        count += 1
+        if row.origin.machine.core_sig != bundle.core:
+            raise RemoteError(f"{name}/{bundle.path} holds a row of other cores than its index says")
+    if count != bundle.rows:
+        raise RemoteError(f"{name}/{bundle.path} holds {counted(count, 'row')}, its index says {bundle.rows}")
+
+
+def _rows(stream: BinaryIO, name: str) -> Iterator[Row]:
+    def refuse(line: int, reason: str) -> None:
+        raise RemoteError(f"{name}: line {line} of a bundle is refused: {reason}")
+
+    stream.seek(0)
+    return read_export(stream, name, refuse)
+
+
+def _read_index(files: RemoteFiles, trust: Trust | None) -> RemoteIndex | None:
+    """None where there is none yet. RemoteError where it is not believed."""
+    content = files.read(NAME, MAX_INDEX_BYTES)
+    if content is None:
+        return None
+    if trust is not None:
+        if not trust.is_given:
+            raise RemoteError(
+                f"{files.name} has an index already: who signs it vouches for all of it, so name whom to "
+                "believe with --allowed-signers or --digest"
+            )
+        trust.check(content, files.read(f"{NAME}{SIGNATURE_SUFFIX}", MAX_SIGNATURE_BYTES), files.name)
+    return read_index(content, files.name)
+
+
+class _Serials:
+    """The newest serial that was pulled of each remote: an older index is a replay, or a remote gone back."""
+
+    def __init__(self, remote: str) -> None:
+        self._file = user_folder("state") / "remotes.json"
+        self._key = hashlib.sha256(remote.encode()).hexdigest()[:32]
+
+    def check(self, serial: int, name: str) -> None:
+        newest = self._read()[self._key]
+        if serial < newest:
+            raise RemoteError(
+                f"the index of {name} is older (serial {serial}) than one that was pulled before ({newest}): "
+                "it is shown again, or was set back; --digest takes it as it is"
+            )
+
+    def keep(self, serial: int, report: Report) -> None:
+        known = self._read()
+        known[self._key] = max(serial, known[self._key])
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            write_file(self._file, json.dumps(known, indent=1))
+        except OSError as error:
+            report(f"{self._file} cannot be written ({error.strerror}): an older index would not be noticed")
+
+    def _read(self) -> defaultdict[str, int]:
+        try:
+            known = json.loads(self._file.read_text())
+        except (OSError, ValueError):
+            known = {}
+        found = known.items() if isinstance(known, dict) else ()
+        return defaultdict(
+            int, {key: one for key, one in found if type(one) is int and re.fullmatch(r"\w+", key)}
+        )

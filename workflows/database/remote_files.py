@@ -1,0 +1,134 @@
+"""The files of a remote: a folder, which may be a git working tree, or an HTTPS address of static files."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import IO, Any, BinaryIO
+
+from phasewise._files import write_file
+from phasewise._words import counted
+from phasewise.kerneldb.location import redacted
+from phasewise.kerneldb.remote_index import Bundle, RemoteError
+
+TIMEOUT_S = 30
+_CHUNK_BYTES = 1 << 20
+_LOCK = ".phasewise-lock"
+
+
+class RemoteFiles:
+    """Reads files of a remote, each to a limit, and writes where it is a folder. RemoteError."""
+
+    def __init__(self, remote: str) -> None:
+        self.name = redacted(remote)
+        self._url = remote.rstrip("/") if remote.startswith("https://") else None
+        if self._url is None and "://" in remote:
+            raise RemoteError(f"{self.name}: a remote is a folder or an https:// address of static files")
+        self._folder = Path(remote).expanduser()
+
+    def read(self, path: str, most_bytes: int) -> bytes | None:
+        """A whole small file; None where there is none."""
+        with self._opened(path) as stream:
+            if stream is None:
+                return None
+            content = stream.read(most_bytes + 1)
+        if len(content) > most_bytes:
+            raise RemoteError(f"{self.name}/{path} is larger than {most_bytes} bytes: it is none of ours")
+        return content
+
+    def fetch(self, bundle: Bundle, target: BinaryIO) -> None:
+        """Write a bundle to an open file. RemoteError where its size or its digest is another."""
+        digest, left = hashlib.sha256(), bundle.bytes
+        with self._opened(bundle.path) as stream:
+            if stream is None:
+                raise RemoteError(f"{self.name}/{bundle.path} is not there, though the index names it")
+            while chunk := stream.read(min(_CHUNK_BYTES, left + 1)):
+                left -= len(chunk)
+                if left < 0:
+                    break
+                digest.update(chunk)
+                target.write(chunk)
+        if left or digest.hexdigest() != bundle.sha256:
+            raise RemoteError(
+                f"{self.name}/{bundle.path} is not what its name says: it was changed on the way"
+            )
+
+    @contextmanager
+    def _opened(self, path: str) -> Iterator[IO[bytes] | None]:
+        try:
+            if self._url is not None:
+                with _open_https(f"{self._url}/{path}") as answer:
+                    yield answer
+            else:
+                with (self._folder / path).open("rb") as stream:
+                    yield stream
+        except FileNotFoundError:
+            yield None
+        except urllib.error.HTTPError as error:
+            if error.code not in (404, 410):
+                raise RemoteError(f"{self.name}/{path} cannot be read: HTTP {error.code}") from None
+            yield None
+        except (OSError, ValueError) as error:
+            why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+            raise RemoteError(f"{self.name}/{path} cannot be read: {why!s:.120}") from None
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Alone among pushes to a folder; it is made where it is not there."""
+        if self._url is not None:
+            raise RemoteError(f"{self.name} is only read: push to the folder that it is served from")
+        try:
+            (self._folder / "bundles").mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise RemoteError(f"{self.name} cannot be written: {error.strerror}") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def write(self, path: str, content: bytes) -> None:
+        """The whole file or none of it."""
+        try:
+            write_file(self._folder / path, content)
+        except OSError as error:
+            raise RemoteError(f"{self.name}/{path} cannot be written: {error.strerror}") from None
+
+    def add(self, bundle: Bundle, content: Path) -> None:
+        """Put a bundle there, by a link to a finished file or a copy; one that is there is the same."""
+        target = self._folder / bundle.path
+        if target.exists():
+            return
+        try:
+            with (
+                content.open("rb") as source,
+                NamedTemporaryFile(dir=target.parent, prefix=".phasewise-", delete=False) as file,
+            ):
+                shutil.copyfileobj(source, file, _CHUNK_BYTES)
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, target)
+        except OSError as error:
+            what = counted(bundle.rows, "row")
+            raise RemoteError(
+                f"{self.name}: a bundle of {what} cannot be written: {error.strerror}"
+            ) from None
+
+
+class _OnlyHttps(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: str) -> Any:
+        if not newurl.startswith("https://"):
+            raise ValueError("it redirects to an address without TLS")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _open_https(url: str) -> Any:
+    return urllib.request.build_opener(_OnlyHttps()).open(url, timeout=TIMEOUT_S)
