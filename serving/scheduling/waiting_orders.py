@@ -6,7 +6,7 @@ between clients, preemption and who gives way are the same under all (docs/recip
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from phasewise.serving.scheduling.request import LiveSequence
 
@@ -38,5 +38,5 @@ def _predicted_tokens(sequence: LiveSequence) -> float:
 
 
 ARRIVAL = "arrival"
-WAITING_ORDERS: Mapping[str, WaitingOrder] = {ARRIVAL: first_come, "shortest": shortest_first}
+WAITING_ORDERS: dict[str, WaitingOrder] = {ARRIVAL: first_come, "shortest": shortest_first}
 """By the name that users give."""
