@@ -26,6 +26,7 @@ from phasewise.ir.types import (
     Scalar,
     Type,
     Vec,
+    pointee,
 )
 
 Build: TypeAlias = Callable[[Sequence[Expr]], Expr]
@@ -101,7 +102,7 @@ def lanes_of(e: Expr) -> int:
 def pointer_to(e: Expr, elem: Scalar | None) -> Expr:
     """A pointer argument of a load or store, to numbers of the vector's kind."""
     of = e.type
-    target = of.to if isinstance(of, Pointer) else of.of if isinstance(of, Array) else None
+    target = pointee(of)
     if target is None:
         raise Mistyped("takes a pointer")
     if elem is None and isinstance(target, Scalar):
@@ -194,7 +195,7 @@ def load(elem: Scalar | None, lanes: int) -> Build:
 
 
 def target(p: Expr) -> Scalar:
-    of = p.type.to if isinstance(p.type, Pointer) else p.type.of if isinstance(p.type, Array) else None
+    of = pointee(p.type)
     assert isinstance(of, Scalar)
     return of
 

@@ -1,4 +1,4 @@
-"""Products of bytes whose pairs cannot overflow, as the one instruction that some processors have for them.
+"""Fusion of byte dot products (VNNI): those whose pairs cannot overflow, as the one instruction for them.
 
 `dot_i16(dot_u8i8_sat(a, b), ones)` adds pairs in 16 bits, which saturates, and these in 32. Where every lane
 of `a` is seen to be at most 128, no pair leaves 16 bits (2 * 128 * -128 is the least), and `dot_u8i8` gives

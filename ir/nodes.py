@@ -354,6 +354,24 @@ class Substitute(Rewriter):
         return (new,)
 
 
+class Replace(Rewriter):
+    """Replaces one expression by another, wherever it stands."""
+
+    def __init__(self, old: Expr, new: Expr) -> None:
+        self._old = old
+        self._new = new
+
+    def leave(self, e: Expr) -> Expr:
+        return self._new if e == self._old else e
+
+
+class StatementRewriter(Rewriter):
+    """Rebuilds statements, and leaves expressions as they are."""
+
+    def expr(self, e: Expr) -> Expr:
+        return e
+
+
 def assigned(body: Body) -> set[str]:
     """Names of the variables that a body gives values to."""
     names: set[str] = set()

@@ -24,6 +24,7 @@ from phasewise.ir.types import (
     Type,
     Vec,
     common,
+    pointee,
     promoted,
     spelled,
 )
@@ -104,7 +105,7 @@ class Operands:
     def pointed(self) -> Scalar:
         """The type of the numbers that the first value points to."""
         of = self.types[0]
-        element = of.to if isinstance(of, Pointer) else of.of if isinstance(of, Array) else None
+        element = pointee(of)
         if not isinstance(element, Scalar):
             raise Mistyped(f"{self.name} takes a pointer to numbers, not {spelled(of)}")
         return element

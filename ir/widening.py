@@ -1,4 +1,4 @@
-"""Several turns of a loop side by side: every vector n times as long, every number n times.
+"""Loop vectorisation (`widen`): several turns side by side, every vector n times as long.
 
 A vector is held as one long vector, or as the n vectors of the turns where it has to be taken apart: half
 vectors, and short ones that were read from places apart. Loads and stores of neighbouring places become one.

@@ -33,7 +33,8 @@ from phasewise.ir.nodes import (
     FunctionDefinition,
     How,
     If,
-    Rewriter,
+    Replace,
+    StatementRewriter,
     Steps,
     Stmt,
     Substitute,
@@ -62,12 +63,9 @@ def without_whole(function: FunctionDefinition) -> FunctionDefinition:
     return replace(function, body=_Loosener().body(function.body))
 
 
-class _Roller(Rewriter):
+class _Roller(StatementRewriter):
     def __init__(self, whole: Body) -> None:
         self._whole = whole
-
-    def expr(self, e: Expr) -> Expr:
-        return e
 
     def body(self, body: Body) -> Body:
         found = tuple(new for one in body for new in self.statement(one))
@@ -80,10 +78,7 @@ class _Roller(Rewriter):
         return found
 
 
-class _Loosener(Rewriter):
-    def expr(self, e: Expr) -> Expr:
-        return e
-
+class _Loosener(StatementRewriter):
     def body(self, body: Body) -> Body:
         found = list(super().body(body))
         for at, one in enumerate(found):
@@ -279,7 +274,7 @@ def _without_ending(after: Body, each: Accumulator, copies: Sequence[str]) -> tu
     for order in SUM_ORDERS:
         if isinstance(after[at], Steps | While | If):
             return None
-        (new,) = _Replace(totals[order], first).body((after[at],))
+        (new,) = Replace(totals[order], first).body((after[at],))
         if new == after[at]:
             continue
         rest = after[at + 1 :]
@@ -314,15 +309,6 @@ def _is_total(e: Expr, each: Accumulator, names: set[str]) -> bool:
         case CallExpression(name=name, args=(a, b)) if name == each.op:
             return _is_total(a, each, names) and _is_total(b, each, names)
     return False
-
-
-class _Replace(Rewriter):
-    def __init__(self, old: Expr, new: Expr) -> None:
-        self._old = old
-        self._new = new
-
-    def leave(self, e: Expr) -> Expr:
-        return self._new if e == self._old else e
 
 
 def _is_rest(one: Steps, other: Stmt) -> bool:

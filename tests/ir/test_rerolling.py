@@ -7,7 +7,7 @@ import pytest
 
 from phasewise.ir.build import chosen
 from phasewise.ir.errors import SourceError
-from phasewise.ir.raising.rolling import rolled, without_whole
+from phasewise.ir.raising.rerolling import rolled, without_whole
 from phasewise.ir.reading import read
 from phasewise.ir.running.cases import draw
 from phasewise.ir.text import printed
