@@ -23,6 +23,7 @@ from phasewise.ir.nodes import (
     Var,
     integer,
     used,
+    vec,
     walk,
     walk_body,
 )
@@ -63,8 +64,7 @@ class _Joiner(Rewriter):
         is_later = isinstance(e.args[0], Var) and (used(pairs) & self._changing or _reads_memory(pairs))
         if is_later or self._most(a) > MOST:
             return e
-        assert isinstance(e.type, Vec)
-        zero = call("splat", (Const(I32, 0),), (integer(e.type.lanes),))
+        zero = call("splat", (Const(I32, 0),), (integer(vec(e).lanes),))
         return call("dot_u8i8", (zero, a, b))
 
     def _known(self, e: Expr) -> Expr:

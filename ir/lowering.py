@@ -30,6 +30,7 @@ from phasewise.ir.nodes import (
     Stmt,
     Var,
     While,
+    vec,
     walk_body,
 )
 from phasewise.ir.targets import IsaTarget
@@ -214,8 +215,7 @@ class _Lowerer(LoweredExpressions):
             return
         assert what.name == "store"
         value = what.args[1]
-        assert isinstance(value.type, Vec)
-        part = self._part(value.type)
+        part = self._part(vec(value))
         parts = self._vector(value)
         place = self._scalar(what.args[0])
         for i, one in enumerate(parts):

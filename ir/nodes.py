@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TypeAlias
 
-from phasewise.ir.types import I32, Array, Pointer, Struct, Type
+from phasewise.ir.types import I32, Array, Pointer, Struct, Type, Vec
 
 # ---- expressions -----------------------------------------------------------------------------------------
 
@@ -398,6 +398,12 @@ def used(node: object) -> set[str]:
 
 def used_in(body: Body) -> set[str]:
     return {one.name for one in walk_body(body) if isinstance(one, Var)}
+
+
+def vec(e: Expr) -> Vec:
+    """The type of an expression that is a vector."""
+    assert isinstance(e.type, Vec)
+    return e.type
 
 
 def integer(value: int, of: Type = I32) -> Const:

@@ -34,6 +34,7 @@ from phasewise.ir.nodes import (
     Unary,
     Var,
     While,
+    vec,
 )
 from phasewise.ir.operations import OPERATIONS, ORDERS, REDUCTIONS
 from phasewise.ir.types import F32, I32, Array, Pointer, Scalar, Vec, numbers_of, spelled
@@ -194,8 +195,7 @@ def _call(e: CallExpression) -> str:
         of = e.type.elem if isinstance(e.type, Vec) else e.type
         parts.append(spelled(of))
     elif e.name == "vector":
-        assert isinstance(e.type, Vec)
-        elem = e.type.elem
+        elem = vec(e).elem
         numbers = (_number(one.value, elem) for one in e.numbers if isinstance(one, Const))
         return f"vector({elem.name}, {', '.join(numbers)})"
     elif e.name in REDUCTIONS:

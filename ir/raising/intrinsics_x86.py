@@ -33,7 +33,7 @@ from phasewise.ir.builders import (
     unpacked,
     zero,
 )
-from phasewise.ir.nodes import CallExpression, Const, Expr, integer
+from phasewise.ir.nodes import CallExpression, Const, Expr, integer, vec
 from phasewise.ir.operations import REDUCTIONS, Mistyped, as_elem, binary, call, cast, unary
 from phasewise.ir.types import (
     BITS,
@@ -414,8 +414,7 @@ def _x86_halves(table: Table) -> None:
 
 
 def _inserted(a: Sequence[Expr]) -> Expr:
-    assert isinstance(a[1].type, Vec)
-    whole = as_elem(a[0], a[1].type.elem)
+    whole = as_elem(a[0], vec(a[1]).elem)
     if size_of(whole) != 2 * size_of(a[1]):
         raise Mistyped("only halves are inserted in this subset")
     return joined(half("lo", whole), a[1]) if number(a[2]) & 1 else joined(a[1], half("hi", whole))
@@ -426,8 +425,7 @@ def _chosen_halves(a: Sequence[Expr]) -> Expr:
 
     def chosen(bits: int) -> Expr:
         if bits & 8:
-            assert isinstance(a[0].type, Vec)
-            return zero(a[0].type.elem, a[0].type.lanes // 2)
+            return zero(vec(a[0]).elem, vec(a[0]).lanes // 2)
         return half("hi" if bits & 1 else "lo", a[bits >> 1 & 1])
 
     return joined(chosen(imm & 15), chosen(imm >> 4 & 15))
