@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from phasewise.cli.commands.bench.kv import WaitingOrder
 from phasewise.serving.scheduling import waiting_orders
 from phasewise.serving.scheduling.request import LiveSequence, Request
 from phasewise.serving.scheduling.waiting_line import WaitingLine
@@ -122,7 +121,3 @@ def test_the_option_of_the_recipe_arrives_as_one_value_within_its_bounds() -> No
     assert CliRunner().invoke(app, ["--patience", "2.5"]).output == "Patience(patience_s=2.5)\n"
     assert CliRunner().invoke(app, []).output == "Patience(patience_s=30.0)\n"
     assert CliRunner().invoke(app, ["--patience", "-1"]).exit_code == 2
-
-
-def test_every_policy_can_be_chosen() -> None:
-    assert get_args(WaitingOrder) == tuple(WAITING_ORDERS)
