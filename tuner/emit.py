@@ -186,8 +186,8 @@ def _memory_nodes(machine: Machine) -> list[int]:
 
 def _nodes_of(machine: Machine, pus: set[int]) -> list[int]:
     """The NUMA nodes that hold any of the PUs."""
-    found = (node for node in machine.nodes(Kind.NUMA) if pus & set(node.cpus))
-    return [node.os_index for node in found if node.os_index is not None]
+    nodes = (node for node in machine.nodes(Kind.NUMA) if pus & set(node.cpus))
+    return [node.os_index for node in nodes if node.os_index is not None]
 
 
 TOOLS: Mapping[str, Callable[[Plans, Machine], Emitted]] = MappingProxyType(

@@ -106,11 +106,11 @@ class TaskDivision:
         begun_ms = self._begun_ms(task)
         others = [one for one in self._tasks if one.problems != task.problems]
         settled = [(self._ledger.settled_ms(one.problems), one) for one in others]
-        found = ScheduleCache()
+        cache = ScheduleCache()
         for ended_ms, one in sorted(settled, key=lambda pair: pair[0]):
             if ended_ms <= begun_ms and ended_ms < math.inf:
-                found.add(one.group, self._found(one, begun_ms))
-        return found
+                cache.add(one.group, self._found(one, begun_ms))
+        return cache
 
     def _found(self, task: Task, at_ms: float) -> GroupOutcome:
         """The outcome of a settled task: the schedules in use at that time."""

@@ -50,10 +50,10 @@ def steadily(take: Callable[[], T], yardstick: Yardstick, pause_s: float = PAUSE
     before = yardstick.pace()
     attempts_left = RETRIES
     while True:
-        found = take()
+        reading = take()
         pace = min(before, yardstick.pace())
         if pace >= SLOW_PACE or not attempts_left:
-            return found, pace
+            return reading, pace
         attempts_left -= 1
         time.sleep(pause_s)
         before = yardstick.pace()

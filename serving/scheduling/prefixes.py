@@ -186,8 +186,8 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Keys and values are lost."""
-        for known in (self._by_chain, self._live, self._retired):
-            known.clear()
+        for table in (self._by_chain, self._live, self._retired):
+            table.clear()
         self._n_retired_tokens = 0
 
     def check(self, owner: str, placement: Placement, n_computed: int) -> None:

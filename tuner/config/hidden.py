@@ -67,8 +67,8 @@ def read_hidden(path: str | os.PathLike[str], machine: Machine) -> tuple[HiddenR
         raise EvaluationError(f"{name} is not JSON: a list of hidden resources expected") from None
     if not isinstance(entries, list) or len(entries) > MAX_RESOURCES:
         raise EvaluationError(f"{name} must hold a list of at most {MAX_RESOURCES} hidden resources")
-    known = frozenset(machine.allowed_pus)
-    return tuple(_resource(entry, f"{name}, entry {n}", known) for n, entry in enumerate(entries, 1))
+    allowed = frozenset(machine.allowed_pus)
+    return tuple(_resource(entry, f"{name}, entry {n}", allowed) for n, entry in enumerate(entries, 1))
 
 
 def _resource(entry: Any, where: str, known: frozenset[int]) -> HiddenResource:
