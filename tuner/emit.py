@@ -1,4 +1,5 @@
-"""Service plans as other tools' flags: the same cores for llama.cpp, vLLM and whatever runs under a launcher.
+"""Export of service plans as other tools' flags: the same cores for llama.cpp, vLLM and whatever runs under a
+launcher.
 
 Few tools can say all that a plan does. Each emitter prints the nearest that its tool can, and a remark for
 everything that gets lost: ranks where there is one process, a phase where there is one set of cores.

@@ -1,4 +1,4 @@
-"""Runs that share a database divide its weights and learn from each other: which run tunes which weight.
+"""Work division between runs that share a database: which run tunes which weight.
 
 Runs on one machine know of each other by a `MeasurementLock`. A run claims a weight until it is done with
 it. The other runs leave that weight alone; afterwards they take its results if all its rows have verdicts,

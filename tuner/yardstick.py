@@ -1,4 +1,5 @@
-"""A fixed piece of work, timed beside schedules, that tells when the host is slower than it can be.
+"""Reference workload: a fixed piece of work, timed beside schedules, that tells when the host is slower than
+it can be.
 
 A neighbour on a core's other hyper-thread takes half of what the core does, for seconds or minutes, and no
 steal time tells of it: timings of one product lie at half their limit between others that reach it. The

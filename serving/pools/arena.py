@@ -1,4 +1,4 @@
-"""One range of slots, cut into blocks: first fit, neighbours joined again when they come back."""
+"""First-fit allocator: one range of slots, cut into blocks, neighbours joined when they come back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choose which blocks to move, and where, to join scattered free slots. Pure.
+"""Compaction: choose which blocks to move, and where, to join scattered free slots. Pure.
 
 Copies within one memory are cheap beside a step that reads all weights and every key and value. So what is
 free can be used wherever it lies. Moved are neighbours of one gap after the other until there is room, those

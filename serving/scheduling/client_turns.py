@@ -1,4 +1,4 @@
-"""Turns between clients: a queue for each, of which one item at a time is taken. Pure."""
+"""Fair queueing (round robin): a queue for each client, of which one item at a time is taken. Pure."""
 
 from __future__ import annotations
 

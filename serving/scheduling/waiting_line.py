@@ -1,4 +1,4 @@
-"""Requests that wait for KV slots, and which of them is next. Pure: no clock, no pool."""
+"""Admission queue: requests that wait for KV slots, and which of them is next. Pure: no clock, no pool."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Resources that cores share and that no system tool shows, e.g. the LLC tag array of four neighbouring
-cores of a Kunpeng 920; given to the modelled evaluator in a file:
+"""Hidden shared resources: what cores share and no system tool shows, e.g. the LLC tag array of four
+neighbouring cores of a Kunpeng 920; given to the modelled evaluator in a file:
 
     [{"pus": [0, 1, 2, 3], "read_gbps": 20.0, "lost_per_extra_pu": 0.3}, ...]
 

@@ -1,4 +1,5 @@
-"""Step times that were measured once, replayed from a database: the same search again, on any machine.
+"""Recorded evaluator: step times that were measured once, replayed from a database: the same search again, on
+any machine.
 
 A measured evaluator's readings are appended (`keep`); a recorded one answers with the newest verified row of
 a configuration and a step, else with the newest imported one: what is replayed is never put into use, so a
