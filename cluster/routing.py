@@ -233,9 +233,9 @@ class Router:
             ]
             kv = sum(leaving) + sum(held.ask.prompt_tokens + held.ask.answer_tokens for held in answers)
             expected = (len(prompts), sum(prompts), len(answers), kv)
-            found = (machine.n_prompts, machine.prompt_tokens, machine.n_answers, machine.kv_tokens)
-            if expected != found:
-                raise AssertionError(f"machine {machine.index} counts {found}, its requests are {expected}")
+            load = (machine.n_prompts, machine.prompt_tokens, machine.n_answers, machine.kv_tokens)
+            if expected != load:
+                raise AssertionError(f"machine {machine.index} counts {load}, its requests are {expected}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,17 +311,17 @@ class PrefixAwarePolicy:
     def _known_tokens(self, machine: _Machine, ask: Ask) -> int:
         seen = self._seen.get(machine.index, ())
         n_blocks = 0
-        for known in ask.prefix:
-            if known not in seen:
+        for block in ask.prefix:
+            if block not in seen:
                 break
             n_blocks += 1
         return min(n_blocks * self.limits.prefix_block_tokens, ask.prompt_tokens - 1)
 
     def _remember(self, machine: _Machine, ask: Ask) -> None:
         seen = self._seen.setdefault(machine.index, OrderedDict())
-        for known in ask.prefix:
-            seen[known] = None
-            seen.move_to_end(known)
+        for block in ask.prefix:
+            seen[block] = None
+            seen.move_to_end(block)
         while len(seen) * self.limits.prefix_block_tokens > machine.kv_slots:
             seen.popitem(last=False)
 

@@ -79,11 +79,26 @@ static inline pw_kv_head pw_kv_head_at(char *memory, int64_t slots, int32_t form
     return head;
 }
 
-/* What the gate of a feed-forward layer goes through before it multiplies. */
-typedef enum { PW_SILU, PW_GELU_TANH, PW_CLAMPED_SILU, PW_GATES } pw_gate;
+/* Activations by name, in the order of their numbers: of the gate of a feed-forward layer before it multiplies
+ * (NAME_gate_lanes, families/rows/elementwise.c), and of a layer without a gate (NAME_lanes, families/rows/activations.c). */
+#define PW_EACH_GATE(X) X(silu) X(gelu_tanh) X(clamped_silu)
+#define PW_EACH_ACTIVATION(X) X(gelu) X(gelu_tanh) X(silu) X(relu) X(relu2)
 
-/* What a feed-forward layer without a gate goes through. */
-typedef enum { PW_ACT_GELU_ERF, PW_ACT_GELU_TANH, PW_ACT_SILU, PW_ACT_RELU, PW_ACTIVATIONS } pw_activation;
+#define PW_GATE_NUMBER(NAME) PW_GATE_##NAME,
+#define PW_ACT_NUMBER(NAME) PW_ACT_##NAME,
+#define PW_AS_TEXT(NAME) #NAME,
+enum { PW_EACH_GATE(PW_GATE_NUMBER) PW_GATES };
+enum { PW_EACH_ACTIVATION(PW_ACT_NUMBER) PW_ACTIVATIONS };
+
+static inline const char *pw_gate_name(int number) {
+    static const char *const names[] = {PW_EACH_GATE(PW_AS_TEXT)};
+    return names[number];
+}
+
+static inline const char *pw_activation_name(int number) {
+    static const char *const names[] = {PW_EACH_ACTIVATION(PW_AS_TEXT)};
+    return names[number];
+}
 
 /* A LayerNorm. */
 typedef struct {
@@ -138,10 +153,10 @@ typedef struct {
     /* y: the pairs (x[i], x[half + i]), i < half, turned and multiplied; y may be x. */
     void (*rope)(int64_t half, const pw_turn *turn, const float *x, float *y);
 
-    /* By pw_gate, y[n] = act(gate) * up; y may be gate or up. */
+    /* By the number of PW_EACH_GATE, y[n] = act(gate) * up; y may be gate or up. */
     void (*gates[PW_GATES])(int64_t n, const float *gate, const float *up, float *y);
 
-    /* By pw_activation, y[n] = act(x + bias); bias may be NULL, y may be x. */
+    /* By the number of PW_EACH_ACTIVATION, y[n] = act(x + bias); bias may be NULL, y may be x. */
     void (*activations[PW_ACTIVATIONS])(int64_t n, const float *x, const float *bias, float *y);
 
     /* y[n] = c tanh(x / c), c > 0; y may be x. */

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from phasewise.ir.nodes import Binary, CallExpression, Const, Expr, Index, integer
+from phasewise.ir.nodes import Binary, CallExpression, Const, Expr, Index, integer, vec
 from phasewise.ir.operations import Mistyped, as_elem, binary, call, cast, fitting
 from phasewise.ir.types import (
     BITS,
@@ -26,6 +26,7 @@ from phasewise.ir.types import (
     Scalar,
     Type,
     Vec,
+    pointee,
 )
 
 Build: TypeAlias = Callable[[Sequence[Expr]], Expr]
@@ -89,19 +90,17 @@ def constant(elem: Scalar, values: Sequence[int | float]) -> Expr:
 
 
 def size_of(e: Expr) -> int:
-    assert isinstance(e.type, Vec)
-    return e.type.size
+    return vec(e).size
 
 
 def lanes_of(e: Expr) -> int:
-    assert isinstance(e.type, Vec)
-    return e.type.lanes
+    return vec(e).lanes
 
 
 def pointer_to(e: Expr, elem: Scalar | None) -> Expr:
     """A pointer argument of a load or store, to numbers of the vector's kind."""
     of = e.type
-    target = of.to if isinstance(of, Pointer) else of.of if isinstance(of, Array) else None
+    target = pointee(of)
     if target is None:
         raise Mistyped("takes a pointer")
     if elem is None and isinstance(target, Scalar):
@@ -131,8 +130,7 @@ def half(which: str, e: Expr) -> Expr:
     if isinstance(e, CallExpression) and e.name == "bits" and isinstance(e.args[0].type, Vec):
         inner = e.args[0]
         if isinstance(inner, CallExpression) and inner.name in ("concat", "splat") and lanes_of(inner) > 1:
-            assert isinstance(e.type, Vec)
-            return as_elem(half(which, inner), e.type.elem)
+            return as_elem(half(which, inner), vec(e).elem)
     return call(which, (e,))
 
 
@@ -157,11 +155,9 @@ def signs(elem: Scalar, lanes: int, of_even: bool) -> Expr:
 
 def flipped(e: Expr, of_even: bool) -> Expr:
     """Every second lane negated."""
-    assert isinstance(e.type, Vec)
-    elem = e.type.elem
-    mask = signs(elem, e.type.lanes, of_even)
-    assert isinstance(mask.type, Vec)
-    return as_elem(binary("^", as_elem(e, mask.type.elem), mask), elem)
+    elem = vec(e).elem
+    mask = signs(elem, vec(e).lanes, of_even)
+    return as_elem(binary("^", as_elem(e, vec(mask).elem), mask), elem)
 
 
 def dup(places: Sequence[int], elem: Scalar) -> Build:
@@ -194,7 +190,7 @@ def load(elem: Scalar | None, lanes: int) -> Build:
 
 
 def target(p: Expr) -> Scalar:
-    of = p.type.to if isinstance(p.type, Pointer) else p.type.of if isinstance(p.type, Array) else None
+    of = pointee(p.type)
     assert isinstance(of, Scalar)
     return of
 
@@ -244,8 +240,7 @@ def element(p: Expr) -> Expr:
 
 
 def joined(low: Expr, high: Expr) -> Expr:
-    assert isinstance(low.type, Vec)
-    return call("concat", (low, as_elem(high, low.type.elem)))
+    return call("concat", (low, as_elem(high, vec(low).elem)))
 
 
 def permuted(e: Expr, places: Sequence[int]) -> Expr:

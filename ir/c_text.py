@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 from phasewise.ir.types import F32, Array, Pointer, Scalar, Struct, Type, Vec, Void
 from phasewise.ir.words import C_NAMES
 
 
-def c_type(of: Type, name: str = "") -> str:
-    """A declaration of `name`, without register types."""
+def c_type(of: Type, name: str = "", special: Callable[[Type], str | None] = lambda _: None) -> str:
+    """A declaration of `name`. special: the words for types that have none here, such as registers."""
+    own = special(of)
+    if own is not None:
+        return f"{own} {name}".rstrip()
     match of:
         case Scalar(word):
             return f"{C_NAMES[word]} {name}".rstrip()
         case Pointer(to, is_const):
             const = "const " if is_const else ""
-            return f"{const}{c_type(to)} *{name}"
+            return f"{const}{c_type(to, '', special)} *{name}"
         case Array(element, count):
-            return c_type(element, f"{name}[{count}]")
+            return c_type(element, f"{name}[{count}]", special)
         case Struct(word):
             return f"{word} {name}".rstrip()
         case Void():
@@ -26,9 +30,15 @@ def c_type(of: Type, name: str = "") -> str:
             raise AssertionError("a register in a declaration of memory")
 
 
-def struct_text(of: Struct) -> str:
-    fields = " ".join(f"{c_type(field, name)};" for name, field in of.fields)
+def struct_text(of: Struct, typed: Callable[[Type, str], str] = c_type) -> str:
+    fields = " ".join(f"{typed(field, name)};" for name, field in of.fields)
     return f"typedef struct {{ {fields} }} {of.name};"
+
+
+def signature(name: str, args: Sequence[tuple[str, Type]], result: Type) -> str:
+    """The head of a function."""
+    given = ", ".join(c_type(of, arg) for arg, of in args) or "void"
+    return f"{c_type(result)} {name}({given})".replace("* ", "*")
 
 
 def number(value: int | float, of: Scalar) -> str:

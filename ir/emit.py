@@ -10,9 +10,9 @@ from itertools import pairwise
 from math import prod, sqrt
 
 from phasewise.ir.build import built
-from phasewise.ir.c_text import c_type
+from phasewise.ir.c_text import signature
 from phasewise.ir.errors import UserKernelError
-from phasewise.ir.lowering import Lowered
+from phasewise.ir.lowering import Lowered, own_header
 from phasewise.ir.original import Original, is_original
 from phasewise.ir.reading import read
 from phasewise.ir.targets import TARGETS, IsaTarget
@@ -89,7 +89,7 @@ def _section(text: str, name: str, tuned: TunedTarget) -> tuple[str, str]:
         f"/* {_described(dict(choice))} */\n{one.body}" for choice, one in zip(choices, variants, strict=True)
     ]
     condition = " && ".join(f"defined({macro})" for macro in tuned.target.macros) or "1"
-    include = {"x86": "#include <immintrin.h>", "arm": "#include <arm_neon.h>"}.get(tuned.target.family, "")
+    include = own_header(tuned.target).rstrip()
     return condition, "\n".join(
         [include, _PLAIN, *definitions.values(), *about, _dispatch(text, variants, numbers)]
     )
@@ -117,14 +117,13 @@ def _dispatch(text: str, variants: Sequence[Lowered], numbers: Mapping[Shape, in
     ratio.
     """
     function = read(text)
-    args = ", ".join(c_type(of, name) for name, of in function.args) or "void"
     names = ", ".join(name for name, _ in function.args)
     word = "" if isinstance(function.result, Void) else "return "
     differing = [name for name, _ in next(iter(numbers)) if len({dict(shape)[name] for shape in numbers}) > 1]
     by_size = sorted(
         (prod(dict(shape)[name] for name in differing), number) for shape, number in numbers.items()
     )
-    lines = [f"{c_type(function.result)} {function.name}({args}) {{"]
+    lines = [f"{signature(function.name, function.args, function.result)} {{"]
     steps = [
         (sqrt(size * following), number)
         for (size, number), (following, after) in pairwise(by_size)
@@ -139,6 +138,4 @@ def _dispatch(text: str, variants: Sequence[Lowered], numbers: Mapping[Shape, in
         else:
             lines.append(f"    if (size < {limit:.1f}) {{ {call} return; }}")
     last = variants[by_size[-1][1]].name
-    return "\n".join([*lines, f"    {word}{last}({names});", "}"]).replace(
-        "* " + function.name, "*" + function.name
-    )
+    return "\n".join([*lines, f"    {word}{last}({names});", "}"])

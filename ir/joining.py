@@ -1,4 +1,4 @@
-"""Products of bytes whose pairs cannot overflow, as the one instruction that some processors have for them.
+"""Fusion of byte dot products (VNNI): those whose pairs cannot overflow, as the one instruction for them.
 
 `dot_i16(dot_u8i8_sat(a, b), ones)` adds pairs in 16 bits, which saturates, and these in 32. Where every lane
 of `a` is seen to be at most 128, no pair leaves 16 bits (2 * 128 * -128 is the least), and `dot_u8i8` gives
@@ -23,6 +23,7 @@ from phasewise.ir.nodes import (
     Var,
     integer,
     used,
+    vec,
     walk,
     walk_body,
 )
@@ -63,8 +64,7 @@ class _Joiner(Rewriter):
         is_later = isinstance(e.args[0], Var) and (used(pairs) & self._changing or _reads_memory(pairs))
         if is_later or self._most(a) > MOST:
             return e
-        assert isinstance(e.type, Vec)
-        zero = call("splat", (Const(I32, 0),), (integer(e.type.lanes),))
+        zero = call("splat", (Const(I32, 0),), (integer(vec(e).lanes),))
         return call("dot_u8i8", (zero, a, b))
 
     def _known(self, e: Expr) -> Expr:

@@ -224,7 +224,7 @@ def trip_count(loop: Steps) -> int | None:
 
 
 def continued(body: Body, at: int) -> Steps | None:
-    """The loop of single turns that goes on where a loop stops, up to the same end; None: there is none."""
+    """The remainder loop: single turns from where a loop stops to the same end; None: there is none."""
     loop = body[at]
     assert isinstance(loop, Steps)
     for one in body[at + 1 :]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phasewise.ir.c_text import c_type, is_simple, number, struct_text, wrapped
+from phasewise.ir.c_text import c_type, is_simple, number, signature, struct_text, wrapped
 from phasewise.ir.joining import joined
 from phasewise.ir.lowering_expressions import LoweredExpressions
 from phasewise.ir.nodes import (
@@ -30,10 +30,11 @@ from phasewise.ir.nodes import (
     Stmt,
     Var,
     While,
+    vec,
     walk_body,
 )
 from phasewise.ir.targets import IsaTarget
-from phasewise.ir.types import Array, Scalar, Type, Vec
+from phasewise.ir.types import Array, Scalar, Type, Vec, numbers_of
 from phasewise.ir.words import halves, typedef, vec_name
 
 
@@ -55,8 +56,12 @@ class Lowered:
 
 
 def includes(target: IsaTarget) -> str:
-    own = {"x86": "#include <immintrin.h>\n", "arm": "#include <arm_neon.h>\n"}.get(target.family, "")
-    return f"#include <math.h>\n#include <stdint.h>\n#include <string.h>\n{own}"
+    return f"#include <math.h>\n#include <stdint.h>\n#include <string.h>\n{own_header(target)}"
+
+
+def own_header(target: IsaTarget) -> str:
+    """The header of the target's intrinsics."""
+    return {"x86": "#include <immintrin.h>\n", "arm": "#include <arm_neon.h>\n"}.get(target.family, "")
 
 
 def lower(
@@ -78,11 +83,10 @@ class _Lowerer(LoweredExpressions):
         function = self._function
         self._declare_locals()
         self._body(function.body)
-        args = ", ".join(c_type(of, arg) for arg, of in function.args) or "void"
-        signature = f"{c_type(function.result)} {name}({args})".replace("* ", "*")
+        head = signature(name, function.args, function.result)
         structs = "\n".join(struct_text(one) for one in function.structs)
-        body = "\n".join([f"{'static ' if is_static else ''}{signature} {{", *self._lines, "}"])
-        return Lowered(name, signature, structs, self._definitions(), body)
+        body = "\n".join([f"{'static ' if is_static else ''}{head} {{", *self._lines, "}"])
+        return Lowered(name, head, structs, self._definitions(), body)
 
     def _definitions(self) -> dict[str, str]:
         words = self._words
@@ -98,10 +102,7 @@ class _Lowerer(LoweredExpressions):
         }
 
     def _table(self, one: Declare) -> str:
-        of: Type = one.type
-        while isinstance(of, Array):
-            of = of.of
-        assert isinstance(of, Scalar)
+        of = numbers_of(one.type)
         words = [number(value, of) for value in one.values]
         lines = [f"    {', '.join(words[i : i + 16])}," for i in range(0, len(words), 16)]
         flat = Array(of, len(words))
@@ -159,17 +160,7 @@ class _Lowerer(LoweredExpressions):
             case Steps():
                 self._steps(statement)
             case While(condition, body, _):
-                lines, text = self._captured(condition)
-                if lines:
-                    self._line("for (;;) {")
-                    self._lines += ["    " + line for line in lines]
-                    self._depth += 1
-                    self._line(f"if (!({text})) break;")
-                    self._body(body)
-                    self._depth -= 1
-                    self._line("}")
-                else:
-                    self._block(f"while ({text})", body)
+                self._loop("while ({condition})", "for (;;)", condition, body)
             case If(condition, then, otherwise, _):
                 self._block(f"if ({self._scalar(condition)})", then)
                 if otherwise:
@@ -196,10 +187,7 @@ class _Lowerer(LoweredExpressions):
             self._assign(Var(one.type, one.name), one.value)
 
     def _values(self, name: str, one: Declare) -> str:
-        of: Type = one.type
-        while isinstance(of, Array):
-            of = of.of
-        assert isinstance(of, Scalar)
+        of = numbers_of(one.type)
         values = ", ".join(number(value, of) for value in one.values)
         return f"{c_type(Array(of, len(one.values)), name)} = {{{values}}};"
 
@@ -227,8 +215,7 @@ class _Lowerer(LoweredExpressions):
             return
         assert what.name == "store"
         value = what.args[1]
-        assert isinstance(value.type, Vec)
-        part = self._part(value.type)
+        part = self._part(vec(value))
         parts = self._vector(value)
         place = self._scalar(what.args[0])
         for i, one in enumerate(parts):
@@ -240,14 +227,19 @@ class _Lowerer(LoweredExpressions):
         start, step = self._scalar(loop.start), self._scalar(loop.step)
         before = "" if start == variable else f"{variable} = {start}"
         after = f"++{variable}" if step == "1" else f"{variable} += {step}"
-        lines, condition = self._captured(loop.condition)
-        if lines:
-            self._line(f"for ({before};; {after}) {{")
-            self._lines += ["    " + line for line in lines]
-            self._depth += 1
-            self._line(f"if (!({condition})) break;")
-            self._body(loop.body)
-            self._depth -= 1
-            self._line("}")
-        else:
-            self._block(f"for ({before}; {condition}; {after})", loop.body)
+        plain = f"for ({before}; {{condition}}; {after})"
+        self._loop(plain, f"for ({before};; {after})", loop.condition, loop.body)
+
+    def _loop(self, plain: str, endless: str, condition: Expr, body: Body) -> None:
+        """A loop; an `endless` one that asks within itself, where its condition needs lines of its own."""
+        lines, text = self._captured(condition)
+        if not lines:
+            self._block(plain.format(condition=text), body)
+            return
+        self._line(f"{endless} {{")
+        self._lines += ["    " + line for line in lines]
+        self._depth += 1
+        self._line(f"if (!({text})) break;")
+        self._body(body)
+        self._depth -= 1
+        self._line("}")

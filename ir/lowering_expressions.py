@@ -17,6 +17,7 @@ from phasewise.ir.nodes import (
     Ternary,
     Unary,
     Var,
+    vec,
 )
 from phasewise.ir.operations import COMPARISONS, LIBRARY, LOGICAL, ORDERS, REDUCTIONS, decayed
 from phasewise.ir.targets import IsaTarget
@@ -53,8 +54,7 @@ class LoweredExpressions:
         return Vec(of.elem, of.lanes // self._n_parts(of))
 
     def _places(self, target: Expr) -> Parts:
-        assert isinstance(target.type, Vec)
-        n = self._n_parts(target.type)
+        n = self._n_parts(vec(target))
         if isinstance(target, Var):
             return self._part_names(target.name, n)
         assert isinstance(target, Index)
@@ -201,11 +201,10 @@ class LoweredExpressions:
         if e.name in ("min", "max"):
             raise AssertionError("min and max of numbers are ternaries")
         source = e.args[0]
-        assert isinstance(source.type, Vec)
         if e.name == "lane":
             (at,) = e.numbers
             assert isinstance(at, Const)
-            part = self._part(source.type)
+            part = self._part(vec(source))
             one = self._bound(part, self._vector(source)[int(at.value) // part.lanes])
             return f"{one}[{int(at.value) % part.lanes}]"
         assert e.name in REDUCTIONS
@@ -223,8 +222,7 @@ class LoweredExpressions:
 
     def _reduced(self, op: str, source: Expr, order: str) -> str:
         """Halves are whole registers first; pairs meet within a register first."""
-        assert isinstance(source.type, Vec)
-        part, parts = self._part(source.type), self._vector(source)
+        part, parts = self._part(vec(source)), self._vector(source)
         if order == "pairs":
             values = [f"{self._words.reduction(op, part, order)}({one})" for one in parts]
             while len(values) > 1:
@@ -342,7 +340,6 @@ class LoweredExpressions:
         return f"{name}({value})"
 
     def _reinterpreted(self, a: Expr, of: Vec) -> Parts:
-        assert isinstance(a.type, Vec)
         word = self._words.type(self._part(of))
         parts = self._vector(a)
         return [f"(({word}){wrapped(one)})" for one in parts]
@@ -416,9 +413,8 @@ class LoweredExpressions:
         return found
 
     def _permuted(self, a: Expr, places: list[int], of: Vec) -> Parts:
-        assert isinstance(a.type, Vec)
         part, n = self._part(of), self._n_parts(of)
-        source = self._part(a.type)
+        source = self._part(vec(a))
         parts = [self._bound(source, one) for one in self._vector(a)]
         found = []
         for i in range(n):

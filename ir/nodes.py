@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TypeAlias
 
-from phasewise.ir.types import I32, Array, Pointer, Struct, Type
+from phasewise.ir.types import I32, Array, Pointer, Struct, Type, Vec
 
 # ---- expressions -----------------------------------------------------------------------------------------
 
@@ -354,6 +354,24 @@ class Substitute(Rewriter):
         return (new,)
 
 
+class Replace(Rewriter):
+    """Replaces one expression by another, wherever it stands."""
+
+    def __init__(self, old: Expr, new: Expr) -> None:
+        self._old = old
+        self._new = new
+
+    def leave(self, e: Expr) -> Expr:
+        return self._new if e == self._old else e
+
+
+class StatementRewriter(Rewriter):
+    """Rebuilds statements, and leaves expressions as they are."""
+
+    def expr(self, e: Expr) -> Expr:
+        return e
+
+
 def assigned(body: Body) -> set[str]:
     """Names of the variables that a body gives values to."""
     names: set[str] = set()
@@ -380,6 +398,12 @@ def used(node: object) -> set[str]:
 
 def used_in(body: Body) -> set[str]:
     return {one.name for one in walk_body(body) if isinstance(one, Var)}
+
+
+def vec(e: Expr) -> Vec:
+    """The type of an expression that is a vector."""
+    assert isinstance(e.type, Vec)
+    return e.type
 
 
 def integer(value: int, of: Type = I32) -> Const:

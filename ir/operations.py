@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phasewise.ir.nodes import Binary, CallExpression, Cast, Const, Expr, Unary, integer
+from phasewise.ir.nodes import Binary, CallExpression, Cast, Const, Expr, Unary, integer, vec
 from phasewise.ir.types import (
     F32,
     I32,
@@ -24,6 +24,7 @@ from phasewise.ir.types import (
     Type,
     Vec,
     common,
+    pointee,
     promoted,
     spelled,
 )
@@ -104,7 +105,7 @@ class Operands:
     def pointed(self) -> Scalar:
         """The type of the numbers that the first value points to."""
         of = self.types[0]
-        element = of.to if isinstance(of, Pointer) else of.of if isinstance(of, Array) else None
+        element = pointee(of)
         if not isinstance(element, Scalar):
             raise Mistyped(f"{self.name} takes a pointer to numbers, not {spelled(of)}")
         return element
@@ -436,8 +437,7 @@ def fitting(value: int | float, of: Scalar) -> int | float:
 
 def as_elem(a: Expr, elem: Scalar) -> Expr:
     """The same bits with other lanes."""
-    assert isinstance(a.type, Vec)
-    if a.type.elem == elem:
+    if vec(a).elem == elem:
         return a
     if isinstance(a, CallExpression) and a.name == "bits":
         return as_elem(a.args[0], elem)
@@ -445,7 +445,7 @@ def as_elem(a: Expr, elem: Scalar) -> Expr:
         place = a.args[0].a
         of = place.type.to if isinstance(place.type, Pointer) else None
         if isinstance(of, Scalar) and of.size == elem.size:  # read as the numbers that are there
-            return as_elem(call("load", (place,), (integer(a.type.size // elem.size),)), elem)
+            return as_elem(call("load", (place,), (integer(vec(a).size // elem.size),)), elem)
     if (
         isinstance(a, CallExpression)
         and a.name == "splat"
@@ -453,6 +453,6 @@ def as_elem(a: Expr, elem: Scalar) -> Expr:
         and a.args[0].value == 0
     ):
         return call(
-            "splat", (Const(elem, 0.0 if elem.is_float else 0),), (integer(a.type.size // elem.size),)
+            "splat", (Const(elem, 0.0 if elem.is_float else 0),), (integer(vec(a).size // elem.size),)
         )
     return call("bits", (a,), of=elem)

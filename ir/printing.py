@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phasewise.ir.c_text import number, wrapped
+from phasewise.ir.c_text import c_type, number, struct_text, wrapped
 from phasewise.ir.nodes import (
     AddressOf,
     Assign,
@@ -30,8 +30,16 @@ from phasewise.ir.nodes import (
 )
 from phasewise.ir.operations import COMPARISONS
 from phasewise.ir.raising.intrinsics import register_name
-from phasewise.ir.types import Array, Pointer, Scalar, Struct, Type, Vec, Void, common, promoted
-from phasewise.ir.words import C_NAMES
+from phasewise.ir.types import (
+    F16,
+    Array,
+    Scalar,
+    Type,
+    Vec,
+    common,
+    innermost,
+    promoted,
+)
 
 HEADERS = {"neon": "#include <arm_neon.h>\n", "neon_dotprod": "#include <arm_neon.h>\n", "portable": ""}
 _BITS = """static inline {to} {name}({of} a) {{ {to} x; memcpy(&x, &a, sizeof x); return x; }}"""
@@ -41,7 +49,8 @@ def printed_c(function: FunctionDefinition) -> str:
     """A file with the function, its helpers, structs and tables."""
     own = HEADERS.get(function.source_isa, "#include <immintrin.h>\n")
     head = f"#include <math.h>\n#include <stdint.h>\n#include <string.h>\n{own}"
-    structs = [_Printer(function.source_isa).struct(one) for one in function.structs]
+    printer = _Printer(function.source_isa)
+    structs = [struct_text(one, printer.type) for one in function.structs]
     definitions, body = printed_parts(function)
     return "\n".join([head, *structs, *definitions.values(), body, ""])
 
@@ -61,30 +70,17 @@ class _Printer:
         self._isa = isa
         self.extra: dict[str, str] = {}
 
-    def struct(self, of: Struct) -> str:
-        fields = " ".join(f"{self.type(field, name)};" for name, field in of.fields)
-        return f"typedef struct {{ {fields} }} {of.name};"
-
     def type(self, of: Type, name: str = "") -> str:
-        match of:
-            case Scalar(word):
-                spelled = "__fp16" if word == "f16" else C_NAMES[word]
-                return f"{spelled} {name}".rstrip()
-            case Vec():
-                return f"{register_name(self._isa, of) or '?'} {name}".rstrip()
-            case Pointer(to, is_const):
-                return f"{'const ' if is_const else ''}{self.type(to)} *{name}"
-            case Array(element, count):
-                return self.type(element, f"{name}[{count}]")
-            case Struct(word):
-                return f"{word} {name}".rstrip()
-            case Void():
-                return f"void {name}".rstrip()
+        return c_type(of, name, self._element)
+
+    def _element(self, of: Type) -> str | None:
+        """Registers and float16, which the text of the high level does not have."""
+        if isinstance(of, Vec):
+            return register_name(self._isa, of) or "?"
+        return "__fp16" if of == F16 else None
 
     def array(self, one: Declare) -> str:
-        of: Type = one.type
-        while isinstance(of, Array):
-            of = of.of
+        of = innermost(one.type)
         values = ""
         if one.values and isinstance(of, Scalar):
             words = [number(value, of) for value in one.values]

@@ -53,6 +53,7 @@ from phasewise.ir.types import (
     Struct,
     Type,
     Vec,
+    innermost,
     spelled,
 )
 
@@ -166,9 +167,7 @@ class _Reader(TextExpressions):
         self._types[name] = of
 
     def _list(self, node: ast.expr | None, of: Array, at: ast.AST) -> tuple[int | float, ...]:
-        inner: Type = of
-        while isinstance(inner, Array):
-            inner = inner.of
+        inner = innermost(of)
         if not isinstance(inner, Scalar):
             raise self._refuse(at, f"values of {spelled(of)}")
         if isinstance(node, ast.Name) and node.id == "zeros":

@@ -34,9 +34,10 @@ from phasewise.ir.nodes import (
     Unary,
     Var,
     While,
+    vec,
 )
 from phasewise.ir.operations import OPERATIONS, ORDERS, REDUCTIONS
-from phasewise.ir.types import F32, I32, Array, Pointer, Scalar, Vec, spelled
+from phasewise.ir.types import F32, I32, Array, Pointer, Scalar, Vec, numbers_of, spelled
 
 FIRST_LINE = "# phasewise kernel 1"
 
@@ -67,15 +68,8 @@ def _parameter(one: Parameter) -> str:
 
 
 def _values(table: Declare) -> list[str]:
-    words = [_number(value, _innermost(table.type)) for value in table.values]
+    words = [_number(value, numbers_of(table.type)) for value in table.values]
     return [f"    {', '.join(words[i : i + 16])}," for i in range(0, len(words), 16)]
-
-
-def _innermost(of: object) -> Scalar:
-    while isinstance(of, Array):
-        of = of.of
-    assert isinstance(of, Scalar)
-    return of
 
 
 def _argument(one: Argument) -> str:
@@ -134,7 +128,7 @@ def _declaration(name: str, of: object, value: Expr | None, values: tuple[int | 
             return text
         if not any(values):
             return f"{text} = zeros"
-        return f"{text} = [{', '.join(_number(one, _innermost(of)) for one in values)}]"
+        return f"{text} = [{', '.join(_number(one, numbers_of(of)) for one in values)}]"
     assert isinstance(of, Scalar | Vec | Pointer)
     if value is None:
         return f"{name}: {spelled(of)}"
@@ -201,8 +195,7 @@ def _call(e: CallExpression) -> str:
         of = e.type.elem if isinstance(e.type, Vec) else e.type
         parts.append(spelled(of))
     elif e.name == "vector":
-        assert isinstance(e.type, Vec)
-        elem = e.type.elem
+        elem = vec(e).elem
         numbers = (_number(one.value, elem) for one in e.numbers if isinstance(one, Const))
         return f"vector({elem.name}, {', '.join(numbers)})"
     elif e.name in REDUCTIONS:

@@ -1,8 +1,9 @@
-"""The transformations of loops, by the names that the text gives them. Each keeps what the loop computes.
+"""Loop transformations (unroll, jam, interchange, ..), by the names that the text gives them. Each keeps what
+the loop computes.
 
-A loop becomes a main loop of several turns at once and, behind it, the original loop for the turns that are
-left. Sums of floats change their order only under `reassociate()`: else an unrolled loop adds in turn, and
-one that cannot is refused.
+A loop becomes a main loop of several turns at once and, behind it, a remainder loop: the original one, for
+the turns that are left. Sums of floats change their order only under `reassociate()`: else an unrolled loop
+adds in turn, and one that cannot is refused.
 
 - unroll(n): n turns in a row. Under `reassociate` each has sums of its own.
 - apart(n): n turns in a row, each with sums of its own that are added behind the loop: the order of an author
@@ -51,7 +52,8 @@ from phasewise.ir.nodes import (
     FunctionDefinition,
     How,
     If,
-    Rewriter,
+    Replace,
+    StatementRewriter,
     Steps,
     Stmt,
     Substitute,
@@ -78,14 +80,11 @@ def transformed(function: FunctionDefinition, where: str = "kernel") -> Function
     return replace(function, body=worker.body(function.body))
 
 
-class _Transformer(Rewriter):
+class _Transformer(StatementRewriter):
     def __init__(self, function: FunctionDefinition, where: str) -> None:
         self._where = where
         self._reassociate = function.reassociate
         self._n = 0
-
-    def expr(self, e: Expr) -> Expr:
-        return e
 
     def statement(self, statement: Stmt) -> Body:
         """The outer loop first: what its transformations copy has the inner ones still to be transformed."""
@@ -350,7 +349,7 @@ def _pipeline(worker: _Transformer, loop: Steps, how: How) -> Result:
         Declare(name, found.type, None, loop.line),
         If(can_begin, (Assign(following, first, loop.line),), (), loop.line),
     )
-    body = _Replace(found, current).body(loop.body)
+    body = Replace(found, current).body(loop.body)
     main = replace(
         loop,
         name=f"{loop.name}_ahead",
@@ -362,7 +361,7 @@ def _pipeline(worker: _Transformer, loop: Steps, how: How) -> Result:
         ),
     )
     variable = Var(loop.type, loop.variable)
-    last = renamed(_Replace(found, following).body(loop.body), worker.suffix(1))
+    last = renamed(Replace(found, following).body(loop.body), worker.suffix(1))
     assert isinstance(loop.type, Scalar | Pointer)
     step = Assign(variable, _stepped(variable, loop.step), loop.line)
     return before, main, (If(loop.condition, (*last, step), (), loop.line),)
@@ -371,15 +370,6 @@ def _pipeline(worker: _Transformer, loop: Steps, how: How) -> Result:
 def _stepped(variable: Var, step: Expr) -> Expr:
     moved_on = binary("+", variable, step)
     return cast(variable.type, moved_on)
-
-
-class _Replace(Rewriter):
-    def __init__(self, old: Expr, new: Expr) -> None:
-        self._old = old
-        self._new = new
-
-    def leave(self, e: Expr) -> Expr:
-        return self._new if e == self._old else e
 
 
 _BY_NAME: dict[str, Callable[[_Transformer, Steps, How], Result]] = {

@@ -122,6 +122,25 @@ VOID = Void()
 SCALARS = {one.name: one for one in (I8, U8, I16, U16, I32, U32, I64, U64, F32, F64, F16)}
 
 
+def innermost(of: Type) -> Type:
+    """The type of an array's numbers or registers, however many dimensions it has."""
+    while isinstance(of, Array):
+        of = of.of
+    return of
+
+
+def numbers_of(of: Type) -> Scalar:
+    """The type of the numbers of an array."""
+    inner = innermost(of)
+    assert isinstance(inner, Scalar)
+    return inner
+
+
+def pointee(of: Type) -> Type | None:
+    """The type of what a pointer or an array leads to."""
+    return of.to if isinstance(of, Pointer) else of.of if isinstance(of, Array) else None
+
+
 def promoted(of: Scalar) -> Scalar:
     """C's integer promotion."""
     return I32 if not of.is_float and of.size < 4 else of

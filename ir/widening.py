@@ -1,4 +1,4 @@
-"""Several turns of a loop side by side: every vector n times as long, every number n times.
+"""Loop vectorisation (`widen`): several turns side by side, every vector n times as long.
 
 A vector is held as one long vector, or as the n vectors of the turns where it has to be taken apart: half
 vectors, and short ones that were read from places apart. Loads and stores of neighbouring places become one.
@@ -28,6 +28,7 @@ from phasewise.ir.nodes import (
     assigned,
     integer,
     used,
+    vec,
 )
 from phasewise.ir.operations import OPERATIONS, call
 from phasewise.ir.types import Scalar, Vec
@@ -167,9 +168,8 @@ class _Widener:
 
     def _store(self, place: Expr, value: Expr, line: int) -> None:
         new = self._value(value)
-        assert isinstance(value.type, Vec)
         places = self._turns(self._value(place)).values
-        if self._stride(place) == value.type.lanes:
+        if self._stride(place) == vec(value).lanes:
             self._out.append(Do(call("store", (places[0], self._long(new))), line))
             return
         for at, one in zip(places, self._turns(new).values, strict=True):
@@ -250,17 +250,15 @@ class _Widener:
                     return _Long(call("splat", (inner[0],), (integer(int(lanes.value) * self._n),)))
                 return _Turns(tuple(call("splat", (one,), e.numbers) for one in inner))
             case "vector":
-                assert isinstance(e.type, Vec)
-                return _Long(call("vector", (), e.numbers * self._n, e.type.elem))
+                return _Long(call("vector", (), e.numbers * self._n, vec(e).elem))
             case name if OPERATIONS[name].moves_lanes:
                 return self._each(e)  # each turn's vector by itself
         return self._lanewise(e, e.args)
 
     def _load(self, e: CallExpression) -> _Turns | _Long:
-        assert isinstance(e.type, Vec)
         places = self._turns(self._value(e.args[0])).values
-        if self._stride(e.args[0]) == e.type.lanes:
-            return _Long(call("load", (places[0],), (integer(e.type.lanes * self._n),)))
+        if self._stride(e.args[0]) == vec(e).lanes:
+            return _Long(call("load", (places[0],), (integer(vec(e).lanes * self._n),)))
         if all(one == places[0] for one in places):
             return _Turns((e,) * self._n)
         return _Turns(tuple(call("load", (one,), e.numbers) for one in places))
@@ -268,11 +266,10 @@ class _Widener:
 
 def _with_operands(e: Expr, old: tuple[Expr, ...], new: list[Expr]) -> Expr:
     """The operation on other vectors, its result as long as they are."""
-    assert isinstance(e.type, Vec)
     first_old, first_new = old[0].type, new[0].type
     assert isinstance(first_old, Vec)
     assert isinstance(first_new, Vec)
-    of = Vec(e.type.elem, e.type.lanes * first_new.lanes // first_old.lanes)
+    of = Vec(vec(e).elem, vec(e).lanes * first_new.lanes // first_old.lanes)
     if isinstance(e, CallExpression):
         return replace(e, type=of, args=tuple(new))
     if isinstance(e, Unary):

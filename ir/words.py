@@ -423,44 +423,36 @@ def _dotted(a: str, b: str, products: int, start: str, is_saturated: bool = Fals
     return loop
 
 
-def _looked(result: Vec, args: object) -> str:
-    return _each(result.lanes, "r[i] = b[i] & 128 ? 0 : a[i / 16 * 16 + (b[i] & 15)];")
-
-
-def _nearest_i32(result: Vec, args: object) -> str:
-    return _each(
-        result.lanes,
-        "r[i] = a[i] >= -2147483648.0f && a[i] < 2147483648.0f ? "
-        "(int32_t)__builtin_nearbyintf(a[i]) : INT32_MIN;",
+def _builtin(name: str, values: str) -> Loop:
+    """A function of the compiler on floats of either size."""
+    return lambda result, args: _each(
+        result.lanes, f"r[i] = __builtin_{name}{'f' if result.elem.name == 'f32' else ''}({values});"
     )
 
 
-def _fma(result: Vec, args: object) -> str:
-    name = "__builtin_fmaf" if result.elem.name == "f32" else "__builtin_fma"
-    return _each(result.lanes, f"r[i] = {name}(a[i], b[i], c[i]);")
-
-
-def _rooted(result: Vec, args: object) -> str:
-    name = "__builtin_sqrtf" if result.elem.name == "f32" else "__builtin_sqrt"
-    return _each(result.lanes, f"r[i] = {name}(a[i]);")
+def _written(text: str) -> Loop:
+    return lambda result, args: _each(result.lanes, text)
 
 
 _LOOPS: dict[str, Loop] = {
-    "fma": _fma,
-    "sqrt": _rooted,
+    "fma": _builtin("fma", "a[i], b[i], c[i]"),
+    "sqrt": _builtin("sqrt", "a[i]"),
     "nearest": _mapped("__builtin_nearbyintf"),
     "floor": _mapped("__builtin_floorf"),
     "ceil": _mapped("__builtin_ceilf"),
     "trunc": _mapped("__builtin_truncf"),
-    "nearest_i32": _nearest_i32,
+    "nearest_i32": _written(
+        "r[i] = a[i] >= -2147483648.0f && a[i] < 2147483648.0f ? "
+        "(int32_t)__builtin_nearbyintf(a[i]) : INT32_MIN;"
+    ),
     "from_f16": _mapped("from_f16"),
     "to_f16": _mapped("to_f16"),
-    "mulhi": lambda result, args: _each(result.lanes, "r[i] = (int16_t)((a[i] * b[i]) >> 16);"),
-    "avg": lambda result, args: _each(result.lanes, "r[i] = (a[i] + b[i] + 1) >> 1;"),
+    "mulhi": _written("r[i] = (int16_t)((a[i] * b[i]) >> 16);"),
+    "avg": _written("r[i] = (a[i] + b[i] + 1) >> 1;"),
     "add_sat": _saturated("+"),
     "sub_sat": _saturated("-"),
     "pack": _packed,
-    "lookup": _looked,
+    "lookup": _written("r[i] = b[i] & 128 ? 0 : a[i / 16 * 16 + (b[i] & 15)];"),
     "dot_i16": _dotted("a", "b", 2, ""),
     "dot_u8i8_sat": _dotted("a", "b", 2, "", is_saturated=True),
     "dot_u8i8": _dotted("b", "c", 4, "a"),

@@ -1,4 +1,5 @@
-"""Times attention as a program runs it: layer after layer, each with keys and values of its own.
+"""Attention benchmark: times attention as a program runs it, layer after layer, each with keys and values of
+its own.
 
 Prompts are timed from their first token on; single tokens with POSITIONS behind them, over as many layers
 that no cache holds their keys and values, which is how a model finds them.

@@ -57,12 +57,12 @@ class Conditions:
 
     def fields(self) -> dict[str, float]:
         """As the database keeps them."""
-        found = {"steal": round(self.steal, 4), "others": round(self.others, 4)}
+        shares = {"steal": round(self.steal, 4), "others": round(self.others, 4)}
         if self.mhz is not None:
-            found["mhz"] = round(self.mhz, 1)
+            shares["mhz"] = round(self.mhz, 1)
         if self.pace is not None:
-            found["pace"] = round(self.pace, 3)
-        return found
+            shares["pace"] = round(self.pace, 3)
+        return shares
 
 
 def parse_ticks(stat: str, cpus: Sequence[int]) -> CpuTicks:
@@ -81,8 +81,8 @@ def parse_ticks(stat: str, cpus: Sequence[int]) -> CpuTicks:
 
 def parse_mhz(cpuinfo: str, cpus: Sequence[int]) -> float | None:
     """Mean of these CPUs' `cpu MHz` in /proc/cpuinfo's text; None where it names none, as on Arm."""
-    found = {int(cpu): float(mhz) for cpu, mhz in _CPU_MHZ.findall(cpuinfo)}
-    chosen = [found[cpu] for cpu in cpus if cpu in found]
+    mhz_by_cpu = {int(cpu): float(mhz) for cpu, mhz in _CPU_MHZ.findall(cpuinfo)}
+    chosen = [mhz_by_cpu[cpu] for cpu in cpus if cpu in mhz_by_cpu]
     return sum(chosen) / len(chosen) if chosen else None
 
 

@@ -1,4 +1,5 @@
-"""Service plans as other tools' flags: the same cores for llama.cpp, vLLM and whatever runs under a launcher.
+"""Export of service plans as other tools' flags: the same cores for llama.cpp, vLLM and whatever runs under a
+launcher.
 
 Few tools can say all that a plan does. Each emitter prints the nearest that its tool can, and a remark for
 everything that gets lost: ranks where there is one process, a phase where there is one set of cores.
@@ -186,8 +187,8 @@ def _memory_nodes(machine: Machine) -> list[int]:
 
 def _nodes_of(machine: Machine, pus: set[int]) -> list[int]:
     """The NUMA nodes that hold any of the PUs."""
-    found = (node for node in machine.nodes(Kind.NUMA) if pus & set(node.cpus))
-    return [node.os_index for node in found if node.os_index is not None]
+    nodes = (node for node in machine.nodes(Kind.NUMA) if pus & set(node.cpus))
+    return [node.os_index for node in nodes if node.os_index is not None]
 
 
 TOOLS: Mapping[str, Callable[[Plans, Machine], Emitted]] = MappingProxyType(

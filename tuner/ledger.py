@@ -57,9 +57,9 @@ class Ledger:
         """By schedule, oldest first. The first look at a weight reads the rows of all its m, once."""
         weight = replace(problem, m=1)
         if weight not in self._weights_read:
-            known = set(self._samples)
+            problems = set(self._samples)
             for row in self._store.measurements_of_every_m(problem, *self._key):
-                if row.problem not in known:
+                if row.problem not in problems:
                     self._take(row)
             self._weights_read.add(weight)
         return self._samples.setdefault(problem, {})
@@ -86,8 +86,8 @@ class Ledger:
     def forget(self, problems: Sequence[Problem]) -> None:
         """Read the problems' rows and verdicts again when they are asked for."""
         for problem in problems:
-            for known in (self._samples, self._row_counts, self._verdicts):
-                known.pop(problem, None)
+            for table in (self._samples, self._row_counts, self._verdicts):
+                table.pop(problem, None)
             self._weights_read.discard(replace(problem, m=1))
 
     def refresh(self, problem: Problem) -> None:

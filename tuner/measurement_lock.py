@@ -307,8 +307,8 @@ def _described(pid: int | None) -> str:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")[:-1]
     except OSError:
         words = []
-    at = next((place for place, word in enumerate(words) if Path(word).name == "phasewise"), None)
-    command = " ".join(["phasewise", *words[at + 1 :]] if at is not None else words)
+    first = next((place for place, word in enumerate(words) if Path(word).name == "phasewise"), None)
+    command = " ".join(["phasewise", *words[first + 1 :]] if first is not None else words)
     printable = "".join(letter if letter.isprintable() else " " for letter in command)
     return f"process {pid}" + (f" ({printable[:MOST_COMMAND_CHARS]})" if printable.strip() else "")
 

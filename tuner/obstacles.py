@@ -1,4 +1,6 @@
-"""Why a schedule of a database cannot run here. Its row may be a stranger's, or of a program to come."""
+"""Validation of schedules: why one of a database cannot run here. Its row may be a stranger's, or of a
+program to come.
+"""
 
 from __future__ import annotations
 

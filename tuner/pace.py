@@ -1,4 +1,4 @@
-"""The share of a tuning run's work that is done, and the time that the rest may take."""
+"""Progress of a tuning run: the share of its work that is done, and the time that the rest may take."""
 
 from __future__ import annotations
 

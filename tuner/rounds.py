@@ -1,4 +1,5 @@
-"""Comparison in rounds of contestants whose timings scatter by more than they differ.
+"""Tournament by successive halving: comparison in rounds of contestants whose timings scatter by more than
+they differ.
 
 Contestants take short turns in many rounds, each round in another order. A machine changes its pace for
 seconds at a time, a round takes a few dozen milliseconds: within a round all meet the same machine, so only

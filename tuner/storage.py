@@ -49,8 +49,8 @@ class StorageTable:
             key = (sparse_format(dense_format, density), n, k)
         except TunerError:
             return None
-        found = self._by_weight.get(key)
-        return None if found is None else _verdict(found)
+        verdict = self._by_weight.get(key)
+        return None if verdict is None else _verdict(verdict)
 
 
 def _verdict(duels: Mapping[int, StorageDuel]) -> StorageVerdict:

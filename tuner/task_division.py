@@ -1,4 +1,4 @@
-"""Runs that share a database divide its weights and learn from each other: which run tunes which weight.
+"""Work division between runs that share a database: which run tunes which weight.
 
 Runs on one machine know of each other by a `MeasurementLock`. A run claims a weight until it is done with
 it. The other runs leave that weight alone; afterwards they take its results if all its rows have verdicts,
@@ -106,11 +106,11 @@ class TaskDivision:
         begun_ms = self._begun_ms(task)
         others = [one for one in self._tasks if one.problems != task.problems]
         settled = [(self._ledger.settled_ms(one.problems), one) for one in others]
-        found = ScheduleCache()
+        cache = ScheduleCache()
         for ended_ms, one in sorted(settled, key=lambda pair: pair[0]):
             if ended_ms <= begun_ms and ended_ms < math.inf:
-                found.add(one.group, self._found(one, begun_ms))
-        return found
+                cache.add(one.group, self._found(one, begun_ms))
+        return cache
 
     def _found(self, task: Task, at_ms: float) -> GroupOutcome:
         """The outcome of a settled task: the schedules in use at that time."""

@@ -193,10 +193,10 @@ class _Run:
         """Search and settle one task; False if its share of the time that is left did not suffice."""
         number, now_s = self._tasks.index(task), self._working_s()
         share_s = max(0.0, self._deadline_s - self._tools.clock()) * share
-        found = self._search(number, task, now_s + (1 - DUEL_SHARE) * share_s)
-        best = self._best_so_far(task) if found is None else found.best
+        outcome = self._search(number, task, now_s + (1 - DUEL_SHARE) * share_s)
+        best = self._best_so_far(task) if outcome is None else outcome.best
         settled = self._settle(task, best, now_s + share_s)
-        return found is not None and settled
+        return outcome is not None and settled
 
     def _working_s(self) -> float:
         """The clock without waits for others' turns: what they time meanwhile is work spared to this run."""
@@ -236,8 +236,8 @@ class _Run:
 
     def _search(self, number: int, task: Task, deadline_s: float) -> GroupOutcome | None:
         """None if the deadline came first."""
-        known = self._division.known(task)
-        search = task.search(task.group, task.ms, self._tools.options, known)
+        cache = self._division.known(task)
+        search = task.search(task.group, task.ms, self._tools.options, cache)
         try:
             ask = next(search)
             while True:
@@ -247,8 +247,8 @@ class _Run:
                     return None
                 ask = search.send(samples)
         except StopIteration as end:
-            found: GroupOutcome = end.value
-            return found
+            outcome: GroupOutcome = end.value
+            return outcome
 
     def _answer(self, number: int, task: Task, ask: TimingBatch, deadline_s: float) -> list[Sample] | None:
         problem, ledger = task.problem(ask.m), self._tools.ledger
@@ -262,13 +262,13 @@ class _Run:
             self._report(number, task, ask.m)
         self._replayed += len(ask.schedules) - len(absent)
         self._pace.reach(task, ask.m, timed=bool(absent))
-        known = ledger.samples(problem)
-        return [known[schedule][take] for schedule, take in zip(ask.schedules, ask.takes, strict=True)]
+        samples = ledger.samples(problem)
+        return [samples[schedule][take] for schedule, take in zip(ask.schedules, ask.takes, strict=True)]
 
     def _missing(self, problem: Problem, ask: TimingBatch) -> list[Schedule]:
-        known = self._tools.ledger.samples(problem)
+        samples = self._tools.ledger.samples(problem)
         asked = zip(ask.schedules, ask.takes, strict=True)
-        return [schedule for schedule, take in asked if take >= len(known.get(schedule, ()))]
+        return [schedule for schedule, take in asked if take >= len(samples.get(schedule, ()))]
 
     def _measure(self, problem: Problem, schedules: Sequence[Schedule]) -> bool:
         """False if others were timing until the end of the budget."""

@@ -57,12 +57,12 @@ def format_of_kind(kind: str, group: int, has_mins: bool) -> str:
 
 def split_format(weight_format: str) -> tuple[str, float | None]:
     """The format of the dense weight, and the share that is kept; None: it is stored dense."""
-    found = _SPARSE.fullmatch(weight_format)
-    if found is None:
+    match = _SPARSE.fullmatch(weight_format)
+    if match is None:
         return weight_format, None
-    if int(found[2]) > SIXTEENTHS:
+    if int(match[2]) > SIXTEENTHS:
         raise TunerError(f"{weight_format!r:.40} keeps more than {SIXTEENTHS} sixteenths")
-    return found[1], int(found[2]) / SIXTEENTHS
+    return match[1], int(match[2]) / SIXTEENTHS
 
 
 def sparse_format(weight_format: str, density: float) -> str:
@@ -156,8 +156,8 @@ def kind_of(weight_format: str) -> packing.Kind:
     }
     weight_format, _ = split_format(weight_format)
     if weight_format not in kinds:
-        known = ", ".join(kinds)
-        raise TunerError(f"there are no kernels for weights of format {weight_format!r:.40}, only {known}")
+        names = ", ".join(kinds)
+        raise TunerError(f"there are no kernels for weights of format {weight_format!r:.40}, only {names}")
     return kinds[weight_format]
 
 
@@ -177,15 +177,15 @@ def copies_of(weight: PackedWeight, total_bytes: int) -> list[PackedWeight]:
     """
     count = -(-total_bytes // weight.nbytes)
     room = np.empty(LINE + count * sum(_lined(array.nbytes) for array in weight.arrays), dtype=np.uint8)
-    at = -room.ctypes.data % LINE
+    offset = -room.ctypes.data % LINE
 
     def copy(array: Array | None) -> Array | None:
-        nonlocal at
+        nonlocal offset
         if array is None:
             return None
-        placed: Array = room[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
+        placed: Array = room[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
         placed[...] = array
-        at += _lined(array.nbytes)
+        offset += _lined(array.nbytes)
         return placed
 
     copies = []

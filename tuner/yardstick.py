@@ -1,4 +1,5 @@
-"""A fixed piece of work, timed beside schedules, that tells when the host is slower than it can be.
+"""Reference workload: a fixed piece of work, timed beside schedules, that tells when the host is slower than
+it can be.
 
 A neighbour on a core's other hyper-thread takes half of what the core does, for seconds or minutes, and no
 steal time tells of it: timings of one product lie at half their limit between others that reach it. The
@@ -50,10 +51,10 @@ def steadily(take: Callable[[], T], yardstick: Yardstick, pause_s: float = PAUSE
     before = yardstick.pace()
     attempts_left = RETRIES
     while True:
-        found = take()
+        reading = take()
         pace = min(before, yardstick.pace())
         if pace >= SLOW_PACE or not attempts_left:
-            return found, pace
+            return reading, pace
         attempts_left -= 1
         time.sleep(pause_s)
         before = yardstick.pace()

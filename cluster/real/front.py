@@ -1,4 +1,4 @@
-"""Several instances as HTTP sees them: one engine host (`serving.engine.engine_host`).
+"""Front over several instances, which HTTP sees as one engine host (`serving.engine.engine_host`).
 
 A thread of its own routes requests (`routing`) and carries what instances say about hand-overs from one to
 the other; `supervisor` starts their processes and notices those that end or hang. What it promises:

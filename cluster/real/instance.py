@@ -1,4 +1,4 @@
-"""An engine as a process of its own, with a role in a pool: what a front sends it is computed, and told back.
+"""Instance: an engine in a process of its own, with a role in a pool. It computes what a front sends it.
 
 The main thread owns the sockets and does nothing that takes long: its beats say that the instance lives. The
 engine runs on its thread, as behind HTTP; grammars are compiled on theirs (`guide_thread`); keys and values

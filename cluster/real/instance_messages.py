@@ -259,7 +259,7 @@ def read_from_instance(raw: bytes) -> FromInstance:
 
 
 def _first_line(error: ValidationError) -> str:
-    found = error.errors(include_url=False, include_input=False)
-    first = found[0] if found else {"loc": (), "msg": "it is empty"}
+    problems = error.errors(include_url=False, include_input=False)
+    first = problems[0] if problems else {"loc": (), "msg": "it is empty"}
     place = ".".join(map(str, first["loc"]))
     return f"{place[:MAX_SHOWN]}: {first['msg'][:MAX_SHOWN]}"

@@ -265,14 +265,14 @@ class RayInstances:
 def running_instances() -> list[dict[str, Any]]:
     """The instances of all servers on the connected cluster. Blocks for a second at most for each."""
     ray = _ray()
-    found = []
+    instances = []
     for named in ray.util.list_named_actors(all_namespaces=True):
         if named["namespace"] != NAMESPACE:
             continue
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             actor = ray.get_actor(named["name"], namespace=NAMESPACE)
-            found.append({"name": named["name"], **ray.get(actor.status.remote(), timeout=1.0)})
-    return sorted(found, key=lambda one: str(one["name"]))
+            instances.append({"name": named["name"], **ray.get(actor.status.remote(), timeout=1.0)})
+    return sorted(instances, key=lambda one: str(one["name"]))
 
 
 def nodes() -> list[dict[str, Any]]:

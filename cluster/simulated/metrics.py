@@ -138,15 +138,15 @@ def summarise(simulation: Simulation, reference: StepTimes | None) -> Summary:
 
 def broken(summary: Summary, slo: Slo) -> list[str]:
     """The promises that were not kept, for people; empty where all were."""
-    found = summary.slowdowns if slo.is_slowdown else summary.times_s
-    if found is None:
+    figures = summary.slowdowns if slo.is_slowdown else summary.times_s
+    if figures is None:
         raise ClusterError(f"SLO {slo.name} is in slowdowns: name the machine that they are told against")
     unit = "x" if slo.is_slowdown else " s"
     stuck = [f"{counted(summary.n_unfinished, 'request')} never ended"] if summary.n_unfinished else []
     return stuck + [
-        f"{metric} P{percentile} {number(found[metric][percentile], 3)}{unit} (below {number(below)}{unit})"
+        f"{metric} P{percentile} {number(figures[metric][percentile], 3)}{unit} (below {number(below)}{unit})"
         for metric, percentile, below in slo.bounds
-        if not found[metric][percentile] < below
+        if not figures[metric][percentile] < below
     ]
 
 

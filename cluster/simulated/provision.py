@@ -62,8 +62,8 @@ class Search:
 
     def is_feasible(self, cell: Cell) -> bool:
         """By what was run, where that decides it; else by running it."""
-        known = self._implied(cell)
-        return self.outcome(cell).is_feasible if known is None else known
+        implied = self._implied(cell)
+        return self.outcome(cell).is_feasible if implied is None else implied
 
     def _implied(self, cell: Cell) -> bool | None:
         if cell in self.outcomes:
@@ -202,7 +202,7 @@ def _least_tight(search: Search, best: Cell) -> Cell:
     """The least tight of the feasible cells next to `best` that cost as much."""
     if len(best) == 1:
         return best
-    found = [best]
+    cells = [best]
     objective = round(search.objective(best), 9)
     for direction in (-1, 1):
         for step in range(1, search.most):
@@ -215,8 +215,8 @@ def _least_tight(search: Search, best: Cell) -> Cell:
                 continue
             if not search.is_feasible((prompts, tokens)):
                 break
-            found.append((prompts, tokens))
-    return min(found, key=lambda cell: _rank(search, cell))
+            cells.append((prompts, tokens))
+    return min(cells, key=lambda cell: _rank(search, cell))
 
 
 def _better_neighbour(search: Search, best: Cell) -> Cell | None:
@@ -289,14 +289,14 @@ def fastest(
     whichever is better, in strides that are halved until those of one bring nothing.
     """
     n_runs = 0
-    known: dict[tuple[Cell, float], bool] = {}
+    rates: dict[tuple[Cell, float], bool] = {}
 
     def feasible(cell: Cell, rate: float) -> bool:
         nonlocal n_runs
-        if (cell, rate) not in known:
+        if (cell, rate) not in rates:
             n_runs += 1
-            known[cell, rate] = run(cell, rate)
-        return known[cell, rate]
+            rates[cell, rate] = run(cell, rate)
+        return rates[cell, rate]
 
     def rate_at(index: int, above: float) -> float:
         return highest_rate(lambda rate: feasible(cells[index], rate), step, most, above)

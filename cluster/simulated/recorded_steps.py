@@ -37,8 +37,8 @@ def steps_of(timed: Iterable[TimedStep]) -> StepTimes:
     rows = list(timed)
     prefill = [row for row in rows if row.phase == "prefill"]
     decode = [row for row in rows if row.phase == "decode"]
-    for phase, found in (("prefill", prefill), ("decode", decode)):
-        if not found:
+    for phase, readings in (("prefill", prefill), ("decode", decode)):
+        if not readings:
             raise ClusterError(f"no {phase} step was timed: time steps of both phases first")
     by_tokens = _prefill_curve(prefill)
     pair_s = _positive_median(
@@ -98,5 +98,5 @@ def _after_prefill_s(rows: Sequence[TimedStep], settled: StepTimes) -> tuple[flo
 
 def _positive_median(values: Iterable[float]) -> float:
     """Times scatter; nothing gets faster by having more to do."""
-    found = list(values)
-    return max(0.0, median(found)) if found else 0.0
+    numbers = list(values)
+    return max(0.0, median(numbers)) if numbers else 0.0

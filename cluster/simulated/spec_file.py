@@ -264,14 +264,14 @@ class _Table:
         value = self.fields.get(name)
         if not isinstance(value, list) or not value:
             raise ClusterError(f"{self.where} has no [[{name}]]: at least one is needed")
-        return [_Table(one, f"{self.where}, {name} {at}") for at, one in enumerate(value, 1)]
+        return [_Table(one, f"{self.where}, {name} {number}") for number, one in enumerate(value, 1)]
 
     def refuse_others(self) -> None:
         """A misspelt field would silently mean its default."""
         others = [name for name in self.fields if name not in self._asked]
         if others:
-            known = ", ".join(sorted(self._asked))
-            raise ClusterError(f"{self.where}: no field is called {others[0]!r:.40}; there are {known}")
+            asked = ", ".join(sorted(self._asked))
+            raise ClusterError(f"{self.where}: no field is called {others[0]!r:.40}; there are {asked}")
 
     def _checked(self, name: str, default: Any, is_right: Callable[[Any], bool], what: str) -> Any:
         self._asked.add(name)

@@ -51,14 +51,14 @@ class Curve:
         self._cache: dict[int, float] = {}
 
     def at(self, x: int) -> float:
-        known = self._cache.get(x)
-        if known is None:
+        cached = self._cache.get(x)
+        if cached is None:
             xs, ys = self.xs, self.ys
             high = min(max(bisect_left(xs, x), 1), len(xs) - 1)
             low = high - 1
             slope = (ys[high] - ys[low]) / (xs[high] - xs[low])
-            known = self._cache[x] = slope * (x - xs[low]) + ys[low]
-        return known
+            cached = self._cache[x] = slope * (x - xs[low]) + ys[low]
+        return cached
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,10 @@ def read_profile(path: str | os.PathLike[str]) -> dict[ProfileKey, StepTimes]:
             missing = [column for column in _COLUMNS if column not in (rows.fieldnames or ())]
             if missing:
                 raise ClusterError(f"{name} is no profile of step times: it has no column {missing[0]}")
-            for at, row in enumerate(rows, 2):
-                if at > MAX_PROFILE_ROWS:
+            for line, row in enumerate(rows, 2):
+                if line > MAX_PROFILE_ROWS:
                     raise ClusterError(f"{name} has more than {MAX_PROFILE_ROWS} rows")
-                key, tokens, prompt_s, token_s = _profile_row(row, f"{name}, row {at}")
+                key, tokens, prompt_s, token_s = _profile_row(row, f"{name}, row {line}")
                 prompts, answers = times[key]
                 prompts[tokens].append(prompt_s)
                 answers[tokens].append(token_s)

@@ -174,10 +174,8 @@ cdef extern from "program/orders.h" nogil:
 cdef dict SOURCES = {
     "rows": PW_FROM_ROWS, "norm": PW_FROM_NORM, "gate": PW_FROM_GATE, "activation": PW_FROM_ACTIVATION,
 }
-cdef dict GATES = {"silu": PW_SILU, "gelu_tanh": PW_GELU_TANH, "clamped_silu": PW_CLAMPED_SILU}
-cdef dict ACTIVATIONS = {
-    "gelu": PW_ACT_GELU_ERF, "gelu_tanh": PW_ACT_GELU_TANH, "silu": PW_ACT_SILU, "relu": PW_ACT_RELU,
-}
+GATES = {pw_gate_name(number).decode(): number for number in range(PW_GATES)}
+ACTIVATIONS = {pw_activation_name(number).decode(): number for number in range(PW_ACTIVATIONS)}
 cdef dict ROWS = {"every": PW_EVERY_ROW, "gathered": PW_GATHERED_ROWS, "logits": PW_LOGIT_ROWS}
 
 

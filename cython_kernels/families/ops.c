@@ -11,6 +11,9 @@
 #include "families/attention.c"
 #include "families/attention_cache.c"
 
+#define PW_GATE_ROW(NAME) ISA(NAME##_gate),
+#define PW_ACTIVATION_ROW(NAME) ISA(NAME),
+
 #define PW_OP_TABLE \
     { \
         .lanes = LANES, \
@@ -20,8 +23,8 @@
         .add = ISA(add), \
         .sum = ISA(sum), \
         .rope = ISA(rope), \
-        .gates = {ISA(silu_gate), ISA(gelu_gate), ISA(clamped_gate)}, \
-        .activations = {ISA(gelu_erf), ISA(gelu_tanh), ISA(silu), ISA(relu)}, \
+        .gates = {PW_EACH_GATE(PW_GATE_ROW)}, \
+        .activations = {PW_EACH_ACTIVATION(PW_ACTIVATION_ROW)}, \
         .cap = ISA(cap), \
         .add_scaled = ISA(add_scaled), \
         .scale = ISA(scale), \

@@ -95,7 +95,7 @@ typedef struct {
     float eps;                            /* of that norm */
     float scale;                          /* of embeddings; of attention's scores */
     float cap;                            /* of attention's scores, or of adjusted rows: c tanh(x / c); 0: none */
-    int32_t gate;                         /* pw_gate, for PW_FROM_GATE; pw_activation, for PW_FROM_ACTIVATION */
+    int32_t gate;                         /* number of PW_EACH_GATE or, for PW_FROM_ACTIVATION, of PW_EACH_ACTIVATION */
     const float *bias;                    /* [qkv columns] of attention; [k] of rows; [experts][n] */
     const float *norm_bias;               /* [k] of adjusted rows whose norm is a LayerNorm; else NULL */
     const float *positions, *segments;    /* added to embeddings: [program's positions][k], [2][k]; or NULL */

@@ -1,4 +1,4 @@
-"""Helpers into their callers, at the low level, so that a loop holds all that it does."""
+"""Inlining of helpers into their callers, at the low level, so that a loop holds all that it does."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ from phasewise.ir.builders import (
     unpacked,
     zero,
 )
-from phasewise.ir.nodes import CallExpression, Const, Expr, integer
-from phasewise.ir.operations import Mistyped, as_elem, binary, call, cast, unary
+from phasewise.ir.nodes import CallExpression, Const, Expr, integer, vec
+from phasewise.ir.operations import REDUCTIONS, Mistyped, as_elem, binary, call, cast, unary
 from phasewise.ir.types import (
     BITS,
     F32,
@@ -225,10 +225,9 @@ def _x86_integers(table: Table, prefix: str, size: int) -> None:
         put(f"set_{name}", _set(elem, size // elem.size, is_reversed=True))
         put(f"setr_{name}", _set(elem, size // elem.size))
     put(f"setzero_si{8 * size}", lambda a: zero(I32, size // 4))
-    put("packs_epi32", lambda a: call("pack", (as_elem(a[0], I32), as_elem(a[1], I32)), of=I16))
-    put("packus_epi32", lambda a: call("pack", (as_elem(a[0], I32), as_elem(a[1], I32)), of=U16))
-    put("packs_epi16", lambda a: call("pack", (as_elem(a[0], I16), as_elem(a[1], I16)), of=I8))
-    put("packus_epi16", lambda a: call("pack", (as_elem(a[0], I16), as_elem(a[1], I16)), of=U8))
+    for name, of, signed, unsigned in (("epi32", I32, I16, U16), ("epi16", I16, I8, U8)):
+        put(f"packs_{name}", _narrowed(of, signed))
+        put(f"packus_{name}", _narrowed(of, unsigned))
     for narrow, i_narrow, u_narrow in WIDTHS[:3]:
         for wide, i_wide, _u_wide in WIDTHS[1:]:
             if i_wide.size > i_narrow.size:
@@ -251,6 +250,10 @@ def _bitwise(op: str, elem: Scalar) -> Build:
         return binary(op, as_elem(a[0], shared), as_elem(a[1], shared))
 
     return build
+
+
+def _narrowed(wide: Scalar, narrow: Scalar) -> Build:
+    return lambda a: call("pack", (as_elem(a[0], wide), as_elem(a[1], wide)), of=narrow)
 
 
 def _widened(narrow: Scalar, wide: Scalar, lanes: int) -> Build:
@@ -280,19 +283,13 @@ def _x86_moves(table: Table, prefix: str, size: int) -> None:
                 big_name, small_name = f"{one}{8 * bigger}", f"{one}{8 * size}"
                 table[f"{wide}cast{big_name}_{small_name}"] = Intrinsic(
                     Vec(elem, size // elem.size),
-                    lambda a, size=size: _low(a[0], size),  # type: ignore[misc]
+                    lambda a, size=size: _part(a[0], 0, size),  # type: ignore[misc]
                 )
                 for word in ("cast", "zext"):
                     table[f"{wide}{word}{small_name}_{big_name}"] = Intrinsic(
                         Vec(elem, bigger // elem.size),
                         lambda a, bigger=bigger: padded(a[0], bigger),  # type: ignore[misc]
                     )
-
-
-def _low(e: Expr, size: int) -> Expr:
-    while size_of(e) > size:
-        e = half("lo", e)
-    return e
 
 
 def _part(e: Expr, at: int, size: int) -> Expr:
@@ -411,18 +408,13 @@ def _x86_halves(table: Table) -> None:
             lambda a, size=size: call("splat", (element(a[0]),), (integer(size // 4),)),  # type: ignore[misc]
         )
     table["_mm256_broadcast_ps"] = Intrinsic(Vec(F32, 8), lambda a: joined(load(F32, 4)(a), load(F32, 4)(a)))
-    for name, how in (
-        ("reduce_add", "reduce_add"),
-        ("reduce_max", "reduce_max"),
-        ("reduce_min", "reduce_min"),
-    ):
-        table[f"_mm512_{name}_ps"] = Intrinsic(F32, called(how, F32))
-        table[f"_mm512_{name}_epi32"] = Intrinsic(I32, called(how, I32))
+    for name in REDUCTIONS:
+        table[f"_mm512_{name}_ps"] = Intrinsic(F32, called(name, F32))
+        table[f"_mm512_{name}_epi32"] = Intrinsic(I32, called(name, I32))
 
 
 def _inserted(a: Sequence[Expr]) -> Expr:
-    assert isinstance(a[1].type, Vec)
-    whole = as_elem(a[0], a[1].type.elem)
+    whole = as_elem(a[0], vec(a[1]).elem)
     if size_of(whole) != 2 * size_of(a[1]):
         raise Mistyped("only halves are inserted in this subset")
     return joined(half("lo", whole), a[1]) if number(a[2]) & 1 else joined(a[1], half("hi", whole))
@@ -433,8 +425,7 @@ def _chosen_halves(a: Sequence[Expr]) -> Expr:
 
     def chosen(bits: int) -> Expr:
         if bits & 8:
-            assert isinstance(a[0].type, Vec)
-            return zero(a[0].type.elem, a[0].type.lanes // 2)
+            return zero(vec(a[0]).elem, vec(a[0]).lanes // 2)
         return half("hi" if bits & 1 else "lo", a[bits >> 1 & 1])
 
     return joined(chosen(imm & 15), chosen(imm >> 4 & 15))
@@ -458,8 +449,7 @@ def _x86_scalars(table: Table) -> None:
         prefix = "_mm_" if size == 16 else f"_mm{bits}_"
         table[f"{prefix}cvtss_f32"] = Intrinsic(F32, lane(F32))
         table[f"{prefix}cvtsd_f64"] = Intrinsic(F64, lane(F64))
-        for name in (f"cvtsi{bits}_si32",):
-            table[prefix + name] = Intrinsic(I32, lane(I32))
+        table[f"{prefix}cvtsi{bits}_si32"] = Intrinsic(I32, lane(I32))
         table[f"{prefix}cvtsi{bits}_si64"] = Intrinsic(I64, lane(I64))
         for width, signed, unsigned in WIDTHS:
             of = {"8": I32, "16": I32, "32": I32, "64": I64}[width]
@@ -477,25 +467,20 @@ def _x86_scalars(table: Table) -> None:
     for name in ("loadl_epi64", "loadu_si64"):
         table[f"_mm_{name}"] = Intrinsic(m128i, lambda a: padded(load(None, 8)(a), 16))
     table["_mm_storel_epi64"] = Intrinsic(VOID, lambda a: store(None)([a[0], half("lo", as_elem(a[1], I64))]))
-    for name in ("loadu_si32",):
-        table[f"_mm_{name}"] = Intrinsic(m128i, lambda a: padded(load(None, 4)(a), 16))
+    table["_mm_loadu_si32"] = Intrinsic(m128i, lambda a: padded(load(None, 4)(a), 16))
     for name, op in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/")):
         table[f"_mm_{name}_ss"] = Intrinsic(m128, _lowest(lambda x, y, op=op: binary(op, x, y)))  # type: ignore[misc]
     for name in ("min", "max"):
         table[f"_mm_{name}_ss"] = Intrinsic(m128, _lowest_by_vector(name))
     table["_mm_movehl_ps"] = Intrinsic(m128, lambda a: shuffled(a[1], a[0], (2, 3, 6, 7)))
     table["_mm_movelh_ps"] = Intrinsic(m128, lambda a: shuffled(a[0], a[1], (0, 1, 4, 5)))
-    table["_cvtsh_ss"] = Intrinsic(F32, lambda a: call("from_f16", (_u16(a[0]),)))
+    table["_cvtsh_ss"] = Intrinsic(F32, lambda a: call("from_f16", (cast(U16, a[0]),)))
     table["_cvtss_sh"] = Intrinsic(U16, lambda a: call("to_f16", (a[0],)))
     table["_mm_storel_pi"] = Intrinsic(
         VOID, lambda a: call("store", (pointer_to(a[0], F32), half("lo", a[1])))
     )
     table["_mm_prefetch"] = Intrinsic(VOID, lambda a: call("prefetch", (a[0],)))
     table["__builtin_prefetch"] = Intrinsic(VOID, lambda a: call("prefetch", (a[0],)))
-
-
-def _u16(e: Expr) -> Expr:
-    return cast(U16, e)
 
 
 def _extracted(elem: Scalar, of: Scalar) -> Build:

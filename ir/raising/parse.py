@@ -52,6 +52,7 @@ from phasewise.ir.types import (
     Struct,
     Type,
     Vec,
+    pointee,
 )
 
 MAX_NESTING = 150
@@ -470,10 +471,7 @@ def _pointee(e: Expr) -> Index | Var | Member | None:
         e = e.a
     if isinstance(e, AddressOf) and isinstance(e.a, Index | Var | Member):
         return e.a
-    if isinstance(e.type, Pointer | Array):
-        of = e.type.to if isinstance(e.type, Pointer) else e.type.of
-        if isinstance(of, Scalar):
-            if isinstance(e, Binary) and e.op == "+":
-                return Index(of, e.a, e.b)
-            return Index(of, e, integer(0))
-    return None
+    of = pointee(e.type)
+    if not isinstance(of, Scalar):
+        return None
+    return Index(of, e.a, e.b) if isinstance(e, Binary) and e.op == "+" else Index(of, e, integer(0))

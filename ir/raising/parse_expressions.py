@@ -39,7 +39,7 @@ from phasewise.ir.operations import (
     unary,
 )
 from phasewise.ir.raising.intrinsics_neon import NEON_ELEMS
-from phasewise.ir.raising.parse_source import Source, described_node, innermost, is_const_node, needed
+from phasewise.ir.raising.parse_source import Source, described_node, is_const_node, needed
 from phasewise.ir.types import (
     F32,
     F64,
@@ -54,6 +54,8 @@ from phasewise.ir.types import (
     Type,
     Vec,
     common,
+    innermost,
+    pointee,
     spelled,
 )
 
@@ -341,13 +343,9 @@ class SourceExpressions:
         return Ternary(of, condition, a, b)
 
     def _element(self, base: Expr, index: Expr, node: Node) -> Expr:
-        match base.type:
-            case Pointer(to):
-                element = to
-            case Array(to, _):
-                element = to
-            case _:
-                raise self.source.refuse(node, f"an element of {spelled(base.type)}")
+        element = pointee(base.type)
+        if element is None:
+            raise self.source.refuse(node, f"an element of {spelled(base.type)}")
         if element == VOID:
             raise self.source.refuse(node, "an element of void")
         if not isinstance(index.type, Scalar) or index.type.is_float:

@@ -11,7 +11,7 @@ from tree_sitter import Language, Node, Parser
 from phasewise.ir.errors import SourceError
 from phasewise.ir.nodes import FunctionDefinition
 from phasewise.ir.raising import intrinsics
-from phasewise.ir.raising.preprocess import Expanded
+from phasewise.ir.raising.preprocess import Expanded, SourcePlace
 from phasewise.ir.types import (
     F16,
     F32,
@@ -70,11 +70,14 @@ class Source(ABC):
     # ---- places and errors ----
 
     def line(self, node: Node) -> int:
-        return self.expanded.places[min(node.start_point[0], len(self.expanded.places) - 1)].line
+        return self._place(node).line
+
+    def _place(self, node: Node) -> SourcePlace:
+        return self.expanded.places[min(node.start_point[0], len(self.expanded.places) - 1)]
 
     def refuse(self, node: Node, reason: str) -> SourceError:
-        at = self.expanded.places[min(node.start_point[0], len(self.expanded.places) - 1)]
-        return SourceError(at.file, at.line, reason)
+        place = self._place(node)
+        return SourceError(place.file, place.line, reason)
 
     def text(self, node: Node | None) -> str:
         return "" if node is None else self.bytes[node.start_byte : node.end_byte].decode(errors="replace")
@@ -85,9 +88,8 @@ class Source(ABC):
         while waiting:
             node = waiting.pop()
             if node.type == "ERROR" or node.is_missing:
-                at = self.expanded.places[min(node.start_point[0], len(self.expanded.places) - 1)]
                 words = " ".join(self.text(node).split())[:40]
-                return SourceError(at.file, at.line, f"this is not C as far as can be read: `{words}`")
+                return self.refuse(node, f"this is not C as far as can be read: `{words}`")
             if node.has_error:
                 waiting += reversed(node.children)
         return None
@@ -292,9 +294,3 @@ def needed(node: Node, field_name: str) -> Node:
 
 def is_const_node(node: Node) -> bool:
     return any(child.type == "type_qualifier" and child.text == b"const" for child in node.children)
-
-
-def innermost(of: Type) -> Type:
-    while isinstance(of, Array):
-        of = of.of
-    return of

@@ -10,7 +10,7 @@ from pathlib import Path
 from phasewise.ir.raising.parse import parse_file
 from phasewise.ir.raising.preprocess import read_source
 from phasewise.ir.raising.raising import raised
-from phasewise.ir.raising.rolling import without_whole
+from phasewise.ir.raising.rerolling import without_whole
 from phasewise.ir.reading import read
 from phasewise.ir.text import printed
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from phasewise.ir.builders import pointer_to
+from phasewise.ir.builders import pointer_to, target
 from phasewise.ir.errors import SourceError
 from phasewise.ir.nodes import (
     AddressOf,
@@ -45,8 +45,24 @@ from phasewise.ir.raising.inline import inlined
 from phasewise.ir.raising.intrinsics_neon import is_below_16
 from phasewise.ir.raising.lanes import lanes_named
 from phasewise.ir.raising.reductions import recognised
-from phasewise.ir.raising.rolling import rolled
-from phasewise.ir.types import BITS, F16, F32, I8, I32, U8, U16, U32, VOID, Array, Pointer, Scalar, Type, Vec
+from phasewise.ir.raising.rerolling import rolled
+from phasewise.ir.types import (
+    BITS,
+    F16,
+    F32,
+    I8,
+    I32,
+    U8,
+    U16,
+    U32,
+    VOID,
+    Array,
+    Pointer,
+    Scalar,
+    Type,
+    Vec,
+    pointee,
+)
 
 
 def raised(function: FunctionDefinition, path: str | Path = "") -> FunctionDefinition:
@@ -325,8 +341,7 @@ class _Raiser:
 
     def _intrinsic_load(self, place: Expr, of: Vec) -> Expr:
         p = pointer_to(place, None if of.elem == BITS else of.elem)
-        element = p.type.to if isinstance(p.type, Pointer) else p.type.of  # type: ignore[union-attr]
-        return call("load", (p,), (integer(of.size // element.size),))
+        return call("load", (p,), (integer(of.size // target(p).size),))
 
     def _call(self, e: CallExpression) -> Expr:
         if e.name == "__bits":
@@ -381,7 +396,7 @@ def _bytes(e: Expr, of: Pointer) -> Expr:
     """A pointer to registers as one to numbers: of bytes where arithmetic may follow."""
     assert isinstance(of.to, Vec)
     elem = U8 if of.to.elem == BITS else of.to.elem
-    given = e.type.to if isinstance(e.type, Pointer) else e.type.of if isinstance(e.type, Array) else None
+    given = pointee(e.type)
     if isinstance(given, Scalar) and (given.size == 1 or given == elem):
         return e
     return cast(Pointer(elem, of.is_const or (isinstance(e.type, Pointer) and e.type.is_const)), e)

@@ -1,5 +1,4 @@
-"""Trees of additions over the lanes of one vector, as one operation; and what nothing uses any more, left
-out.
+"""Reductions: trees of additions over a vector's lanes become one operation; dead code is left out.
 
 A tree is recognised only where it adds in an order that an operation has (operations.ORDERS), so that bits
 stay.
@@ -22,6 +21,7 @@ from phasewise.ir.nodes import (
     FunctionDefinition,
     If,
     Rewriter,
+    StatementRewriter,
     Steps,
     Stmt,
     Var,
@@ -271,12 +271,9 @@ def without_unused(function: FunctionDefinition) -> FunctionDefinition:
         body = new
 
 
-class _Without(Rewriter):
+class _Without(StatementRewriter):
     def __init__(self, reads: set[str]) -> None:
         self._reads = reads
-
-    def expr(self, e: Expr) -> Expr:
-        return e
 
     def statement(self, statement: Stmt) -> Body:
         match statement:

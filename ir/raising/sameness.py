@@ -1,4 +1,4 @@
-"""Comparison of two pieces of a kernel, up to a step of an index and the names of variables.
+"""Structural equality of two pieces of a kernel, up to a step of an index and the names of variables.
 
 Addresses are compared as sums: what they begin with, how far each variable moves them, and a number. Whole
 numbers are summed so only where C's arithmetic cannot wrap around (signed, where that has no meaning, and 64
@@ -45,24 +45,7 @@ class View:
         """Equal for two expressions that have one value, as far as can be seen."""
         if _is_summed(e.type):
             return ("sum", e.type, *self._frozen(e))
-        match e:
-            case Const(of, value):
-                return ("number", of, repr(value))
-            case Var(of, name):
-                return ("variable", of, self.names.get(name, name))
-            case Unary(of, op, a):
-                return ("unary", of, op, self.key(a))
-            case Binary(of, op, a, b):
-                return ("binary", of, op, self.key(a), self.key(b))
-            case Ternary(of, condition, a, b):
-                return ("choice", of, self.key(condition), self.key(a), self.key(b))
-            case Cast(of, a):
-                return ("cast", of, self.key(a))
-            case CallExpression(of, name, args, numbers):
-                return ("call", of, name, *map(self.key, args), "numbers", *map(self.key, numbers))
-            case Index() | Member():
-                return ("element", e.type, *self._frozen_place(e))
-        raise AssertionError(e)
+        return self._whole(e)
 
     def statement(self, one: Stmt) -> Key:
         """None where a statement is of a kind that is not compared."""
@@ -102,6 +85,8 @@ class View:
     def _whole(self, e: Expr) -> Key:
         """A term that is no sum of others."""
         match e:
+            case Const(of, value):
+                return ("number", of, repr(value))
             case Var(of, name):
                 return ("variable", of, self.names.get(name, name))
             case Binary(of, op, a, b):

@@ -14,7 +14,7 @@ from phasewise.ir.errors import SourceError
 from phasewise.ir.nodes import Argument, Binary, Cast, Const, Expr, FunctionDefinition, Ternary, Unary, Var
 from phasewise.ir.operations import fitting
 from phasewise.ir.running.harness import IS_ALIAS, IS_SHARED
-from phasewise.ir.types import Array, Pointer, Scalar, Struct, Type
+from phasewise.ir.types import Pointer, Scalar, Struct, Type, innermost
 
 DEFAULT_MOST = 512
 MAX_BUFFER_BYTES = 64 << 20
@@ -154,12 +154,10 @@ def _content(of: Type, count: int, one: Argument, rng: np.random.Generator, is_p
 
 
 def _flat(of: Type) -> tuple[Scalar, int]:
-    n = 1
-    while isinstance(of, Array):
-        n, of = n * of.count, of.of
-    if not isinstance(of, Scalar):
+    inner = innermost(of)
+    if not isinstance(inner, Scalar):
         raise SourceError("kernel", 0, "a buffer of structs within structs cannot be drawn")
-    return of, n
+    return inner, of.size // inner.size
 
 
 def _numbers(

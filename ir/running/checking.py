@@ -20,7 +20,7 @@ from phasewise.ir.running.compiling import compile_c, emulator_for
 from phasewise.ir.running.harness import FAULT, check_program
 from phasewise.ir.running.limited import ChildLimits, run
 from phasewise.ir.targets import IsaTarget
-from phasewise.ir.types import Array, Pointer, Scalar, Struct, Type, Void
+from phasewise.ir.types import Pointer, Scalar, Type, Void, innermost
 
 RUN_LIMITS = ChildLimits(seconds=60, memory_bytes=8 << 30, file_bytes=1 << 30)
 BATCH_BYTES = 64 << 20
@@ -187,12 +187,10 @@ def _difference(
 def _of_buffer(of: Type, expected: bytes, got: bytes, scale: bytes) -> float:
     if expected == got:
         return 0.0
-    while isinstance(of, Array):
-        of = of.of
-    if isinstance(of, Scalar):
-        return _of_numbers(of, expected, got, scale)
-    assert isinstance(of, Struct)
-    return float("inf")
+    inner = innermost(of)
+    if isinstance(inner, Scalar):
+        return _of_numbers(inner, expected, got, scale)
+    return float("inf")  # structs within structs
 
 
 def _of_numbers(of: Scalar, expected: bytes, got: bytes, scale: bytes) -> float:

@@ -13,7 +13,7 @@ buffer lies in pages that cannot be written. The program says which argument it 
 
 from __future__ import annotations
 
-from phasewise.ir.c_text import c_type, struct_text
+from phasewise.ir.c_text import c_type, signature, struct_text
 from phasewise.ir.nodes import FunctionDefinition
 from phasewise.ir.types import Pointer, Scalar, Void
 
@@ -214,20 +214,13 @@ int main(int count, char **names) {
 
 def check_program(function: FunctionDefinition) -> str:
     """C of the program that runs cases through the kernel it is linked with."""
-    name = function.name
-    return (
-        f"{_COMMON}\n{_arguments(function)}\n{_signature(function, name)};\n#define KERNEL {name}\n{_CHECK}"
-    )
+    head = signature(function.name, function.args, function.result)
+    return f"{_COMMON}\n{_arguments(function)}\n{head};\n#define KERNEL {function.name}\n{_CHECK}"
 
 
 def timing_program(function: FunctionDefinition) -> str:
     """C of the program that times kernels of libraries that it is told to load."""
     return f'{_COMMON}\n{_arguments(function)}\n#define NAME "{function.name}"\n{_TIME}'
-
-
-def _signature(function: FunctionDefinition, name: str) -> str:
-    args = ", ".join(c_type(of, arg) for arg, of in function.args) or "void"
-    return f"{c_type(function.result)} {name}({args})"
 
 
 def _arguments(function: FunctionDefinition) -> str:
@@ -254,7 +247,6 @@ def _arguments(function: FunctionDefinition) -> str:
             f"    uint64_t bits = 0;\n    {c_type(function.result)} x = function({made});\n"
             "    memcpy(&bits, &x, sizeof x);\n    return bits;"
         )
-    args = ", ".join(c_type(of, arg) for arg, of in function.args) or "void"
     is_output = (isinstance(of, Pointer) and not of.is_const for _, of in function.args)
     outputs = ", ".join(str(int(one)) for one in is_output) or "0"
     return "\n".join(
@@ -263,7 +255,7 @@ def _arguments(function: FunctionDefinition) -> str:
             f"enum {{ N_ARGUMENTS = {len(function.args)} }};",
             f"static const char is_output[] = {{{outputs}}};",
             numbers,
-            f"typedef {c_type(function.result)} kernel({args});",
+            f"typedef {signature('kernel', function.args, function.result)};",
             "static void read_arguments(FILE *in, int is_at_end) {",
             "    (void)is_at_end, (void)in;",
             *reads,

@@ -479,14 +479,14 @@ class Engine:
     def _commit(self, batch: Batch, runs: list[list[SampledToken]]) -> tuple[Answer, ...]:
         now_ns = time.perf_counter_ns()
         outs = self.scheduler.commit_runs(batch, [[token.token_id for token in run] for run in runs])
-        answers, at = [], 0
+        answers, first = [], 0
         wanting = [one for one in batch.slices if one.wants_logits]
         for name, run, piece in zip(_wanting(batch), runs, wanting, strict=True):
             if name in self._prompts:
                 continue
             drafted = piece.token_ids[len(piece.token_ids) - piece.n_drafted :]
-            answers.append(self._answer(outs[at : at + len(run)], run, drafted, now_ns))
-            at += len(run)
+            answers.append(self._answer(outs[first : first + len(run)], run, drafted, now_ns))
+            first += len(run)
         return tuple(answers)
 
     def _answer(

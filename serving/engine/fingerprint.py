@@ -115,13 +115,13 @@ def digest_of(value: Any) -> str:
 def _paths(model: PackedModel, schedules: Mapping[Phase, ScheduleLookup] | None) -> str:
     """By which path every weight is multiplied. All phases of a model share one, but for tiles."""
     lookup = schedules["prefill"] if schedules else None
-    found, has_tiles = [], False
+    paths, has_tiles = [], False
     for name, weight in model.products().items():
         path, n_parts = (None, 1) if lookup is None else lookup.arithmetic(weight)
         path = path or compute_paths(weight.kind, weight.group)[0]
         has_tiles = has_tiles or (lookup is not None and lookup.own_path(weight) is not None)
-        found.append((name, weight.kind, weight.group, path, n_parts))
-    return digest_of(sorted(found))[:_DIGITS] + (f"/{_TILES}" if has_tiles else "")
+        paths.append((name, weight.kind, weight.group, path, n_parts))
+    return digest_of(sorted(paths))[:_DIGITS] + (f"/{_TILES}" if has_tiles else "")
 
 
 @cache

@@ -61,16 +61,13 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     shapes = {"embed": (config.vocab_size, config.hidden)}
     if not config.tied_embeddings:
         shapes["lm_head"] = (config.vocab_size, config.hidden)
-    if config.encoder is not None:
-        layer = encoder_layout.layer_weights(config, config.encoder)
-    else:
-        layer = {
-            "q": (config.q_rows, config.hidden),
-            "k": (config.kv_rows, config.hidden),
-            "v": (config.kv_rows, config.hidden),
-            "o": (config.hidden, config.q_rows),
-            **_feed_forward(config),
-        }
+    layer = {
+        "q": (config.q_rows, config.hidden),
+        "k": (config.kv_rows, config.hidden),
+        "v": (config.kv_rows, config.hidden),
+        "o": (config.hidden, config.q_rows),
+        **_feed_forward(config),
+    }
     for i in range(config.n_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes
@@ -80,18 +77,19 @@ def _feed_forward(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """The feed-forward weights of a layer: one set, or a router and a set for each expert and for the shared
     one.
     """
-    one = _gated(config.ffn, config.hidden)
+    one = _feed_forward_shapes(config, config.ffn)
     if config.experts is None:
         return one
     of_experts = {
         f"experts.{e}.{name}": shape for e in range(config.experts.count) for name, shape in one.items()
     }
-    shared = _gated(config.experts.shared_ffn, config.hidden) if config.experts.shared_ffn else {}
+    shared = _feed_forward_shapes(config, config.experts.shared_ffn) if config.experts.shared_ffn else {}
     return {"router": (config.experts.count, config.hidden), **of_experts, **shared}
 
 
-def _gated(width: int, hidden: int) -> dict[str, tuple[int, int]]:
-    return {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+def _feed_forward_shapes(config: ModelConfig, width: int) -> dict[str, tuple[int, int]]:
+    into = ("gate", "up") if config.gated else ("up",)
+    return {**dict.fromkeys(into, (width, config.hidden)), "down": (config.hidden, width)}
 
 
 def vector_lengths(config: ModelConfig, has_bias: bool) -> dict[str, int]:
@@ -203,11 +201,10 @@ def plan_weights(source: ModelSource, weight_format: str) -> list[WeightPlan]:
 
 
 def _fused_names(config: ModelConfig) -> tuple[str, ...]:
-    """Names of a layer's fused weights, experts' apart."""
-    if config.encoder is not None:
-        return encoder_layout.fused_names(config.encoder)
-    has_experts_alone = config.experts is not None and not config.experts.shared_ffn
-    return ("qkv", "o") if has_experts_alone else ("qkv", "o", "gate_up", "down")
+    """Names of a layer's fused weights, experts' apart, in the order in which a pass reads them."""
+    if config.experts is not None and not config.experts.shared_ffn:
+        return ("qkv", "o")
+    return ("qkv", "o", "gate_up" if config.gated else "up", "down")
 
 
 def _plans_for(name: str, tensors: Mapping[str, SourceTensor], weight_format: str) -> list[WeightPlan]:

@@ -88,7 +88,7 @@ def _lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationAre
     hidden_stride = rounded(config.hidden)
     qkv_stride = rounded(config.q_rows + 2 * config.kv_rows)
     mixed_stride = rounded(config.q_rows)
-    gate_up_stride = rounded(2 * config.ffn)
+    gate_up_stride = rounded(config.n_into_ffn * config.ffn)
     router_stride = rounded(experts.count if experts else 0)
     shared = tokens * hidden_stride
     mixed = shared + tokens * qkv_stride
@@ -383,11 +383,11 @@ class _Layer:
         )
 
     def _add_feed_forward(self, width: int) -> None:
-        rows, gate_up = self._rows(), (self.arena.gate_up, rounded(2 * width))
-        parts = gate_up_parts(self.model, self.name, width)
+        rows, gate_up = self._rows(), (self.arena.gate_up, rounded(self.config.n_into_ffn * width))
+        parts = into_ffn_parts(self.model, self.name, width)
         self.linears.add(parts, self._reads("ffn_norm"), self.after, gate_up, rows=rows)
         down = [(weight_of(self.model, f"{self.name}.down"), 0)]
-        reads = {"source": "gate", "gate": self.config.activation}
+        reads = {"source": "gate" if self.config.gated else "activation", "gate": self.config.activation}
         self._add_back(down, reads, gate_up, "ffn_post_norm", None, rows)
 
     def _rows(self) -> Rows:
@@ -516,7 +516,10 @@ def qkv_parts(model: PackedModel, name: str) -> Parts:
     return [(weight_of(model, f"{name}.{part}"), column) for part, column in columns.items()]
 
 
-def gate_up_parts(model: PackedModel, name: str, width: int) -> Parts:
+def into_ffn_parts(model: PackedModel, name: str, width: int) -> Parts:
+    """The weights of a feed-forward layer of this width that read the stream."""
+    if not model.config.gated:
+        return [(weight_of(model, f"{name}.up"), 0)]
     if f"{name}.gate_up" in model.weights:
         return [(model.weights[f"{name}.gate_up"], 0)]
     return [(weight_of(model, f"{name}.gate"), 0), (weight_of(model, f"{name}.up"), width)]

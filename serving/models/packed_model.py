@@ -38,9 +38,10 @@ LARGEST = {
 }
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
 MOST_KINDS = 4
-ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu")
-PLAIN_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
-"""Activations of feed-forward layers without a gate; "gelu" is that of the error function."""
+GATE_ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu")
+PLAIN_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2")
+"""Activations of feed-forward layers without a gate; "gelu" is that of the error function, "relu2" the square
+of "relu". The kernels have both lists in cython_kernels/ops.h."""
 POOLINGS = ("mean", "first", "last")
 
 Vector = npt.NDArray[np.float32]
@@ -198,8 +199,6 @@ class Encoder:
     """True if positions are embeddings of their own, one for each position of the context; else RoPE."""
     segments: bool
     """True if the two texts of a pair have an embedding each."""
-    gated: bool
-    """True if the feed-forward layer is down(act(gate(x)) * up(x)), else down(act(up(x)))."""
     qkv_biases: bool
     out_bias: bool
     ffn_biases: bool
@@ -255,6 +254,8 @@ class ModelConfig:
     layer_kinds: tuple[LayerKind, ...] = ()
     """One for each layer; none: all layers have `rope` and `sliding_window`."""
     activation: str = "silu"
+    gated: bool = True
+    """True if the feed-forward layer is down(act(gate(x)) * up(x)), else down(act(up(x)))."""
     pre_norms: bool = True
     post_norms: bool = False
     whole_qk_norm: bool = False
@@ -285,9 +286,9 @@ class ModelConfig:
             raise ModelError(f"{self.n_heads} attention heads do not divide into {self.n_kv_heads} KV heads")
         if not 0 < self.norm_eps < 1:
             raise ModelError(f"the norm epsilon is {self.norm_eps!r:.80}: a number between 0 and 1 expected")
-        known = PLAIN_ACTIVATIONS if self.encoder and not self.encoder.gated else ACTIVATIONS
-        if self.activation not in known:
-            raise ModelError(f"activation {self.activation!r:.80} is not one of {', '.join(known)}")
+        activations = GATE_ACTIVATIONS if self.gated else PLAIN_ACTIVATIONS
+        if self.activation not in activations:
+            raise ModelError(f"activation {self.activation!r:.80} is not one of {', '.join(activations)}")
         if len(self.layer_kinds) not in (0, self.n_layers):
             raise ModelError(
                 f"{counted(self.n_layers, 'layer')} with"
@@ -352,6 +353,8 @@ class ModelConfig:
     def _check_experts(self) -> None:
         if self.experts is None:
             return
+        if not self.gated:
+            raise ModelError("experts whose feed-forward layers have no gate cannot run")
         count, chosen = self.experts.count, self.experts.chosen
         if type(count) is not int or not 1 <= count <= MOST_EXPERTS:
             raise ModelError(
@@ -381,6 +384,11 @@ class ModelConfig:
     def kinds(self) -> tuple[LayerKind, ...]:
         """The different kinds of its layers."""
         return tuple(dict.fromkeys(self.layer_kinds)) or (self.kind_of(0),)
+
+    @property
+    def n_into_ffn(self) -> int:
+        """Weights of a feed-forward layer that read the stream: gate and up, or up alone."""
+        return 2 if self.gated else 1
 
     @property
     def q_rows(self) -> int:
@@ -422,14 +430,13 @@ class PackedModel:
     An encoder's names are in `loaders.encoders.encoder_layout`.
 
     weights: "embed" [vocab, hidden]; "lm_head" unless tied; per layer i "layers.{i}.qkv" (q, k, v rows),
-    ".o", ".gate_up" (gate rows, then up rows), ".down". Parts whose packed kinds differ stay separate:
-    ".q", ".k", ".v" or ".gate", ".up". With a mixture of experts ".router" [experts, hidden] and, one expert
-    below the other, ".experts_gate_up" (of each expert gate rows, then up rows) and ".experts_down";
-    ".gate_up" and ".down" are then the shared expert's, where there is one.
+    ".o", ".gate_up" (gate rows, then up rows) or, without a gate, ".up", and ".down". Parts whose packed
+    kinds differ stay separate: ".q", ".k", ".v" or ".gate", ".up". With a mixture of experts ".router"
+    [experts, hidden] and, one expert below the other, ".experts_gate_up" (of each expert gate rows, then up
+    rows) and ".experts_down"; ".gate_up" and ".down" are then the shared expert's, where there is one.
     vectors, float32: "final_norm"; per layer, as the config says, ".attn_norm", ".ffn_norm",
-    ".attn_post_norm",
-    ".ffn_post_norm", ".qkv_bias", ".q_norm", ".k_norm", ".o_bias", ".sinks" [n_heads], ".router_bias",
-    ".gate_up_bias", ".down_bias".
+    ".attn_post_norm", ".ffn_post_norm", ".qkv_bias", ".q_norm", ".k_norm", ".o_bias", ".sinks" [n_heads],
+    ".router_bias", ".gate_up_bias", ".down_bias".
     content_hash names the source's content and the format, so equal models hash alike on every machine.
     """
 
@@ -471,8 +478,13 @@ class PackedModel:
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """Plain JSON values; `config_from_json` is the inverse."""
+    """Plain JSON values; `config_from_json` is the inverse.
+
+    A gate is not mentioned: files and fingerprints of before there were layers without one stay as they are.
+    """
     fields = {name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}
+    if config.gated:
+        del fields["gated"]
     kinds = config.kinds if config.layer_kinds else ()
     return {
         **fields,

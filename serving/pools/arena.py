@@ -1,4 +1,4 @@
-"""One range of slots, cut into blocks: first fit, neighbours joined again when they come back."""
+"""First-fit allocator: one range of slots, cut into blocks, neighbours joined when they come back."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ class Arena:
     def move(self, block: Block, n_slots: int) -> Block | None:
         """A longer block for `block`, which it may overlap; None, and nothing changed, if none fits."""
         self.give(block)
-        found = self.take(n_slots)
-        if found is None:
+        slot = self.take(n_slots)
+        if slot is None:
             self.claim(block)
-        return found
+        return slot
 
     def claim(self, block: Block) -> None:
         """Take exactly `block`, all of which must be free."""

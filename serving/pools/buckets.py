@@ -62,9 +62,9 @@ class LearntSizes:
         self._news.append(answer_tokens)
         expected = self._expected(demand)
         if expected is not None:
-            found = self._learnt
+            bounds = self._learnt
             self._estimated += 1
-            self._mispredicted += found.bucket_for(expected) != found.bucket_for(answer_tokens)
+            self._mispredicted += bounds.bucket_for(expected) != bounds.bucket_for(answer_tokens)
 
     def refresh(self) -> bool:
         if len(self._news) < self._settings.refresh_every:
@@ -72,9 +72,9 @@ class LearntSizes:
         for _ in range(len(self._news)):
             self._lengths.add(self._news.popleft())
         before = self._learnt.buckets
-        found = learnt(self._lengths.frozen(), self._settings.n_buckets, self._settings.top_level)
-        is_new = found.buckets != before
-        self._learnt = found if is_new else found._replace(buckets=before)  # the same object: no change
+        bounds = learnt(self._lengths.frozen(), self._settings.n_buckets, self._settings.top_level)
+        is_new = bounds.buckets != before
+        self._learnt = bounds if is_new else bounds._replace(buckets=before)  # the same object: no change
         self._refreshes += is_new
         return is_new
 
@@ -94,20 +94,20 @@ class LearntSizes:
 
     def _size(self, demand: Demand, needed: int) -> Size:
         """The block for an answer of at least `needed` tokens."""
-        found = self._learnt
+        bounds = self._learnt
         expected = self._expected(demand)
         if expected is not None and expected < needed:  # it has been outgrown and tells nothing any more
             expected = None
-        bucket = None if expected is None else found.bucket_for(expected)
+        bucket = None if expected is None else bounds.bucket_for(expected)
         if bucket is not None:
-            whole = found.buckets[bucket]
+            whole = bounds.buckets[bucket]
         else:
             whole = self._large(max(needed, math.ceil(expected or 0)))
         if not self._settings.climbs:
             return _limited(demand, whole, whole, bucket)
-        end = math.ceil(expected or found.mean_outlived(needed) or whole)
-        rung = found.bucket_for(needed)
-        block = whole if rung is None else found.buckets[rung]
+        end = math.ceil(expected or bounds.mean_outlived(needed) or whole)
+        rung = bounds.bucket_for(needed)
+        block = whole if rung is None else bounds.buckets[rung]
         return _limited(demand, block if expected is None else min(block, end), end, bucket)
 
     def _large(self, at_least: int) -> int:

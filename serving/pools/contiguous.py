@@ -155,11 +155,11 @@ class ContiguousPool:
         before = held.block
         moves: tuple[Move, ...] = ()
         if n_positions > before.n_slots:
-            found = self._enlarge(owner, held, n_positions)
-            if found is None:
+            opened_up = self._enlarge(owner, held, n_positions)
+            if opened_up is None:
                 self._is_pressed = True
                 return None
-            moves = found
+            moves = opened_up
         return Grant(Placement(*held.block), moves)
 
     def release(self, owner: str, answer_tokens: int | None = None) -> None:
@@ -265,10 +265,10 @@ class ContiguousPool:
     def _opened(self, n_positions: int) -> tuple[tuple[Move, ...], Block | None]:
         """A new block where others have made way for it."""
         owners, blocks = self._in_order()
-        found = opened(blocks, self.n_slots, aligned(n_positions))
-        if found is None:
+        gap = opened(blocks, self.n_slots, aligned(n_positions))
+        if gap is None:
             return (), None
-        shifts, base = found
+        shifts, base = gap
         by_block = dict(zip(blocks, owners, strict=True))
         if self._moves_pinned(by_block, shifts):
             return (), None
@@ -325,7 +325,9 @@ class ContiguousPool:
         slots: Counter[Bucket] = Counter()
         for held in self._held.values():
             slots[held.size.bucket] += held.block.n_slots
-        named: list[tuple[str, Bucket, int]] = [(str(at + 1), at, bound) for at, bound in enumerate(bounds)]
+        named: list[tuple[str, Bucket, int]] = [
+            (str(level + 1), level, bound) for level, bound in enumerate(bounds)
+        ]
         return tuple(
             BucketStats(
                 name,

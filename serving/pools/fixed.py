@@ -20,7 +20,7 @@ class FixedSizes:
     squeezes = False
 
     def __init__(self, longest_answer: int, n_buckets: int) -> None:
-        self.bounds = tuple(-(-longest_answer * at // n_buckets) for at in range(1, n_buckets + 1))
+        self.bounds = tuple(-(-longest_answer * bucket // n_buckets) for bucket in range(1, n_buckets + 1))
         self.large_bound = longest_answer
         self._estimated = self._mispredicted = 0
 

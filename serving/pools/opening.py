@@ -1,4 +1,4 @@
-"""A pool by the name of its policy."""
+"""Opening of a KV pool by the name of its policy."""
 
 from __future__ import annotations
 

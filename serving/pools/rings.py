@@ -1,4 +1,4 @@
-"""A pool whose requests also get a ring each: slots of the layers that see a window of positions.
+"""Ring buffers for sliding-window layers: a pool whose requests also get a ring each.
 
 A later position takes the place of one that no token sees any more, so that a request keeps no more than its
 window, and what one step writes, in those layers (decision 0047). A ring is given once and stays where it is;

@@ -32,11 +32,11 @@ class Shelves:
         if idle:
             self._n_idle_slots -= idle[0].n_slots
             return idle.popleft()
-        found = self.arena.take(n_slots)
-        if found is None and self._n_idle_slots:
+        slot = self.arena.take(n_slots)
+        if slot is None and self._n_idle_slots:
             self.clear()
-            found = self.arena.take(n_slots)
-        return found
+            slot = self.arena.take(n_slots)
+        return slot
 
     def keep(self, bucket: Bucket, block: Block) -> None:
         """`block` waits for the next request of this bucket."""

@@ -1,4 +1,4 @@
-"""Choose which blocks to move, and where, to join scattered free slots. Pure.
+"""Compaction: choose which blocks to move, and where, to join scattered free slots. Pure.
 
 Copies within one memory are cheap beside a step that reads all weights and every key and value. So what is
 free can be used wherever it lies. Moved are neighbours of one gap after the other until there is room, those
@@ -54,17 +54,17 @@ def enlarged(blocks: Sequence[Block], n_slots: int, growing: int, needed: int) -
 
     It may be shifted itself. None where too little is free.
     """
-    at = blocks[growing]
+    start = blocks[growing]
     walls = [*(block.base for block in blocks[growing + 1 :]), n_slots]
     after, before = _sums(blocks[growing + 1 :]), _sums(blocks[:growing])
     reach = [wall - held for wall, held in zip(walls, after, strict=True)]  # never falls
     best: tuple[int, int, int] | None = None
     for first in range(growing + 1, -1, -1):  # the blocks first .. growing are packed to the left
-        base, cost = at.base, 0
+        base, cost = start.base, 0
         if first <= growing:
-            cost = before[growing] - before[first] + at.n_slots
-            base = _end_before(blocks, first) + cost - at.n_slots
-        count = bisect_left(reach, base + at.n_slots + needed)
+            cost = before[growing] - before[first] + start.n_slots
+            base = _end_before(blocks, first) + cost - start.n_slots
+        count = bisect_left(reach, base + start.n_slots + needed)
         if count < len(reach) and (best is None or cost + after[count] < best[0]):
             best = cost + after[count], first, count
     if best is None:

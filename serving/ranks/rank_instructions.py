@@ -59,8 +59,8 @@ class Instructions:
 
     def write(self) -> int:
         """A descriptor of memory that holds them, to be read from its start."""
-        known = {field.name: getattr(self, field.name) for field in fields(self)}
-        known |= {
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values |= {
             "config": config_to_json(self.config),
             "capacity": asdict(self.capacity),
             "weights": _holding_to_json(self.weights),
@@ -69,24 +69,24 @@ class Instructions:
         }
         fd = os.memfd_create(f"phasewise-rank-{self.rank}")
         with os.fdopen(os.dup(fd), "wb") as file:
-            file.write(json.dumps(known).encode())
+            file.write(json.dumps(values).encode())
         os.lseek(fd, 0, os.SEEK_SET)
         return fd
 
     @classmethod
     def read(cls, text: bytes) -> Instructions:
         """The instructions that `write` of the same program version wrote."""
-        known = json.loads(text)
-        known |= {
-            "config": config_from_json(known["config"]),
-            "capacity": Capacity(**known["capacity"]),
-            "teams": tuple(tuple(sizes) for sizes in known["teams"]),
-            "cores": {phase: tuple(cores) for phase, cores in known["cores"].items()},
-            "weights": _holding_from_json(known["weights"]),
-            "weights_source": known["weights_source"] and _holding_from_json(known["weights_source"]),
-            "schedules": tuple(WrittenSchedules.from_json(written) for written in known["schedules"]),
+        values = json.loads(text)
+        values |= {
+            "config": config_from_json(values["config"]),
+            "capacity": Capacity(**values["capacity"]),
+            "teams": tuple(tuple(sizes) for sizes in values["teams"]),
+            "cores": {phase: tuple(cores) for phase, cores in values["cores"].items()},
+            "weights": _holding_from_json(values["weights"]),
+            "weights_source": values["weights_source"] and _holding_from_json(values["weights_source"]),
+            "schedules": tuple(WrittenSchedules.from_json(written) for written in values["schedules"]),
         }
-        return cls(**known)
+        return cls(**values)
 
 
 def _holding_to_json(holding: Holding) -> dict[str, Any]:

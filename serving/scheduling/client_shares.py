@@ -1,4 +1,4 @@
-"""A client's share of what runs, and who gives way for it. Pure.
+"""Fair sharing: a client's share of what runs, and who gives way for it. Pure.
 
 Each of the n clients that run or wait has a share: places // n of the places for running requests, at least
 one, and slots // n of the KV slots. A client may hold more until another one waits that holds less than its

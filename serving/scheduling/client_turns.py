@@ -1,9 +1,9 @@
-"""Turns between clients: a queue for each, of which one item at a time is taken. Pure."""
+"""Fair queueing (round robin): a queue for each client, of which one item at a time is taken. Pure."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -44,6 +44,10 @@ class ClientTurns(Generic[Item]):
     def head(self, client: str | None = None) -> Item:
         """The item that `take` gives next. IndexError: there is none."""
         return self._queues[self._next(client)][0]
+
+    def queue(self, client: str) -> Sequence[Item]:
+        """The items of a client that has some, in the order of arrival."""
+        return self._queues[client]
 
     def join(self, client: str, item: Item) -> None:
         """Behind all others of its client."""

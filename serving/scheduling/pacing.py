@@ -1,4 +1,4 @@
-"""The size of the next step: prompts between the tokens of answers. Pure: times in, integers out.
+"""Chunked prefill: the size of the next chunk between tokens of answers. Pure: times in, integers out.
 
 The promise is a time per output token. Between two decode steps there is at most one prefill step, so its
 tokens may take what the decode step leaves of the promise: half of it at least.

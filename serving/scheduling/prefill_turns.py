@@ -1,4 +1,4 @@
-"""Division of the tokens of a prefill step among clients. Pure.
+"""Fair division of a prefill chunk among clients. Pure.
 
 Each client with prompts to compute gets an equal part of a step, its oldest prompt first; what a client does
 not need goes to the others. Where a step has too few tokens for all of them, those that got none come first

@@ -1,4 +1,4 @@
-"""Keys and values that need not be computed again: whose block holds those of a prompt's beginning.
+"""Prefix cache: whose block holds the keys and values of a prompt's beginning.
 
 Tokens are looked up in runs of `RUN_TOKENS`, by a chain of hashes, so that one look says how much of a
 prompt somebody else has; the tokens themselves are compared before anything is believed. A sequence finds
@@ -186,8 +186,8 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Keys and values are lost."""
-        for known in (self._by_chain, self._live, self._retired):
-            known.clear()
+        for table in (self._by_chain, self._live, self._retired):
+            table.clear()
         self._n_retired_tokens = 0
 
     def check(self, owner: str, placement: Placement, n_computed: int) -> None:

@@ -1,4 +1,4 @@
-"""Laws that hold between two steps of the scheduler, whatever came and went."""
+"""Invariants of the scheduler between two steps, whatever came and went."""
 
 from __future__ import annotations
 

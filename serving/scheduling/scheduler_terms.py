@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.scheduling.request import LiveSequence
+from phasewise.serving.scheduling.waiting_orders import ARRIVAL
 
 MOST_PREEMPTIONS = 3
 """After this many preemptions a request is preempted for the oldest one only, and only once more."""
@@ -30,6 +31,8 @@ class SchedulerLimits:
     max_sequences: int = DEFAULT_SEQUENCES
     max_waiting: int | None = None
     prefix_reuse: bool = True
+    waiting_order: str = ARRIVAL
+    """The next of one client's own requests, of `WAITING_ORDERS`."""
 
 
 @dataclass(slots=True)

@@ -1,12 +1,14 @@
-"""Requests that wait for KV slots, and which of them is next. Pure: no clock, no pool."""
+"""Admission queue: requests that wait for KV slots, and which of them is next. Pure: no clock, no pool."""
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
+from itertools import takewhile
 
 from phasewise.serving.scheduling.client_turns import ClientTurns
 from phasewise.serving.scheduling.request import LiveSequence
+from phasewise.serving.scheduling.waiting_orders import WaitingOrder, first_come
 
 
 class WaitingLine:
@@ -15,10 +17,11 @@ class WaitingLine:
     A request with k requests of its own client before it, and n other clients, waits for at most
     k + (k + 1) * n requests that were never admitted, however many each of the others has sent, unless its
     client is passed over because it holds its share of what runs (`client_shares`).
-    Requests of one client alone are first come, first served.
+    Of requests of one client alone `order` chooses the next, and one that it passes over counts by whom.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, order: WaitingOrder = first_come) -> None:
+        self._order = order
         self._preempted: list[LiveSequence] = []
         self._turns: ClientTurns[LiveSequence] = ClientTurns()
 
@@ -50,7 +53,7 @@ class WaitingLine:
                 yield one
         for client in self._turns.clients:
             if client not in seen:
-                yield self._turns.head(client)
+                yield self._order(self._turns.queue(client))
 
     def is_behind_older(self, sequence: LiveSequence) -> bool:
         """True if a request that was preempted is older."""
@@ -69,7 +72,10 @@ class WaitingLine:
         if sequence.admission is not None:
             self._preempted.remove(sequence)
             return
-        self._turns.take_item(sequence.request.client, sequence)
+        client = sequence.request.client
+        for older in takewhile(lambda one: one is not sequence, self._turns.queue(client)):
+            older.n_overtaken += 1
+        self._turns.take_item(client, sequence)
 
     def remove(self, sequence: LiveSequence) -> None:
         """A request that ends while it waits; its client keeps its place. ValueError: it does not wait."""

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cython_kernels import _native, isa
+from phasewise.serving.models.packed_model import GATE_ACTIVATIONS, PLAIN_ACTIVATIONS
 from tests.support.tiers import examples
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 576, 1024, 1025, 4099)
@@ -170,6 +171,24 @@ def test_gelu_gate_keeps_its_bound() -> None:
         got = _native.gated("gelu_tanh", gate, up)
 
         assert (np.abs(got - want) <= (8 + 5 * np.abs(z)) * U * np.abs(want) + 1e-30).all()
+
+
+def test_relu2_rounds_once_and_passes_nans() -> None:
+    for n in SIZES:
+        x, bias = row(n, 4, 4.0), row(n, 5)
+        x[n // 2] = np.nan
+        t = x + bias
+
+        got = _native.activated("relu2", x, bias)
+
+        assert np.isnan(got[n // 2])
+        assert (np.delete(got, n // 2) == np.delete(np.maximum(t, 0) * np.maximum(t, 0), n // 2)).all()
+
+
+def test_models_may_ask_for_the_activations_that_kernels_have() -> None:
+    """A list for configs, which load without kernels, and the kernels' own."""
+    assert tuple(_native.GATES) == GATE_ACTIVATIONS
+    assert tuple(_native.ACTIVATIONS) == PLAIN_ACTIVATIONS
 
 
 def test_clamped_gate_keeps_its_bound() -> None:

@@ -1,5 +1,5 @@
-"""The state of a walk, and the configurations that it could ask for next (`walk.py` has the rules and the
-order).
+"""Search frontier: the state of a walk, and the configurations that it could ask for next (`walk.py` has the
+rules and the order).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Resources that cores share and that no system tool shows, e.g. the LLC tag array of four neighbouring
-cores of a Kunpeng 920; given to the modelled evaluator in a file:
+"""Hidden shared resources: what cores share and no system tool shows, e.g. the LLC tag array of four
+neighbouring cores of a Kunpeng 920; given to the modelled evaluator in a file:
 
     [{"pus": [0, 1, 2, 3], "read_gbps": 20.0, "lost_per_extra_pu": 0.3}, ...]
 
@@ -67,8 +67,8 @@ def read_hidden(path: str | os.PathLike[str], machine: Machine) -> tuple[HiddenR
         raise EvaluationError(f"{name} is not JSON: a list of hidden resources expected") from None
     if not isinstance(entries, list) or len(entries) > MAX_RESOURCES:
         raise EvaluationError(f"{name} must hold a list of at most {MAX_RESOURCES} hidden resources")
-    known = frozenset(machine.allowed_pus)
-    return tuple(_resource(entry, f"{name}, entry {n}", known) for n, entry in enumerate(entries, 1))
+    allowed = frozenset(machine.allowed_pus)
+    return tuple(_resource(entry, f"{name}, entry {n}", allowed) for n, entry in enumerate(entries, 1))
 
 
 def _resource(entry: Any, where: str, known: frozenset[int]) -> HiddenResource:

@@ -1,5 +1,5 @@
-"""Step times on a machine that is only described: a roofline of every rank, and what ranks
-and threads wait for.
+"""Cost model: step times on a machine that is only described, by a roofline of every rank, and what ranks and
+threads wait for.
 
 A layer is two segments, attention and feed-forward, that each end in an all-reduce. A segment lasts as long
 as its slowest rank: the longer of its multiplies at its cores' peak, and of its bytes at what its cores read

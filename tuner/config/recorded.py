@@ -1,4 +1,5 @@
-"""Step times that were measured once, replayed from a database: the same search again, on any machine.
+"""Recorded evaluator: step times that were measured once, replayed from a database: the same search again, on
+any machine.
 
 A measured evaluator's readings are appended (`keep`); a recorded one answers with the newest verified row of
 a configuration and a step, else with the newest imported one: what is replayed is never put into use, so a
@@ -122,17 +123,17 @@ class RecordedEvaluator:
         """EvaluationError, naming the configuration, if nothing of it is recorded."""
         if phase not in self._times:
             self._times[phase] = self._read(phase)
-        known = self._times[phase].get(configuration.key, {})
+        times = self._times[phase].get(configuration.key, {})
         where = f"{self._model_key} on {_cores_of(configuration)}"
-        if not known:
+        if not times:
             raise EvaluationError(
                 f"no {phase} of {where} is recorded for this kind of machine: measure it there first"
             )
 
         def timer(step: Step) -> float:
-            if step not in known:
-                raise EvaluationError(f"{step.describe()} is not recorded for {where}, only {_named(known)}")
-            return float(known[step].estimate_ns)
+            if step not in times:
+                raise EvaluationError(f"{step.describe()} is not recorded for {where}, only {_named(times)}")
+            return float(times[step].estimate_ns)
 
         yield timer
 

@@ -63,5 +63,5 @@ def _nodes(machine: Machine) -> list[tuple[int, ...]]:
     """The PUs of each NUMA node, one a core; everything in one where the machine names no nodes."""
     allowed = set(machine.allowed_pus)
     own = [tuple(pu for pu in node.cpus if pu in allowed) for node in machine.nodes(Kind.NUMA)]
-    found = [_one_pu_a_core(machine, pus) for pus in own if pus]
-    return found or [_one_pu_a_core(machine, machine.allowed_pus)]
+    nodes = [_one_pu_a_core(machine, pus) for pus in own if pus]
+    return nodes or [_one_pu_a_core(machine, machine.allowed_pus)]

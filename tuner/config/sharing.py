@@ -1,4 +1,4 @@
-"""The rate at which the cores of a configuration read, all at once.
+"""Bandwidth sharing: the rate at which the cores of a configuration read, all at once.
 
 Every active PU wants what its core can read; cores, L3s, memories, links between NUMA nodes and hidden
 resources each serve a bounded rate. The rates of all PUs rise together until something is full; those behind

@@ -65,8 +65,8 @@ def parse_slo(text: str) -> LatencyBounds:
     bounds = parse_bounds(text)
     if any(one.metric == "e2e" or one.percentile is not None for one in bounds):
         raise TraceError(f"an SLO is written like ttft=200ms,tpot=50ms here, not {text!r:.60}")
-    found = {one.metric: one.below_ms for one in bounds}
-    return LatencyBounds(found.get("ttft"), found.get("tpot"))
+    bounds_ms = {one.metric: one.below_ms for one in bounds}
+    return LatencyBounds(bounds_ms.get("ttft"), bounds_ms.get("tpot"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Latency promises as text: `ttft=1.5s,tpot=50ms`, one spelling for every command."""
+"""SLOs as text: `ttft=1.5s,tpot=50ms`, one spelling for every command."""
 
 from __future__ import annotations
 

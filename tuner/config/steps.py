@@ -97,6 +97,8 @@ class ModelShape:
     """Bytes of all packed weights that a step reads: with the lm head, without the embedding table."""
     kv_bytes_per_slot: int
     """Bytes of one token's keys and values over all layers."""
+    ffn_matrices: int = 3
+    """Weights of a feed-forward layer: gate, up and down; of one without a gate two."""
 
     def __post_init__(self) -> None:
         for name in [field.name for field in fields(self)][1:]:
@@ -111,5 +113,5 @@ class ModelShape:
 
     @property
     def ffn_weights(self) -> int:
-        """Weights of one layer's gate, up and down."""
-        return 3 * self.hidden * self.ffn
+        """Weights of one layer's feed-forward part."""
+        return self.ffn_matrices * self.hidden * self.ffn

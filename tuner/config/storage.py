@@ -84,7 +84,7 @@ def read_studies(location: Location, core_sigs: Collection[str]) -> list[StudyFa
         return []
     with clear_storage_errors(location.name), quiet():
         storage = open_storage(location)
-        found = []
+        studies = []
         for study in storage.get_all_studies():
             attributes = study.user_attrs
             machine = attributes.get("machine") or [None]
@@ -95,8 +95,8 @@ def read_studies(location: Location, core_sigs: Collection[str]) -> list[StudyFa
             model, phase, objective = (
                 str(attributes.get(key, "")) for key in ("model", "phase", "objective")
             )
-            found.append(StudyFacts(study.study_name, model, phase, objective, trials))
-    return sorted(found, key=lambda one: one.name)
+            studies.append(StudyFacts(study.study_name, model, phase, objective, trials))
+    return sorted(studies, key=lambda one: one.name)
 
 
 def _trial_facts(trial: FrozenTrial) -> TrialFacts:

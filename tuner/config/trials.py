@@ -110,9 +110,9 @@ class Trials:
             trials = self._all()
         answers: dict[str, Known] = {}
         for trial in trials:
-            known = self._known(trial)
-            if known is not None:
-                answers.setdefault(trial.user_attrs[KEY], known)
+            outcome = self._known(trial)
+            if outcome is not None:
+                answers.setdefault(trial.user_attrs[KEY], outcome)
         return answers, {one.user_attrs[KEY] for one in trials if KEY in one.user_attrs and _is_running(one)}
 
     def claim(self, entry: TrialEntry) -> Claim | None:

@@ -1,4 +1,4 @@
-"""The order in which a space is searched: a generator that asks what configurations cost and is sent answers.
+"""Configuration search, as a generator that asks what configurations cost and is sent answers.
 
 It knows no clock, budget, database or evaluator. Given the same answers it asks the same questions, so
 replaying what was stored resumes it, and several processes that share their answers walk in step.

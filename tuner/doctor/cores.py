@@ -61,12 +61,15 @@ def governor(host: Host) -> Iterator[Finding]:
 def preference(host: Host) -> Iterator[Finding]:
     """An energy preference that leans to saving; the performance governor overrules it."""
     mild, slow = "balance_performance", ("balance_power", "power")
-    found = _counted(
+    commonest = _counted(
         host, "cpufreq/energy_performance_preference", lambda text: text in (mild, *slow) and bool(text)
     )
-    if found is None or host.text(f"{CPU}/cpu{found[1][0]}/cpufreq/scaling_governor") == "performance":
+    if (
+        commonest is None
+        or host.text(f"{CPU}/cpu{commonest[1][0]}/cpufreq/scaling_governor") == "performance"
+    ):
         return
-    name, cpus = found
+    name, cpus = commonest
     yield Finding(
         "energy-preference",
         Severity.medium if name in slow else Severity.low,

@@ -40,8 +40,8 @@ CHECKS: Mapping[str, Callable[[Host], Iterator[Finding]]] = {
 
 def examine(host: Host) -> tuple[Finding, ...]:
     """Every finding, the severest first; equals in the order of the checks."""
-    found = [finding for check in CHECKS.values() for finding in check(host)]
-    return tuple(sorted(found, key=lambda finding: -finding.severity))
+    findings = [finding for check in CHECKS.values() for finding in check(host)]
+    return tuple(sorted(findings, key=lambda finding: -finding.severity))
 
 
 def not_examined(host: Host) -> tuple[str, ...]:

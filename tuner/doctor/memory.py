@@ -136,14 +136,14 @@ def small_shm(host: Host) -> Iterator[Finding]:
 def limited(host: Host) -> Iterator[Finding]:
     """A cgroup's memory limit below what the machine has."""
     total = (whole_number(host.words("proc/meminfo").get("MemTotal", "").split(" ")[0]) or 0) << 10
-    found = [
+    limits = [
         (size, seen)
         for seen in host.cgroup("memory", "memory.max", "memory.limit_in_bytes")
         if (size := whole_number(seen.value)) is not None
     ]
-    if not found or not total:
+    if not limits or not total:
         return
-    size, seen = min(found, key=lambda one: one[0])
+    size, seen = min(limits, key=lambda one: one[0])
     if size < LEAST_LIMIT_SHARE * total:
         yield Finding(
             "memory-limit",

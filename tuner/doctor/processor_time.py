@@ -98,13 +98,13 @@ def steal(host: Host) -> Iterator[Finding]:
 
 def neighbours(host: Host) -> Iterator[Finding]:
     """Other processes on the same CPUs: watched where the host is this one, else the kernel's averages."""
-    found = _watched(host) if host.conditions is not None else _averages(host)
-    if found is not None:
+    shares = _watched(host) if host.conditions is not None else _averages(host)
+    if shares is not None:
         yield Finding(
             "co-tenants",
             Severity.medium,
             "other processes use the same CPUs",
-            (found,),
+            (shares,),
             "They take time and caches from pinned threads, and bandwidth from decoding; measurements "
             "scatter.",
             "ps -eo pid,psr,pcpu,comm --sort=-pcpu | head shows them; give each its own CPUs: "

@@ -149,5 +149,5 @@ def _by_kernel(host: Host) -> tuple[str, ...]:
 
 
 def _version(release: str) -> tuple[int, int] | None:
-    found = re.match(r"(\d{1,3})\.(\d{1,4})", release)
-    return (int(found[1]), int(found[2])) if found else None
+    match = re.match(r"(\d{1,3})\.(\d{1,4})", release)
+    return (int(match[1]), int(match[2])) if match else None

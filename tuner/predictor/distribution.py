@@ -34,14 +34,14 @@ class LengthDistribution:
     def room(self, price: float) -> int:
         """The best room for the answer at a cost for each token; at no cost, the limit."""
         lengths, prices = self._hull
-        at = int(np.searchsorted(-prices, -price, side="right"))  # prices fall along the hull
-        return int(lengths[at])
+        corner = int(np.searchsorted(-prices, -price, side="right"))  # prices fall along the hull
+        return int(lengths[corner])
 
     def price_of(self, output_tokens: int) -> float:
         """The highest price at which there is still room for `n` tokens."""
         lengths, prices = self._hull
-        at = int(np.searchsorted(lengths, min(output_tokens, self.limit)))
-        return float(prices[at - 1]) if at else float("inf")
+        corner = int(np.searchsorted(lengths, min(output_tokens, self.limit)))
+        return float(prices[corner - 1]) if corner else float("inf")
 
     @cached_property
     def _hull(self) -> tuple[Array, Array]:

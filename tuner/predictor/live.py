@@ -72,14 +72,14 @@ class LiveEstimator:
         if self._read is None or facts.vector is not None:
             return facts
         with self._lock:
-            known = self._known.get(_key(facts))
-        if known is None:
-            known = self._read(facts)
+            vector = self._known.get(_key(facts))
+        if vector is None:
+            vector = self._read(facts)
             with self._lock:
                 if len(self._known) >= MOST_READ:
                     self._known.pop(next(iter(self._known)))
-                self._known[_key(facts)] = known
-        return known
+                self._known[_key(facts)] = vector
+        return vector
 
 
 def _key(facts: PromptFacts) -> int:

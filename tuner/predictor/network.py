@@ -127,11 +127,13 @@ def loss_and_gradient(params: Params, batch: FeatureBatch, targets: Targets) -> 
 def _bins_loss(scores: Array, targets: Targets) -> tuple[Array, Array]:
     """-log of the probability of what is known, and its derivative by the scores."""
     shares = softmax(scores)
-    at = np.arange(scores.shape[1])
-    possible = np.where(targets.was_cut[:, None], at >= targets.bins[:, None], at == targets.bins[:, None])
-    known = shares * possible
-    total = np.maximum(known.sum(axis=1, keepdims=True), np.finfo(scores.dtype).tiny)
-    return -np.log(total[:, 0]), shares - known / total
+    bins = np.arange(scores.shape[1])
+    possible = np.where(
+        targets.was_cut[:, None], bins >= targets.bins[:, None], bins == targets.bins[:, None]
+    )
+    possible_shares = shares * possible
+    total = np.maximum(possible_shares.sum(axis=1, keepdims=True), np.finfo(scores.dtype).tiny)
+    return -np.log(total[:, 0]), shares - possible_shares / total
 
 
 def _length_loss(log_lengths: Array, targets: Targets) -> tuple[Array, Array]:

@@ -108,11 +108,11 @@ def _untrained(examples: Sequence[Example], model_name: str, bounds: Floats) -> 
 
 def _bin_bounds(examples: Sequence[Example], n_bins: int) -> Floats:
     """Bounds that equally many answers of known length fall between, the longest of them the last one."""
-    known = [one.output_tokens for one in examples if not one.was_cut]
-    if not known:
+    lengths = [one.output_tokens for one in examples if not one.was_cut]
+    if not lengths:
         raise PredictorError("every answer was cut at its max_tokens, so that none has a length: allow more")
     levels = np.arange(1, n_bins) / (n_bins - 1)
-    return np.unique(np.quantile(np.array(known), levels, method="higher")).astype(np.float32)
+    return np.unique(np.quantile(np.array(lengths), levels, method="higher")).astype(np.float32)
 
 
 def _thinned(prices: Sequence[float]) -> Floats:

@@ -111,8 +111,8 @@ def _merges(distances: Matrix, quantile: float) -> Iterator[tuple[Partition, flo
 
 def _quantile(pairs: Matrix, quantile: float) -> float:
     """Quantile over the measured pairs, rounded down to one of them; infinite where none was measured."""
-    known = np.sort(pairs[~np.isnan(pairs)])
-    return float(known[int(quantile * (known.size - 1))]) if known.size else np.inf
+    measured = np.sort(pairs[~np.isnan(pairs)])
+    return float(measured[int(quantile * (measured.size - 1))]) if measured.size else np.inf
 
 
 def _frozen(members: Sequence[Sequence[int]]) -> Partition:
@@ -120,5 +120,5 @@ def _frozen(members: Sequence[Sequence[int]]) -> Partition:
 
 
 def _median(values: npt.NDArray[np.float64]) -> float:
-    known = values[~np.isnan(values)]
-    return float(np.median(known)) if known.size else float("nan")
+    measured = values[~np.isnan(values)]
+    return float(np.median(measured)) if measured.size else float("nan")

@@ -92,10 +92,10 @@ class ClusterLevel:
 def latency_levels(tree: TopoTree, pus: Sequence[int], latency_ns: Matrix) -> tuple[ClusterLevel, ...]:
     """The levels that latencies show, the finest first. Row and column i are of `pus[i]`."""
     kept, latency = _compared(pus, latency_ns)
-    found = cluster_levels(np.log(latency), math.log(LATENCY_GAP), LATENCY_QUANTILE)
+    levels = cluster_levels(np.log(latency), math.log(LATENCY_GAP), LATENCY_QUANTILE)
     return tuple(
         _named(tree, kept, level, LevelEvidence("latency", math.exp(level.within), math.exp(level.between)))
-        for level in found
+        for level in levels
     )
 
 
@@ -106,18 +106,18 @@ def interference_levels(
     pus[j] reads.
     """
     kept, mutual = _compared(pus, (lost + lost.T) / 2)
-    found = cluster_levels(1.0 - mutual, LOST_GAP)
+    levels = cluster_levels(1.0 - mutual, LOST_GAP)
     return tuple(
         _named(tree, kept, level, LevelEvidence(source, 1 - level.within, 1 - level.between))
-        for level in found
+        for level in levels
     )
 
 
 def _compared(pus: Sequence[int], matrix: Matrix) -> tuple[list[int], Matrix]:
     """Without the PUs that the time did not suffice for, next to those that were compared most."""
     compared = (~np.isnan(matrix)).sum(axis=1)
-    known = np.flatnonzero((compared > 0) & (compared >= LEAST_COMPARED * compared.max(initial=0)))
-    return [pus[int(place)] for place in known], matrix[np.ix_(known, known)]
+    measured = np.flatnonzero((compared > 0) & (compared >= LEAST_COMPARED * compared.max(initial=0)))
+    return [pus[int(place)] for place in measured], matrix[np.ix_(measured, measured)]
 
 
 def hints_of(levels: Sequence[ClusterLevel]) -> tuple[GroupHint, ...]:

@@ -100,12 +100,14 @@ def _offers(node: Node, allowed: frozenset[int], offers: dict[int, list[Shape]])
 
 def _common(shapes: list[list[Shape]]) -> list[Shape]:
     """The children's shapes, and what several of them have in common."""
-    found = dict.fromkeys(shape for one in shapes for shape in one)
-    for shape in list(found):
-        for other in list(found):
+    shapes_of_all = dict.fromkeys(shape for one in shapes for shape in one)
+    for shape in list(shapes_of_all):
+        for other in list(shapes_of_all):
             if [kind for kind, _ in shape] == [kind for kind, _ in other]:
-                found[tuple((kind, min(a, b)) for (kind, a), (_, b) in zip(shape, other, strict=True))] = None
-    return list(found)
+                shapes_of_all[
+                    tuple((kind, min(a, b)) for (kind, a), (_, b) in zip(shape, other, strict=True))
+                ] = None
+    return list(shapes_of_all)
 
 
 def _can_be(shape: Shape, offered: list[Shape]) -> bool:
@@ -155,12 +157,12 @@ def _left_out(machine: Machine, pus: tuple[int, ...]) -> tuple[LeftOut, ...]:
     taken = frozenset(pus)
     of_taken_cores = {pu for core in machine.nodes(Kind.CORE) if taken & set(core.cpus) for pu in core.cpus}
     of_taken_kinds = {pu for kind in machine.kinds if taken & set(kind.cpus) for pu in kind.cpus}
-    found: dict[Reason, list[int]] = {}
+    cpus_by_reason: dict[Reason, list[int]] = {}
     for pu in sorted(set(machine.allowed_pus) - taken):
         reason: Reason = "asymmetric"
         if machine.kinds and pu not in of_taken_kinds:
             reason = "hybrid"
         elif pu in of_taken_cores:
             reason = "smt"
-        found.setdefault(reason, []).append(pu)
-    return tuple(LeftOut(reason, tuple(left)) for reason, left in found.items())
+        cpus_by_reason.setdefault(reason, []).append(pu)
+    return tuple(LeftOut(reason, tuple(left)) for reason, left in cpus_by_reason.items())

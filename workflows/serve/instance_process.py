@@ -135,9 +135,9 @@ def _open(spec: InstanceSpec) -> OpenEngine:
         if spec.pinned:
             for plan in plans.values():
                 check_fits(plan, machine)
-    found = open_under(plans, spec.model, spec.weights, spec.db, machine, log.warning)
+    opened = open_under(plans, spec.model, spec.weights, spec.db, machine, log.warning)
     size = replace(spec.size, kv=replace(spec.size.kv, shared=True))
-    return open_engine(found.model, plans, size, ModelText(found.model), found.schedules, spec.pinned)
+    return open_engine(opened.model, plans, size, ModelText(opened.model), opened.schedules, spec.pinned)
 
 
 def _plans_within(

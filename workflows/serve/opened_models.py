@@ -63,13 +63,13 @@ def open_models(
     from phasewise.workflows.opening.open_model import open_model
 
     running = settings.running
-    found = [
+    opened = [
         open_model(ref, settings.weights, running.threads, settings.db, report, running.ranks) for ref in refs
     ]
-    budgets = _budgets(found, settings.kv)
+    budgets = _budgets(opened, settings.kv)
     return [
         _open_one(ref, one, kv_bytes, settings, stack, report)
-        for ref, one, kv_bytes in zip(refs, found, budgets, strict=True)
+        for ref, one, kv_bytes in zip(refs, opened, budgets, strict=True)
     ]
 
 

@@ -15,6 +15,9 @@ from phasewise.workflows.bench.kv.settings import PoolOverrides, ReplayWish, Tra
 MAX_PROMPT_TOKENS = 1 << 16
 
 
+WaitingOrder = Literal["arrival", "shortest"]
+"""The names of `waiting_orders.WAITING_ORDERS`."""
+
 TracePart = Literal["all", "first", "second"]
 """The requests of a trace that `bench kv` replays."""
 
@@ -53,6 +56,7 @@ _WISH = option_set(
         kind=KvFormat,
     ),
     max_sequences=opt("most running requests", min=1),
+    order=opt("admit waiting requests by arrival, or the shortest predicted answer first", kind=WaitingOrder),
     step_ms=opt("replay arrivals; each step lasts this long [default: all requests wait]", min=0.001),
     speeds=opt("tokens/s of prefill, and of decode by sequences, e.g. prompt:900,1:108,8:641,copy:200000"),
     policies=opt("any of odma, odma-whole, static, fixed, paged, paged-16 (slots a page)", metavar="LIST"),

@@ -50,5 +50,6 @@ def _md_row(row: KvRow) -> Mapping[str, str]:
         "mispredicted": percent(row.mispredicted / row.estimated, 1) if row.estimated else "-",
         "decode steps": f"{row.decode_steps}",
         "tokens/step": f"{row.tokens_a_step:.1f}",
+        "steps to first": f"{row.steps_to_first:.1f}",
         "tokens/s": "-" if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}",
     }

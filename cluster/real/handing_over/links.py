@@ -67,11 +67,11 @@ class StreamLink(_Address):
         """`Link.put`."""
         runs = runs_of(begin, end)
         data = bytearray(self.memory.wire_bytes(ALIGNMENT) // ALIGNMENT * sum(slots for _, slots in runs))
-        view, at = memoryview(data), 0
+        view, offset = memoryview(data), 0
         for first, n_slots in runs:
             n_bytes = self.memory.wire_bytes(n_slots)
-            self.memory.read(layer, source.slot(first), n_slots, view[at : at + n_bytes])
-            at += n_bytes
+            self.memory.read(layer, source.slot(first), n_slots, view[offset : offset + n_bytes])
+            offset += n_bytes
         frame = Frame(FrameKind.LAYER, self.request_id, self.epoch, self.n_frames, layer, begin, end)
         return self._posted(frame, data)
 

@@ -113,12 +113,12 @@ class Receiver:
         stored = awaited.stored[frame.layer]
         if frame.begin > stored or frame.end <= stored:
             raise FrameError("range", f"positions {frame.begin} to {frame.end} of a layer that has {stored}")
-        at = 0
+        offset = 0
         for first, n_slots in runs_of(frame.begin, frame.end):
             n_bytes = self._memory.wire_bytes(n_slots)
             slot = awaited.placement.slot(first)
-            self._memory.write(frame.layer, slot, n_slots, data[at : at + n_bytes])
-            at += n_bytes
+            self._memory.write(frame.layer, slot, n_slots, data[offset : offset + n_bytes])
+            offset += n_bytes
         awaited.stored[frame.layer] = frame.end
 
 

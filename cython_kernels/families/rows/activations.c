@@ -1,9 +1,10 @@
 /* y[i] = act(x[i] + bias[i]): what a feed-forward layer without a gate goes through. bias may be NULL, y may be x.
  *
- * gelu_erf: t / 2 (1 + erf(t / sqrt 2)). erf(t / sqrt 2) is t P(t^2) / Q(t^2) within 6.5 * 2^-24 of itself for |t| <= 5.625
+ * gelu: t / 2 (1 + erf(t / sqrt 2)). erf(t / sqrt 2) is t P(t^2) / Q(t^2) within 6.5 * 2^-24 of itself for |t| <= 5.625
  * (coefficients: weighted least squares, both of degree 5, relative error 2.3e-8 before rounding), times 1 + 2^-21, so that
  * it reaches 1 where it is kept there: results below -5.625 are 0. |error| <= 10 * 2^-24 |t|, and u more |act'| |t| of the sum.
- * gelu_tanh: t logistic(2 u), the bound of the gate (elementwise.c). silu: 6 * 2^-24 relative. relu: exact. */
+ * gelu_tanh: t logistic(2 u), the bound of the gate (elementwise.c). silu: 6 * 2^-24 relative. relu: exact.
+ * relu2: relu(t)^2, rounded once. */
 enum { ERF_TERMS = 6 };
 static const float ERF_P[ERF_TERMS] = {0x1.9884520000000p-1f, 0x1.16ef020000000p-4f, 0x1.32fa9a0000000p-7f,
                                        0x1.64a33a0000000p-12f, 0x1.a5fe460000000p-17f, 0x1.7c74ae0000000p-25f};
@@ -16,16 +17,17 @@ PW_INLINE vf polynomial(const float *terms, vf x) {
     return sum;
 }
 
-PW_INLINE vf gelu_erf_lanes(vf t) {
+PW_INLINE vf gelu_lanes(vf t) {
     vf x = v_max(v_set1(-5.625f), v_min(v_set1(5.625f), t)), square = v_mul(x, x);
     vf share = quotient(v_mul(x, polynomial(ERF_P, square)), polynomial(ERF_Q, square));
     vf erf = v_max(v_set1(-1.0f), v_min(v_set1(1.0f), v_mul(share, v_set1(1.0f + 0x1p-21f))));
     return v_mul(v_mul(t, v_set1(0.5f)), v_add(v_set1(1.0f), erf));
 }
 
-PW_INLINE vf gelu_tanh_lanes(vf t) { return gelu_gate_lanes(t, v_set1(1.0f)); }
+PW_INLINE vf gelu_tanh_lanes(vf t) { return gelu_tanh_gate_lanes(t, v_set1(1.0f)); }
 PW_INLINE vf silu_lanes(vf t) { return times_logistic(t, t); }
 PW_INLINE vf relu_lanes(vf t) { return v_max(v_zero(), t); } /* of a NaN the NaN */
+PW_INLINE vf relu2_lanes(vf t) { return v_mul(relu_lanes(t), relu_lanes(t)); }
 
 #define ACTIVATION(NAME)                                                                             \
     static void ISA(NAME)(int64_t n, const float *x, const float *bias, float *y) {                  \
@@ -41,7 +43,4 @@ PW_INLINE vf relu_lanes(vf t) { return v_max(v_zero(), t); } /* of a NaN the NaN
         if (bias) t = v_add(t, v_load_n(bias + i, rest));                                            \
         v_store_n(y + i, NAME##_lanes(t), rest);                                                     \
     }
-ACTIVATION(gelu_erf)
-ACTIVATION(gelu_tanh)
-ACTIVATION(silu)
-ACTIVATION(relu)
+PW_EACH_ACTIVATION(ACTIVATION)

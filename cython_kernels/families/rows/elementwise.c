@@ -65,29 +65,27 @@ PW_INLINE vf times_logistic(vf x, vf z) {
 PW_INLINE vf silu_gate_lanes(vf gate, vf up) { return v_mul(times_logistic(gate, gate), up); }
 
 /* x / 2 (1 + tanh(u)) is x logistic(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3). */
-PW_INLINE vf gelu_gate_lanes(vf gate, vf up) {
+PW_INLINE vf gelu_tanh_gate_lanes(vf gate, vf up) {
     vf cubic = v_mul(v_mul(gate, gate), v_set1(1.5957691216f * 0.044715f));
     vf z = v_mul(gate, v_add(cubic, v_set1(1.5957691216f)));
     return v_mul(times_logistic(gate, z), up);
 }
 
 /* gpt-oss: gate at most 7, up within 7, (up + 1) gate logistic(1.702 gate). */
-PW_INLINE vf clamped_gate_lanes(vf gate, vf up) {
+PW_INLINE vf clamped_silu_gate_lanes(vf gate, vf up) {
     vf limit = v_set1(7.0f), below = v_min(limit, gate);
     vf within = v_max(v_set1(-7.0f), v_min(limit, up));
     return v_mul(times_logistic(below, v_mul(below, v_set1(1.702f))), v_add(within, v_set1(1.0f)));
 }
 
-#define GATE(NAME)                                                                                               \
-    static void ISA(NAME)(int64_t n, const float *gate, const float *up, float *y) {                             \
-        int64_t i = 0;                                                                                           \
-        for (; i + LANES <= n; i += LANES) v_store(y + i, NAME##_lanes(v_load(gate + i), v_load(up + i)));       \
-        int rest = (int)(n - i);                                                                                 \
-        if (rest) v_store_n(y + i, NAME##_lanes(v_load_n(gate + i, rest), v_load_n(up + i, rest)), rest);        \
+#define GATE(NAME)                                                                                              \
+    static void ISA(NAME##_gate)(int64_t n, const float *gate, const float *up, float *y) {                     \
+        int64_t i = 0;                                                                                          \
+        for (; i + LANES <= n; i += LANES) v_store(y + i, NAME##_gate_lanes(v_load(gate + i), v_load(up + i))); \
+        int rest = (int)(n - i);                                                                                \
+        if (rest) v_store_n(y + i, NAME##_gate_lanes(v_load_n(gate + i, rest), v_load_n(up + i, rest)), rest);  \
     }
-GATE(silu_gate)
-GATE(gelu_gate)
-GATE(clamped_gate)
+PW_EACH_GATE(GATE)
 
 /* c - 2 c / (exp(2 x / c) + 1): absolute error <= 4 * 2^-24 * c. */
 PW_INLINE vf cap_lanes(vf x, vf twice_inverse, vf c) {

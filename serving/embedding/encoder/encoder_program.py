@@ -20,7 +20,7 @@ from phasewise.serving.models.forward import (
     Linears,
     Rows,
     build_program,
-    gate_up_parts,
+    into_ffn_parts,
     open_program,
     qkv_parts,
     rounded,
@@ -74,7 +74,7 @@ class _Arena:
 def _lay_out(model: PackedModel, encoder: Encoder, capacity: Capacity) -> _Arena:
     config, tokens = model.config, capacity.step_tokens
     stride, qkv_stride = rounded(config.hidden), rounded(config.q_rows + 2 * config.kv_rows)
-    mixed_stride, up_stride = rounded(config.q_rows), rounded(config.ffn * (2 if encoder.gated else 1))
+    mixed_stride, up_stride = rounded(config.q_rows), rounded(config.n_into_ffn * config.ffn)
     inner = tokens * stride
     mixed = inner + tokens * qkv_stride
     rows = max(tokens, capacity.logit_rows)
@@ -108,11 +108,7 @@ class _Layer:
         self._add_attention(after, gathered=last)
         self._normalise("attn_norm", "o_bias", after, after, rows)
         inner = arena.inner, arena.up_stride
-        up = (
-            gate_up_parts(self.model, self.name, self.model.config.ffn)
-            if self.encoder.gated
-            else self._part("up")
-        )
+        up = into_ffn_parts(self.model, self.name, self.model.config.ffn)
         self.linears.add(up, {"source": "rows"}, after, inner, rows=rows)
         self.linears.add(self._part("down"), self._reads_inner(), inner, after, add=True, rows=rows)
         whole = (arena.out, self.model.config.hidden) if last else after
@@ -132,7 +128,7 @@ class _Layer:
 
     def _reads_inner(self) -> dict[str, Any]:
         activation = self.model.config.activation
-        if self.encoder.gated:
+        if self.model.config.gated:
             return {"source": "gate", "gate": activation}
         return {"source": "activation", "gate": activation, "bias": self._vector("up_bias")}
 

@@ -1,10 +1,9 @@
 """The tensors that an encoder's config calls for, by our names, beside those that `layout` knows of decoders.
 
-Weights: "embed" [vocab, hidden]; per layer "q", "k", "v", "o", "up", "down", and "gate" where the config
-says so. Vectors: "embed_norm", "positions" [context, hidden] and "segments" [2, hidden] row by row where the
-config has them; per layer "attn_norm", "ffn_norm" and biases. Of a cross-encoder's head, which gives
-out(tanh(dense(row))): "score_dense" [hidden, hidden] row by row, "score_out" [hidden]. Every norm, dense and
-out has a bias of the same name with "_bias" behind it.
+Weights are a decoder's. Vectors: "embed_norm", "positions" [context, hidden] and "segments" [2, hidden] row
+by row where the config has them; per layer "attn_norm", "ffn_norm" and biases. Of a cross-encoder's head,
+which gives out(tanh(dense(row))): "score_dense" [hidden, hidden] row by row, "score_out" [hidden]. Every
+norm, dense and out has a bias of the same name with "_bias" behind it.
 """
 
 from __future__ import annotations
@@ -12,24 +11,6 @@ from __future__ import annotations
 from phasewise.serving.models.packed_model import Encoder, ModelConfig
 
 SEGMENTS = 2
-
-
-def layer_weights(config: ModelConfig, encoder: Encoder) -> dict[str, tuple[int, int]]:
-    """Weights of one layer, before fusing, as (outputs, inputs)."""
-    shapes = {
-        "q": (config.q_rows, config.hidden),
-        "k": (config.kv_rows, config.hidden),
-        "v": (config.kv_rows, config.hidden),
-        "o": (config.hidden, config.q_rows),
-    }
-    if encoder.gated:
-        shapes["gate"] = (config.ffn, config.hidden)
-    return shapes | {"up": (config.ffn, config.hidden), "down": (config.hidden, config.ffn)}
-
-
-def fused_names(encoder: Encoder) -> tuple[str, ...]:
-    """Names of one layer's weights, in the order in which a pass reads them."""
-    return ("qkv", "o", "gate_up", "down") if encoder.gated else ("qkv", "o", "up", "down")
 
 
 def vector_lengths(config: ModelConfig, encoder: Encoder, has_bias: bool) -> dict[str, int]:

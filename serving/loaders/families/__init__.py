@@ -6,6 +6,7 @@ A new family is a file beside this one and a line here (docs/guide/model-familie
 from __future__ import annotations
 
 from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.families.arcee import ARCEE
 from phasewise.serving.loaders.families.bert import ENCODERS_BY_GGUF, ENCODERS_BY_HF
 from phasewise.serving.loaders.families.family import ACTIVATION_NAMES, Family, Names, TensorCut
 from phasewise.serving.loaders.families.gemma import GEMMA2, GEMMA3
@@ -21,7 +22,7 @@ __all__ = ["ACTIVATION_NAMES", "FAMILIES", "Family", "Names", "TensorCut", "fami
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, OLMO2, OLMOE, GRANITE,
-    GRANITE_MOE, SMOLLM3, GPT_OSS,
+    GRANITE_MOE, SMOLLM3, GPT_OSS, ARCEE,
 )  # fmt: skip
 
 _BY_HF = {name: family for family in FAMILIES for name in family.hf}

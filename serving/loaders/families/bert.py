@@ -210,10 +210,10 @@ def encoder_config(
         add_bos=False,
         layer_kinds=kinds,
         activation=activation,
+        gated=family.gated,
         encoder=Encoder(
             positions=family.positions,
             segments=bool(get("type_vocab_size", int, 2)),
-            gated=family.gated,
             qkv_biases=family.biases,
             out_bias=family.biases,
             ffn_biases=family.biases,

@@ -36,7 +36,11 @@ class TensorCut:
     transposed: bool = False
 
 
-ACTIVATION_NAMES = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh", "gelu")}
+ACTIVATION_NAMES = {
+    "silu": ("silu", "swish"),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu"),
+    "relu2": ("relu2",),
+}
 """Activations, and what config.json calls them."""
 
 Names = Mapping[str, str | TensorCut]
@@ -65,7 +69,9 @@ class Family:
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields that config.json may leave out, other than Llama's."""
     activation: str = "silu"
-    """The activation of the gate, of `ACTIVATION_NAMES`."""
+    """The activation of the feed-forward layers, of `ACTIVATION_NAMES`."""
+    gated: bool = True
+    """True if feed-forward layers are down(act(gate(x)) * up(x)), else down(act(up(x)))."""
     hf_text_prefixes: tuple[str, ...] = ()
     """The prefix of the names of a language model that is part of a larger one."""
     hf_ignored: tuple[str, ...] = ()

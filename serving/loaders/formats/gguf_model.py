@@ -197,6 +197,7 @@ def _config(
         eos_token_ids=_eos_tokens(metadata),
         add_bos=_adds_bos(metadata),
         activation=family.activation,
+        gated=family.gated,
         out_bias="blk.0.attn_output.bias" in infos,
     )
     return family.from_gguf(get, plain)

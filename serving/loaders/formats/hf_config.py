@@ -84,6 +84,7 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
         ),
         add_bos=add_bos,
         activation=family.activation,
+        gated=family.gated,
         out_bias=get("attention_bias", bool, False),
     )
     return family.from_hf(get, plain)

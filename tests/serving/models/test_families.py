@@ -121,7 +121,7 @@ def test_no_row_depends_on_the_others_of_its_step(name: str, tmp_path: Path) -> 
     assert (decoded == np.stack(singly)).all()
 
 
-@pytest.mark.parametrize("name", ["gemma2", "olmo2", "granitemoe-shared", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gemma2", "olmo2", "granitemoe-shared", "gpt-oss", "arcee"])
 def test_two_ranks_compute_the_same_bits_as_one(name: str, tmp_path: Path) -> None:
     model = packed(name, "safetensors", tmp_path, "int8")
     prompt = families.family_prompts(name)[1]

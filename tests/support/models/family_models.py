@@ -146,6 +146,12 @@ FAMILY_CASES: dict[str, FamilyCase] = {
         "granitemoeshared", "granitemoe", {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 80},
         interleaved=True,
     ),
+    "arcee": FamilyCase(
+        "arcee", "arcee",
+        {"hidden_act": "relu2",
+         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+        interleaved=True,
+    ),
     "gpt-oss": FamilyCase(
         "gpt_oss",
         "gpt-oss",
@@ -271,6 +277,8 @@ def _feed_forward_shapes(kind: str, f: Mapping[str, Any]) -> dict[str, tuple[int
             for name, shape in of_one.items()
         }
     names = {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
+    if kind == "arcee":
+        del names["gate_proj"]
     if kind in ("qwen3_moe", "olmoe"):
         of_all = {f"mlp.experts.{e}.{name}.weight": shape for e in range(n) for name, shape in names.items()}
         return {"mlp.gate.weight": (n, hidden), **of_all}

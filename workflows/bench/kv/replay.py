@@ -22,6 +22,7 @@ from phasewise.serving.pools.opening import POLICIES, open_pool
 from phasewise.serving.scheduling.request import Request
 from phasewise.serving.scheduling.scheduler import Scheduler
 from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
+from phasewise.serving.scheduling.waiting_orders import ARRIVAL
 from phasewise.tuner.config.lengths import MAX_TOKENS, Trace
 from phasewise.tuner.config.trace import describe
 from phasewise.tuner.errors import TraceError
@@ -76,6 +77,8 @@ class Replay:
     step_s: float | None
     """Length of a step, for requests that arrive by the trace; None: all requests wait from the beginning."""
     speeds: Speeds | None = None
+    order: str = ARRIVAL
+    """The waiting request that is admitted next, of `WAITING_ORDERS`."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ def replay_policies(
     estimates = [text.strip() for text in wish.estimate.split(",")]
     inputs = ReplayInputs(traces, selection, wish.max_tokens, estimates, wish.step_ms, speeds)
     replay, story = replay_of(inputs, n_slots, wish.max_sequences, overrides.chosen(), report)
+    replay = replace(replay, order=wish.order)
     report(story)
     rows = list(replayed(replay, names))
     for row in rows:
@@ -194,10 +198,17 @@ class KvRow:
     """Tokens of answers per decode step."""
     tokens_per_s: float | None
     """Tokens of answers per second while requests wait, by the given speeds; None without speeds."""
+    steps_to_first: float
+    """Mean steps from a request's arrival to the first token of its answer."""
 
 
 @dataclass(slots=True)
 class _Sums:
+    step: int = 0
+    arrivals: dict[str, int] = field(default_factory=dict)
+    """The step in which a request came whose answer has not begun."""
+    steps_to_first: int = 0
+    n_begun: int = 0
     live: int = 0
     reserved: int = 0
     live_waiting: int = 0
@@ -226,7 +237,9 @@ def replayed(replay: Replay, policies: Sequence[str]) -> Iterator[KvRow]:
 
 def _row(policy: str, estimate: str | None, replay: Replay, pool: KvPool) -> KvRow:
     longest = replay.settings.longest_request
-    limits = SchedulerLimits(longest, max_sequences=replay.max_sequences, prefix_reuse=False)
+    limits = SchedulerLimits(
+        longest, max_sequences=replay.max_sequences, prefix_reuse=False, waiting_order=replay.order
+    )
     scheduler = Scheduler(pool, limits)
     sums = _Sums()
     estimates = (None,) * len(replay.trace) if estimate is None else replay.estimates[estimate]
@@ -266,21 +279,24 @@ def _row(policy: str, estimate: str | None, replay: Replay, pool: KvPool) -> KvR
         output_tokens=output,
         tokens_a_step=output / max(1, sums.decode_steps),
         tokens_per_s=sums.waiting_tokens / sums.waiting_s if sums.waiting_s else None,
+        steps_to_first=sums.steps_to_first / max(1, sums.n_begun),
     )
 
 
 def _run(replay: Replay, estimates: Estimates, scheduler: Scheduler, sums: _Sums) -> None:
     """Run steps until every request has ended."""
     coming = list(enumerate(replay.trace))[::-1]
-    step = 0
     while coming or scheduler.has_work:
-        while coming and (replay.step_s is None or (coming[-1][1].arrival_s or 0) <= step * replay.step_s):
-            at, _ = coming.pop()
-            why = _add(scheduler, replay, at, estimates[at])
+        while coming and (
+            replay.step_s is None or (coming[-1][1].arrival_s or 0) <= sums.step * replay.step_s
+        ):
+            number, _ = coming.pop()
+            why = _add(scheduler, replay, number, estimates[number])
             sums.failed_why = sums.failed_why or why
+            sums.arrivals[str(number)] = sums.step
         _step(replay, scheduler, sums)
         scheduler.pool.refresh()
-        step += 1
+        sums.step += 1
 
 
 def _add(scheduler: Scheduler, replay: Replay, at: int, estimate: Estimate | None) -> str:
@@ -313,7 +329,12 @@ def _step(replay: Replay, scheduler: Scheduler, sums: _Sums) -> None:
             one = replay.trace[int(request_id)]
             answered = piece.start + len(piece.token_ids) - one.prompt_tokens + 1
             tokens.append(STOPS if answered >= one.output_tokens else GOES_ON)
-    sums.ended.update(out.request_id for out in scheduler.commit(batch, tokens) if out.finish_reason)
+    for out in scheduler.commit(batch, tokens):
+        if out.finish_reason:
+            sums.ended.add(out.request_id)
+        if out.request_id in sums.arrivals:
+            sums.steps_to_first += sums.step - sums.arrivals.pop(out.request_id)
+            sums.n_begun += 1
 
 
 def _observe(live: int, scheduler: Scheduler, sums: _Sums) -> None:

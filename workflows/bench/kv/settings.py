@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from phasewise.serving.scheduling.waiting_orders import ARRIVAL
 from phasewise.workflows.errors import UsageError
 
 
@@ -38,6 +39,8 @@ class ReplayWish:
     kv_format: str = "auto"
     """The format of that model's keys and values."""
     max_sequences: int = 256
+    order: str = ARRIVAL
+    """The waiting request that is admitted next, of `WAITING_ORDERS`."""
     step_ms: float | None = None
     speeds: str | None = None
     policies: str = "odma,odma-whole,static,fixed,paged,paged-16"
