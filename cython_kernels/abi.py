@@ -19,7 +19,13 @@ from pathlib import Path
 
 FAMILIES = {
     "gemm": ("gemm.h", "blocks.h", "sparse.h", "families/gemm*", "families/quantise.c"),
-    "attention": ("families/attention*", "families/softmax.c", "families/exp.h", "families/quantise.c"),
+    "attention": (
+        "families/attention*",
+        "families/softmax.c",
+        "families/exp.h",
+        "families/sixteen.h",
+        "families/quantise.c",
+    ),
 }
 """The families whose schedules are tuned, and their own files."""
 

@@ -6,6 +6,8 @@
 #include <stddef.h>
 #include <string.h>
 
+int pw_cpu_fuses;
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <stdint.h>
@@ -52,6 +54,7 @@ unsigned pw_cpu_features(void) {
                     when(r.leaf7_edx, 1u << 23, PW_CPU_AVX512_FP16);
     }
     if ((r.xcr0 & XCR0_AMX) == XCR0_AMX) features |= when(r.leaf7_edx, bf16_tile_int8, PW_CPU_AMX);
+    pw_cpu_fuses = (features & PW_CPU_AVX2) != 0;
     return features;
 }
 

@@ -20,6 +20,10 @@ typedef enum {
 /* pw_cpu_feature bits. Slow (cpuid leaves a virtual machine): ask once. */
 unsigned pw_cpu_features(void);
 
+/* 1 where an instruction of 128 bits multiplies and adds by one rounding, on x86-64; known once features have been asked for.
+ * Portable C uses it, and finds the same bits without. */
+extern int pw_cpu_fuses;
+
 /* 1 where one instruction expands a vector row of a sparse weight: AVX-512 with VBMI2. Cascade Lake and Cooper Lake have
  * AVX-512 without it. Asked once. */
 int pw_cpu_expands(void);

@@ -11,11 +11,6 @@ KV_FORMATS: tuple[str, ...] = _native.KV_FORMATS
 every 32 numbers."""
 
 
-def fastest_of_16_bits() -> str:
-    """`int16` where the active instruction set multiplies those at twice the rate of float32, else `f16`."""
-    return "int16" if _native.multiplies_pairs() else "f16"
-
-
 def kv_slot_bytes(kv_format: str, head_dim: int) -> int:
     """Bytes of one position's key and value of one KV head."""
     return int(_native.kv_slot_bytes(kv_format, head_dim))

@@ -136,7 +136,6 @@ typedef struct {
 
 typedef struct {
     int32_t lanes;
-    bool multiplies_pairs; /* of int16, as fast as float32 multiplies single numbers: attention over int16 and int8 does */
 
     /* y[n] = x[n] * w[n] / sqrt(mean(x^2) + eps); y may be x. */
     void (*rmsnorm)(int64_t n, const float *x, const float *w, float eps, float *y);

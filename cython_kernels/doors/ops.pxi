@@ -69,7 +69,6 @@ cdef extern from "ops.h" nogil:
 
     ctypedef struct pw_op_kernels:
         int32_t lanes
-        bint multiplies_pairs
         void (*layernorm)(int64_t n, const float *x, const float *bias, const pw_norm *norm, float *y) noexcept nogil
         void (*activations[PW_ACTIVATIONS])(int64_t n, const float *x, const float *bias, float *y) noexcept nogil
         void (*rmsnorm)(int64_t n, const float *x, const float *w, float eps, float *y) noexcept nogil
@@ -299,10 +298,13 @@ def capped(const float[::1] x, float c):
     return out
 
 
-def exponential(const float[::1] x):
-    """exp(x) as the kernels compute it, float32 [n]; 0 below -87.68."""
-    out = np.empty(x.shape[0], dtype=np.float32)
+def exponential(const float[::1] x, out=None):
+    """exp(x) as the kernels compute it, float32 [n], in `out` where it is given, which may be x; 0 below -87.68."""
+    if out is None:
+        out = np.empty(x.shape[0], dtype=np.float32)
     cdef float[::1] y = out
+    if y.shape[0] != x.shape[0]:
+        raise ValueError(f"{x.shape[0]} exponentials in a row of {y.shape[0]}")
     if x.shape[0]:
         _ops().exponential(x.shape[0], &x[0], &y[0])
     return out
@@ -354,11 +356,6 @@ cdef int32_t kv_format_code(str name) except -1:
     if name not in KV_FORMATS:
         raise ProgramError(f"keys and values in {name!r}: {', '.join(KV_FORMATS)} are supported")
     return KV_FORMATS.index(name)
-
-
-def multiplies_pairs():
-    """Attention over int16 and int8 multiplies pairs of int16, in the active instruction set."""
-    return bool(_ops().multiplies_pairs)
 
 
 def kv_slot_bytes(str kv_format, int64_t head_dim):

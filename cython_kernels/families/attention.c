@@ -12,10 +12,9 @@
  * Keys and values stored as float16 are off by up to 2^-11 of themselves before that, as bfloat16 by 2^-8.
  *
  * int8: a key is scale * c, c integers up to 127, scale = max |k| / 127, and so is a value; in int16 c is at most
- * pw_key_limit or PW_VALUE_LIMIT. Where attention_pairs.c does not multiply them, the chain runs over c; scores are
- * multiplied by their key's scale and weights, once summed, by their value's. That rounds once more each: head_dim + 5 and
- * n + 1 above, for keys and values as they are stored. Those are off by up to e = 0.5001 scale in every element: a score
- * by d_k = e_k sum |q_i|, the result by (exp(2 max d_k) - 1) max |v_j| + max e_v.
+ * pw_key_limit or PW_VALUE_LIMIT. attention_pairs.c multiplies them, and has the bound for keys and values as they are
+ * stored. Those are off by up to e = 0.5001 scale in every element: a score by d_k = e_k sum |q_i|, the result by
+ * (exp(2 max d_k) - 1) max |v_j| + max e_v.
  *
  * int4: 32 numbers are minimum + scale * c, c integers from 0 to 15, computed in float32 by one rounding (scale and
  * minimum are bfloat16: the product is exact); then they are multiplied as float32 storage is, bit for bit. They are
@@ -65,18 +64,11 @@ PW_INLINE void attend_product(const int rows, const int panels, const int format
                                                     int64_t c_stride) {                                        \
         attend_product(ROWS, PANELS, PW_KV_##FORMAT, steps, a, b, c, c_stride);                                \
     }
-#ifdef PW_ATTEND_PAIRS
-#define ATTEND_BYTES(ROWS, PANELS)
-#define ATTEND_BYTES_NAME(ROWS, PANELS)
-#else
-#define ATTEND_BYTES(ROWS, PANELS) ATTEND(ROWS, PANELS, INT8)
-#define ATTEND_BYTES_NAME(ROWS, PANELS) [PW_KV_INT8] = attend_##ROWS##_##PANELS##_INT8
-#endif
 #define ATTEND_FORMATS(ROWS, PANELS) \
-    ATTEND(ROWS, PANELS, F32) ATTEND(ROWS, PANELS, F16) ATTEND(ROWS, PANELS, BF16) ATTEND_BYTES(ROWS, PANELS)
+    ATTEND(ROWS, PANELS, F32) ATTEND(ROWS, PANELS, F16) ATTEND(ROWS, PANELS, BF16)
 #define ATTEND_FORMAT_NAMES(ROWS, PANELS)                                                              \
     [(ROWS)-1][(PANELS)-1] = {attend_##ROWS##_##PANELS##_F32, attend_##ROWS##_##PANELS##_F16, \
-                              attend_##ROWS##_##PANELS##_BF16, ATTEND_BYTES_NAME(ROWS, PANELS)},
+                              attend_##ROWS##_##PANELS##_BF16},
 #if defined(__AVX512F__)
 #define NARROW(ROWS) ATTEND_FORMATS(ROWS, 1) ATTEND_FORMATS(ROWS, 2)
 #define WIDE(ROWS) NARROW(ROWS) ATTEND_FORMATS(ROWS, 3) ATTEND_FORMATS(ROWS, 4)
@@ -88,7 +80,7 @@ PW_INLINE void attend_product(const int rows, const int panels, const int format
 #endif
 FOR_EACH_WIDE(WIDE)
 FOR_EACH_NARROW(NARROW)
-static const attend_function attend_tiles[ATTEND_ROWS][ATTEND_PANELS][PW_KV_INT8 + 1] = { /* int4 and int16 are widened first */
+static const attend_function attend_tiles[ATTEND_ROWS][ATTEND_PANELS][PW_KV_BF16 + 1] = { /* int4 is widened first */
     FOR_EACH_WIDE(WIDE_NAMES) FOR_EACH_NARROW(NARROW_NAMES)};
 
 static void attend_multiply(int rows, int64_t panels, int format, int64_t steps, const float *a, matrix b, float *c,
@@ -105,21 +97,11 @@ static void attend_multiply(int rows, int64_t panels, int format, int64_t steps,
 
 /* ---- one tile of rows over one chunk ---------------------------------------------------------------------------- */
 
-/* x[r][i] *= scales[i], for `n` columns of rows of scores. */
-static void scale_positions(int rows, int64_t n, const float *scales, float *x) {
-    for (int r = 0; r < rows; ++r) {
-        float *row = x + r * PW_ROW_STRIDE;
-        int64_t i = 0;
-        for (; i + LANES <= n; i += LANES) v_store(row + i, v_mul(v_load(row + i), v_load(scales + i)));
-        for (; i < n; ++i) row[i] *= scales[i];
-    }
-}
-
 /* Where a chunk's keys and values are: the cache itself, or float32 copies that begin at the same slots. */
 typedef struct {
     matrix keys, values;     /* the panel of the first slot needed; the row of the first slot needed */
     int64_t first_slot;
-    int format;              /* as they lie there; scales are never in it */
+    int format;              /* as they lie there */
 } chunk_data;
 
 /* origin: slot of the chunk's first position. */
@@ -138,15 +120,11 @@ static void attend_tile(const pw_kv_head *head, const pw_queries *queries, int r
         float *first = scores + panel * PW_PANEL - origin;
         attend_multiply(rows, end_panel - panel, data->format, head->head_dim,
                         queries->q + (int64_t)row * PW_ROW_STRIDE, keys, first, PW_ROW_STRIDE);
-        if (head->key_scales)
-            scale_positions(rows, (end_panel - panel) * PW_PANEL, head->key_scales + panel * PW_PANEL, first);
         if (queries->cap > 0)
             for (int r = 0; r < rows; ++r)
                 ISA(cap)((end_panel - panel) * PW_PANEL, queries->cap, first + r * PW_ROW_STRIDE, first + r * PW_ROW_STRIDE);
     }
     weigh(scores, own, rows, all, out.top + row, out.sum + row);
-    if (head->value_scales)
-        scale_positions(rows, all.end - all.begin, head->value_scales + origin + all.begin, scores + all.begin);
     if (data->format != PW_KV_F32) values.wanted = queries->next_keys;
     attend_multiply(rows, head->value_dim / PW_PANEL, data->format, all.end - all.begin, scores + all.begin, values,
                     out.values + (int64_t)row * head->value_dim, head->value_dim);
@@ -164,7 +142,7 @@ static void attend_tile(const pw_kv_head *head, const pw_queries *queries, int r
 /* n is a multiple of 16 */
 static void widen(int format, int64_t n, const void *from, float *to) {
     const char *p = from;
-    switch (format) { WIDEN(F16) WIDEN(BF16) WIDEN(INT8) }
+    switch (format) { WIDEN(F16) WIDEN(BF16) }
 }
 
 /* Panels of keys in int4: words of 16 slots side by side. */
@@ -198,25 +176,12 @@ static void widen_int4_values(int64_t slots, int64_t value_dim, const uint32_t *
         }
 }
 
-/* Panels of keys in int16: words of 16 slots side by side, two dimensions in each. */
-static void widen_int16_keys(int64_t words, const uint32_t *from, float *to) {
-    for (int64_t i = 0; i < words; i += PW_PANEL, from += PW_PANEL, to += 2 * PW_PANEL)
-        for (int lane = 0; lane < PW_PANEL; lane += LANES) {
-            v_store(to + lane, v_low_words(from + lane));
-            v_store(to + PW_PANEL + lane, v_high_words(from + lane));
-        }
-}
-
 /* What is no float32 is converted, once for all tiles of rows that read the chunk. */
 static chunk_data widened(const pw_kv_head *head, chunk_data from, int64_t slots, float *keys, float *values) {
     int64_t lead = from.first_slot % PW_PANEL, panels = (lead + slots + PW_PANEL - 1) / PW_PANEL;
     if (from.format == PW_KV_INT4) {
         widen_int4_keys(panels, head->head_dim, from.keys.data, keys);
         widen_int4_values(slots, head->value_dim, from.values.data, values);
-    } else if (from.format == PW_KV_INT16) {
-        const int16_t *words = from.values.data;
-        widen_int16_keys(panels * PW_PANEL * head->head_dim / 2, from.keys.data, keys);
-        for (int64_t i = 0; i < slots * head->value_dim; i += LANES) v_store(values + i, v_load_i16(words + i));
     } else {
         widen(from.format, panels * PW_PANEL * head->head_dim, from.keys.data, keys);
         widen(from.format, slots * head->value_dim, from.values.data, values);
@@ -227,15 +192,8 @@ static chunk_data widened(const pw_kv_head *head, chunk_data from, int64_t slots
     return from;
 }
 
-/* Keys and values of this format are multiplied by pairs of int16 (attention_pairs.c). */
-static int by_pairs(int32_t format) { return ATTEND_PAIRS && pw_kv_has_scales(format); }
-
 static void ISA(prepare_queries)(int32_t format, int32_t head_dim, int32_t rows, float *q) {
-#ifdef PW_ATTEND_PAIRS
-    if (by_pairs(format)) round_queries(head_dim, rows, q);
-#else
-    (void)format, (void)head_dim, (void)rows, (void)q, (void)by_pairs;
-#endif
+    if (pw_kv_has_scales(format)) round_queries(head_dim, rows, q);
 }
 
 static void ISA(attend_chunk)(const pw_kv_head *head, const pw_queries *queries, int64_t chunk, int64_t origin,
@@ -244,12 +202,10 @@ static void ISA(attend_chunk)(const pw_kv_head *head, const pw_queries *queries,
     int64_t bytes = pw_kv_element_bytes(head->format);
     for (int row = 0; row < queries->rows; ++row) all = seen_by_either(all, seen_by_row(queries, row, chunk));
     int most = queries->tile_rows > 0 && queries->tile_rows < ATTEND_ROWS ? queries->tile_rows : ATTEND_ROWS;
-#ifdef PW_ATTEND_PAIRS
-    if (by_pairs(head->format)) {
+    if (pw_kv_has_scales(head->format)) {
         attend_chunk_pairs(head, queries, most, all, chunk, origin, scratch, out);
         return;
     }
-#endif
     int64_t slot = origin + all.begin, key_bytes = pw_kv_elements(head->format, head->head_dim) * bytes;
     int64_t value_bytes = pw_kv_elements(head->format, head->value_dim) * bytes;
     chunk_data data = {
@@ -260,8 +216,7 @@ static void ISA(attend_chunk)(const pw_kv_head *head, const pw_queries *queries,
         .format = head->format,
     };
     float *keys = scratch + ATTEND_ROWS * PW_ROW_STRIDE, *values = keys + (PW_CHUNK + PW_PANEL) * head->head_dim;
-    int widens = head->format == PW_KV_INT4 || head->format == PW_KV_INT16 ||
-                 (head->format != PW_KV_F32 && queries->rows > ATTEND_ROWS);
+    int widens = head->format == PW_KV_INT4 || (head->format != PW_KV_F32 && queries->rows > ATTEND_ROWS);
     if (widens && all.begin < all.end)
         data = widened(head, data, all.end - all.begin, keys, values);
     for (int row = 0; row < queries->rows; row += most) {

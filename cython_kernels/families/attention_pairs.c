@@ -1,4 +1,4 @@
-/* Attention over keys and values of int16 and int8 by exact products of int16, where a core has them (attention_pairs.h).
+/* Attention over keys and values of int16 and int8 by exact products of int16 (attention_pairs.h).
  *
  * Of a query row a unit is |q| / QUERY_NORM (2-norm), of a key and a value the scale that is stored with it; queries are
  * rounded to whole units here, keys and values were when they were stored. A score is their product, exact in int32
@@ -11,7 +11,6 @@
  * max |v_j|; and by the weights' rounding, 0.501 PW_CHUNK / 32,767 max |v_j|. That is the worst, of a chunk in which one
  * weight is nearly all; roundings of both signs, as they are found, leave a hundredth of it. Each step looks at one row,
  * and at what it sees, alone. */
-#ifdef PW_ATTEND_PAIRS
 
 static const float QUERY_NORM = PW_KV_QUERY_NORM, WEIGHT_MOST = 32767.0f, LEAST_WEIGHT = 0x1p-120f;
 enum { FACTOR_AT = PW_ROW_STRIDE - 1 }; /* where a row of prepared queries has its unit */
@@ -19,17 +18,21 @@ enum { FACTOR_AT = PW_ROW_STRIDE - 1 }; /* where a row of prepared queries has i
 /* Rows of queries in place: int16 where floats were, and the unit. */
 static void round_queries(int32_t head_dim, int32_t rows, float *q) {
     for (int32_t r = 0; r < rows; ++r, q += PW_ROW_STRIDE) {
-        vf most = v_zero(), squares = v_zero();
+        vf most = v_zero();
+        sixteen squares = no_sums();
         for (int32_t i = 0; i < head_dim; i += LANES) {
             vf x = v_load_n(q + i, head_dim - i < LANES ? head_dim - i : LANES);
             most = v_max(v_max(most, v_sub(v_zero(), x)), x);
         }
         float largest = v_max_all(most), scale = 1.0f / (largest > PW_KV_LEAST ? largest : PW_KV_LEAST);
-        for (int32_t i = 0; i < head_dim; i += LANES) {
-            vf x = v_mul(v_load_n(q + i, head_dim - i < LANES ? head_dim - i : LANES), v_set1(scale));
-            squares = v_fma(x, x, squares);
-        }
-        float norm = sqrtf(v_sum(squares)); /* 1 to 16, or of a row of nothing less */
+        for (int32_t i = 0; i < head_dim; i += SIXTEEN)
+            PW_UNROLL for (int part = 0; part < PARTS_OF_SIXTEEN; ++part) {
+                int count = of_part(head_dim - i, part);
+                if (!count) continue;
+                vf x = v_mul(v_load_n(q + i + part * LANES, count), v_set1(scale));
+                squares.part[part] = v_fma(x, x, squares.part[part]);
+            }
+        float norm = sqrtf(sum_of_sixteen(squares)); /* 1 to 16, or of a row of nothing less */
         norm = norm < 1.0f ? 1.0f : norm;
         vf units = v_set1(QUERY_NORM / norm * scale);
         for (int32_t i = 0; i < head_dim; i += LANES) {
@@ -128,11 +131,11 @@ PW_INLINE void pair_product(const int rows, const int panels, const int of_colum
         vi x[ATTEND_PANELS * PER_PANEL];
         PW_UNROLL for (int v = 0; v < panels * PER_PANEL; ++v)
             x[v] = vi_load(data + v / PER_PANEL * panel_step + v % PER_PANEL * LANES);
+        part_pairs(x, panels * PER_PANEL);
         PW_UNROLL for (int r = 0; r < rows; ++r) {
             int32_t pair;
             memcpy(&pair, a + (r * PW_ROW_STRIDE + k) * 4, sizeof pair);
-            vi pairs = vi_set1(pair);
-            PW_UNROLL for (int v = 0; v < panels * PER_PANEL; ++v) sum[r][v] = attend_dot(sum[r][v], x[v], pairs);
+            panel_dots(sum[r], x, pair, panels * PER_PANEL);
         }
     }
     PW_UNROLL for (int r = 0; r < rows; ++r)
@@ -187,27 +190,31 @@ static void weigh_pairs(float *scores, const span *own, int rows, span all, cons
                         pw_partial out, float *units) {
     const float *value_units = data->value_units;
     span vectors[ATTEND_ROWS];
-    vf total[ATTEND_ROWS], scaled[ATTEND_ROWS];
+    sixteen total[ATTEND_ROWS], scaled[ATTEND_ROWS];
     find_tops(scores, own, rows, vectors, out.top);
     for (int r = 0; r < rows; ++r) {
         float *row = scores + r * PW_ROW_STRIDE;
         vf factor = v_set1(LOG2_E * factors[r]), shift = v_set1(out.top[r]);
-        total[r] = scaled[r] = v_zero();
-        for (int64_t j = vectors[r].begin; j < vectors[r].end; j += LANES) {
-            vf weight = v_exp2(v_mul(v_sub(v_load(row + j), shift), factor));
-            vf with_unit = v_mul(weight, seen_units(value_units, j, own[r]));
-            v_store(row + j, with_unit);
-            total[r] = v_add(total[r], weight);
-            scaled[r] = v_add(scaled[r], with_unit);
-        }
+        sixteen sums = no_sums(), scaled_sums = no_sums();
+        for (int64_t j = vectors[r].begin; j < vectors[r].end; j += SIXTEEN)
+            PW_UNROLL for (int part = 0; part < PARTS_OF_SIXTEEN; ++part) {
+                int64_t at = j + part * LANES;
+                vf weight = v_exp2(v_mul(v_sub(v_load(row + at), shift), factor));
+                vf with_unit = v_mul(weight, seen_units(value_units, at, own[r]));
+                v_store(row + at, with_unit);
+                sums.part[part] = v_add(sums.part[part], weight);
+                scaled_sums.part[part] = v_add(scaled_sums.part[part], with_unit);
+            }
+        total[r] = sums;
+        scaled[r] = scaled_sums;
         if (own[r].begin < own[r].end) out.top[r] *= factors[r];
     }
     for (int r = 0; r < rows; ++r) {
-        float *row = scores + r * PW_ROW_STRIDE, unit = v_sum(scaled[r]) / data->most_units;
+        float *row = scores + r * PW_ROW_STRIDE, unit = sum_of_sixteen(scaled[r]) / data->most_units;
         int whole = own[r].begin == 0 && own[r].end == PW_CHUNK;
         float of_largest = (whole ? data->largest_unit : largest_unit(value_units, own[r])) / WEIGHT_MOST;
         int16_t *words = (int16_t *)(void *)row;
-        out.sum[r] = v_sum(total[r]);
+        out.sum[r] = sum_of_sixteen(total[r]);
         if (of_largest > unit) unit = of_largest;
         units[r] = unit < LEAST_WEIGHT ? LEAST_WEIGHT : unit; /* NaN stays */
         vf per_unit = v_set1(1.0f / units[r]);
@@ -289,4 +296,3 @@ static void attend_chunk_pairs(const pw_kv_head *head, const pw_queries *queries
         attend_tile_pairs(head, queries, row, rows, chunk, origin, &data, scratch + LEAD, out);
     }
 }
-#endif

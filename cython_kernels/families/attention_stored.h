@@ -1,7 +1,6 @@
 /* The formats of stored keys and values (pw_kv_format), in the words of each vocabulary: LANES of them as float32.
  * Of int4: v_codes_of_words has code number `code` of each of LANES words, v_codes LANES codes of consecutive words from
- * number `first` on; v_low_words and v_high_words have the halves of LANES words as int16, v_low_bf16 and v_high_bf16
- * as bf16. */
+ * number `first` on; v_low_bf16 and v_high_bf16 have the halves of LANES words. */
 #ifndef PHASEWISE_FAMILIES_ATTENTION_STORED_H
 #define PHASEWISE_FAMILIES_ATTENTION_STORED_H
 
@@ -10,16 +9,6 @@ PW_INLINE vf v_load_bf16(const uint16_t *p) {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
-PW_INLINE vf v_load_i8(const int8_t *p) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)));
-}
-PW_INLINE vf v_load_i16(const int16_t *p) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)p)));
-}
-PW_INLINE vf v_low_words(const uint32_t *p) {
-    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(_mm512_loadu_si512(p), 16), 16));
-}
-PW_INLINE vf v_high_words(const uint32_t *p) { return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_loadu_si512(p), 16)); }
 PW_INLINE vf v_codes_of_words(const uint32_t *p, const int code) {
     __m512i shifted = _mm512_srli_epi32(_mm512_loadu_si512(p), (unsigned)(4 * code));
     return _mm512_cvtepi32_ps(_mm512_and_si512(shifted, _mm512_set1_epi32(15)));
@@ -39,17 +28,7 @@ PW_INLINE vf v_load_bf16(const uint16_t *p) {
     __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
-PW_INLINE vf v_load_i8(const int8_t *p) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p)));
-}
 PW_INLINE __m256i v_words(const uint32_t *p) { return _mm256_loadu_si256((const __m256i *)(const void *)p); }
-PW_INLINE vf v_load_i16(const int16_t *p) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)));
-}
-PW_INLINE vf v_low_words(const uint32_t *p) {
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v_words(p), 16), 16));
-}
-PW_INLINE vf v_high_words(const uint32_t *p) { return _mm256_cvtepi32_ps(_mm256_srai_epi32(v_words(p), 16)); }
 PW_INLINE vf v_codes_of_words(const uint32_t *p, const int code) {
     return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(v_words(p), 4 * code), _mm256_set1_epi32(15)));
 }
@@ -64,17 +43,6 @@ PW_INLINE vf v_high_bf16(const uint32_t *p) {
 }
 #elif defined(PW_NEON)
 PW_INLINE vf v_load_bf16(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
-PW_INLINE vf v_load_i8(const int8_t *p) {
-    int32_t four;
-    memcpy(&four, p, sizeof four);
-    int16x8_t words = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
-    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(words)));
-}
-PW_INLINE vf v_load_i16(const int16_t *p) { return vcvtq_f32_s32(vmovl_s16(vld1_s16(p))); }
-PW_INLINE vf v_low_words(const uint32_t *p) {
-    return vcvtq_f32_s32(vshrq_n_s32(vreinterpretq_s32_u32(vshlq_n_u32(vld1q_u32(p), 16)), 16));
-}
-PW_INLINE vf v_high_words(const uint32_t *p) { return vcvtq_f32_s32(vshrq_n_s32(vreinterpretq_s32_u32(vld1q_u32(p)), 16)); }
 PW_INLINE vf v_codes_shifted(uint32x4_t words, int32x4_t shifts) {
     return vcvtq_f32_u32(vandq_u32(vshlq_u32(words, shifts), vdupq_n_u32(15)));
 }
@@ -93,14 +61,6 @@ PW_INLINE vf v_high_bf16(const uint32_t *p) {
 PW_INLINE vf v_load_bf16(const uint16_t *p) {
     return (vf){pw_from_bf16(p[0]), pw_from_bf16(p[1]), pw_from_bf16(p[2]), pw_from_bf16(p[3])};
 }
-PW_INLINE vf v_load_i8(const int8_t *p) { return (vf){p[0], p[1], p[2], p[3]}; }
-PW_INLINE vf v_load_i16(const int16_t *p) { return (vf){p[0], p[1], p[2], p[3]}; }
-PW_INLINE float low_word(uint32_t word) { return (float)(int16_t)word; }
-PW_INLINE float high_word(uint32_t word) { return (float)(int16_t)(word >> 16); }
-PW_INLINE vf v_low_words(const uint32_t *p) { return (vf){low_word(p[0]), low_word(p[1]), low_word(p[2]), low_word(p[3])}; }
-PW_INLINE vf v_high_words(const uint32_t *p) {
-    return (vf){high_word(p[0]), high_word(p[1]), high_word(p[2]), high_word(p[3])};
-}
 PW_INLINE float code_of(uint32_t word, int code) { return (float)(word >> 4 * code & 15); }
 PW_INLINE vf v_codes_of_words(const uint32_t *p, const int code) {
     return (vf){code_of(p[0], code), code_of(p[1], code), code_of(p[2], code), code_of(p[3], code)};
@@ -115,13 +75,12 @@ PW_INLINE vf v_low_bf16(const uint32_t *p) { return (vf){low_bf16(p[0]), low_bf1
 PW_INLINE vf v_high_bf16(const uint32_t *p) { return (vf){high_bf16(p[0]), high_bf16(p[1]), high_bf16(p[2]), high_bf16(p[3])}; }
 #endif
 
-/* Of int8 without its scale. Not of int4. */
+/* Of formats that are floats. */
 PW_INLINE vf v_load_stored(const void *p, const int format) {
     switch (format) {
     case PW_KV_F32: return v_load(p);
     case PW_KV_F16: return v_load_f16(p);
-    case PW_KV_BF16: return v_load_bf16(p);
-    default: return v_load_i8(p);
+    default: return v_load_bf16(p);
     }
 }
 

@@ -42,9 +42,9 @@ static void fill(float *x, int64_t begin, int64_t end, float value) {
     for (int64_t i = begin; i < end; ++i) x[i] = value;
 }
 
-/* The vectors that hold what a row sees; their lanes beyond it become -infinity. */
+/* The whole sixteens of scores that hold what a row sees; what is beyond it there becomes -infinity. */
 static span mask_edges(float *scores, span own) {
-    span vectors = {own.begin / LANES * LANES, (own.end + LANES - 1) / LANES * LANES};
+    span vectors = {own.begin / SIXTEEN * SIXTEEN, (own.end + SIXTEEN - 1) / SIXTEEN * SIXTEEN};
     fill(scores, vectors.begin, own.begin, -INFINITY);
     fill(scores, own.end, vectors.end, -INFINITY);
     return vectors;
@@ -52,7 +52,7 @@ static span mask_edges(float *scores, span own) {
 
 static const float LOG2_E = 1.44269504f;
 
-/* Of each row the vectors that hold what it sees, with edges masked (none: begin = end), and its largest score. */
+/* Of each row the sixteens that hold what it sees, with edges masked (none: begin = end), and its largest score. */
 static void find_tops(float *scores, const span *own, int rows, span *vectors, float *top) {
     for (int r = 0; r < rows; ++r) {
         float *row = scores + r * PW_ROW_STRIDE;
@@ -64,23 +64,26 @@ static void find_tops(float *scores, const span *own, int rows, span *vectors, f
     }
 }
 
-/* Scores to weights in place, for what each row sees of `all`; 0 elsewhere in it. Lanes stand for position mod LANES.
+/* Scores to weights in place, for what each row sees of `all`; 0 elsewhere in it. Sums stand for position mod 16.
  * Three passes over the rows, because within a row every pass waits for the whole of the one before. */
 static void weigh(float *scores, const span *own, int rows, span all, float *top, float *sum) {
     span vectors[ATTEND_ROWS];
-    vf total[ATTEND_ROWS];
+    sixteen total[ATTEND_ROWS];
     find_tops(scores, own, rows, vectors, top);
     for (int r = 0; r < rows; ++r) {
         float *row = scores + r * PW_ROW_STRIDE;
         vf factor = v_set1(LOG2_E), shift = v_set1(top[r]);
-        total[r] = v_zero();
-        for (int64_t j = vectors[r].begin; j < vectors[r].end; j += LANES) {
-            vf weight = v_exp2(v_mul(v_sub(v_load(row + j), shift), factor));
-            v_store(row + j, weight);
-            total[r] = v_add(total[r], weight);
-        }
+        sixteen sums = no_sums();
+        for (int64_t j = vectors[r].begin; j < vectors[r].end; j += SIXTEEN)
+            PW_UNROLL for (int part = 0; part < PARTS_OF_SIXTEEN; ++part) {
+                float *scored = row + j + part * LANES;
+                vf weight = v_exp2(v_mul(v_sub(v_load(scored), shift), factor));
+                v_store(scored, weight);
+                sums.part[part] = v_add(sums.part[part], weight);
+            }
+        total[r] = sums;
         fill(row, all.begin, vectors[r].begin, 0.0f);
         fill(row, vectors[r].end > all.begin ? vectors[r].end : all.begin, all.end, 0.0f);
     }
-    for (int r = 0; r < rows; ++r) sum[r] = v_sum(total[r]);
+    for (int r = 0; r < rows; ++r) sum[r] = sum_of_sixteen(total[r]);
 }

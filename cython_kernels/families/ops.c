@@ -2,6 +2,7 @@
 #include "ops.h"
 
 #include "families/exp.h"
+#include "families/sixteen.h"
 #include "families/rows/rmsnorm.c"
 #include "families/rows/rope.c"
 #include "families/rows/elementwise.c"
@@ -17,7 +18,6 @@
 #define PW_OP_TABLE \
     { \
         .lanes = LANES, \
-        .multiplies_pairs = ATTEND_PAIRS, \
         .rmsnorm = ISA(rmsnorm), \
         .layernorm = ISA(layernorm), \
         .add = ISA(add), \

@@ -1,7 +1,7 @@
 /* Reductions over a row of logits: maximum, softmax, log-sum-exp, argmax, the k largest.
  *
- * Sums: float lanes over blocks of SUM_BLOCK values, blocks added in double, so the relative error of a sum of
- * exponentials is <= (SUM_BLOCK / LANES + LANES + 3) * 2^-24 plus the exponent's own |x - max| * 2^-24, whatever n is.
+ * Sums: sixteen of floats over blocks of SUM_BLOCK values, blocks added in double, so the relative error of a sum of
+ * exponentials is <= (SUM_BLOCK / 16 + 16 + 3) * 2^-24 plus the exponent's own |x - max| * 2^-24, whatever n is.
  * NaN is skipped by maximum and top_k, makes the sums NaN, and is what argmax finds where there is one. */
 enum { SUM_BLOCK = 1024, SCAN_BLOCK = 64 };
 
@@ -17,21 +17,24 @@ static float row_maximum(int64_t n, const float *x) {
 /* sum(exp(x - shift)); stores the exponentials when y is given. */
 static double sum_exponentials(int64_t n, const float *x, float shift, float *y) {
     double total = 0.0;
+    vf s = v_set1(shift);
     for (int64_t start = 0; start < n; start += SUM_BLOCK) {
         int64_t end = start + SUM_BLOCK < n ? start + SUM_BLOCK : n, i = start;
-        vf sum = v_zero();
-        for (; i + LANES <= end; i += LANES) {
-            vf e = v_exp(v_sub(v_load(x + i), v_set1(shift)));
-            if (y) v_store(y + i, e);
-            sum = v_add(sum, e);
+        sixteen sum = no_sums();
+        for (; i + SIXTEEN <= end; i += SIXTEEN)
+            PW_UNROLL for (int part = 0; part < PARTS_OF_SIXTEEN; ++part) {
+                vf e = v_exp(v_sub(v_load(x + i + part * LANES), s));
+                if (y) v_store(y + i + part * LANES, e);
+                sum.part[part] = v_add(sum.part[part], e);
+            }
+        for (int part = 0; part < PARTS_OF_SIXTEEN; ++part) {
+            int rest = of_part(end - i, part);
+            if (!rest) continue;
+            vf e = v_exp(v_sub(v_load_n(x + i + part * LANES, rest), s));
+            if (y) v_store_n(y + i + part * LANES, e, rest);
+            sum.part[part] = v_add(sum.part[part], v_first(e, rest, 0.0f));
         }
-        if (i < end) {
-            int rest = (int)(end - i);
-            vf e = v_exp(v_sub(v_load_n(x + i, rest), v_set1(shift)));
-            if (y) v_store_n(y + i, e, rest);
-            sum = v_add(sum, v_first(e, rest, 0.0f));
-        }
-        total += (double)v_sum(sum);
+        total += (double)sum_of_sixteen(sum);
     }
     return total;
 }

@@ -1,7 +1,8 @@
 #include "program/experts.h"
 
-#include <math.h>
 #include <string.h>
+
+#include "program/exact.h"
 
 enum { PIECES_PER_THREAD = 6 };
 
@@ -26,9 +27,9 @@ static int32_t next_chosen(const float *logits, int32_t count, const int32_t *ch
 static double total_weight(const pw_experts *experts, const float *logits, const int32_t *chosen) {
     double total = 0, top = logits[chosen[0]];
     if (experts->normalised)
-        for (int32_t i = 0; i < experts->chosen; ++i) total += exp((double)logits[chosen[i]] - top);
+        for (int32_t i = 0; i < experts->chosen; ++i) total += pw_exponential((double)logits[chosen[i]] - top);
     else
-        for (int32_t e = 0; e < experts->count; ++e) total += exp((double)logits[e] - top);
+        for (int32_t e = 0; e < experts->count; ++e) total += pw_exponential((double)logits[e] - top);
     return total;
 }
 
@@ -40,7 +41,7 @@ static void route_row(const pw_run *run, const pw_op *op, int64_t row) {
     float *weight = program->routes.weight + row * experts->chosen;
     for (int32_t i = 0; i < experts->chosen; ++i) chosen[i] = next_chosen(logits, experts->count, chosen, i);
     double total = total_weight(experts, logits, chosen), top = logits[chosen[0]];
-    for (int32_t i = 0; i < experts->chosen; ++i) weight[i] = (float)(exp((double)logits[chosen[i]] - top) / total);
+    for (int32_t i = 0; i < experts->chosen; ++i) weight[i] = (float)(pw_exponential((double)logits[chosen[i]] - top) / total);
 }
 
 /* A counting sort: rows by their experts. */

@@ -1,7 +1,7 @@
 /* Embedding lookups and linear layers of a program. */
-#include <math.h>
 #include <string.h>
 
+#include "program/exact.h"
 #include "program/linear.h"
 
 static pw_range member_rows(int64_t rows, int threads, int member) {
@@ -12,9 +12,10 @@ static void find_angles(const pw_program *program, int32_t index, int64_t row) {
     const pw_attention_kind *kind = &program->kinds[index];
     float *cosines = program->cosines[index] + row * kind->half, *sines = program->sines[index] + row * kind->half;
     for (int64_t i = 0; i < kind->half; ++i) {
-        double angle = (double)program->step.positions[row] * kind->inv_freq[i];
-        cosines[i] = (float)(kind->magnitude * cos(angle));
-        sines[i] = (float)(kind->magnitude * sin(angle));
+        double cosine, sine;
+        pw_cosine_sine((double)program->step.positions[row] * kind->inv_freq[i], &cosine, &sine);
+        cosines[i] = (float)(kind->magnitude * cosine);
+        sines[i] = (float)(kind->magnitude * sine);
     }
 }
 

@@ -27,7 +27,9 @@ PW_INLINE vf v_div(vf a, vf b) { return vdivq_f32(a, b); }
 PW_INLINE vf v_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
 PW_INLINE vf v_max(vf a, vf b) { return vbslq_f32(vcgtq_f32(a, b), a, b); } /* b where either is NaN */
 PW_INLINE vf v_min(vf a, vf b) { return vbslq_f32(vcgtq_f32(b, a), a, b); }
-PW_INLINE float v_sum(vf v) { return vaddvq_f32(v); }
+PW_INLINE float v_sum(vf v) { /* halves, as everywhere (families/sixteen.h): vaddvq adds neighbours */
+    return vpadds_f32(vadd_f32(vget_low_f32(v), vget_high_f32(v)));
+}
 PW_INLINE float v_max_all(vf v) { return vmaxvq_f32(v); }
 PW_INLINE vf v_load_f16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 PW_INLINE void v_store_f16(uint16_t *p, vf v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }

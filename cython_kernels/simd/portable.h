@@ -1,4 +1,5 @@
-/* The vocabulary in GCC/Clang vector extensions: four lanes on any CPU. v_fma rounds twice here. */
+/* The vocabulary in GCC/Clang vector extensions: four lanes on any CPU. */
+#include "cpu.h"
 #include "simd/common.h"
 
 #define LANES 4
@@ -14,7 +15,34 @@ PW_INLINE vf v_add(vf a, vf b) { return a + b; }
 PW_INLINE vf v_sub(vf a, vf b) { return a - b; }
 PW_INLINE vf v_mul(vf a, vf b) { return a * b; }
 PW_INLINE vf v_div(vf a, vf b) { return a / b; }
-PW_INLINE vf v_fma(vf a, vf b, vf c) { return a * b + c; }
+/* a b + c, rounded once. The product is exact in double. Its sum with c is rounded to odd: an inexact sum whose last bit is 0
+ * moves by one towards what was rounded off, so that the rounding to float sees that there was more (Boldo and Melquiond 2008). */
+#define PW_FMA_IN_DOUBLE 1
+static __attribute__((noinline, cold, unused)) vf fma_in_double(vf a, vf b, vf c) {
+    typedef double doubles __attribute__((vector_size(32)));
+    typedef int64_t longs __attribute__((vector_size(32)));
+    doubles product = __builtin_convertvector(a, doubles) * __builtin_convertvector(b, doubles);
+    doubles addend = __builtin_convertvector(c, doubles), sum = product + addend, added = sum - product;
+    doubles lost = (product - (sum - added)) + (addend - added);
+    longs above = lost > 0.0, inexact = above | (lost < 0.0), turned = above ^ (sum > 0.0);
+    longs bits = (longs)sum, is_even = (bits & 1) - 1;
+    bits += (2 * turned + 1) & inexact & is_even;
+    return __builtin_convertvector((doubles)bits, vf);
+}
+/* As on every ISA, by the CPU's instruction where it has one. PW_FMA_ROUNDS_ONCE is not defined: there are cheaper ways than one
+ * more of these. */
+PW_INLINE vf v_fma(vf a, vf b, vf c) {
+#if defined(__FP_FAST_FMAF)
+    for (int i = 0; i < 4; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#elif defined(__x86_64__)
+    if (__builtin_expect(pw_cpu_fuses, 1)) { /* assembly: the compiler is told of no such instruction */
+        __asm__("vfmadd231ps %2, %1, %0" : "+x"(c) : "x"(a), "x"(b));
+        return c;
+    }
+#endif
+    return fma_in_double(a, b, c);
+}
 PW_INLINE vf v_max(vf a, vf b) { vi m = a > b; return (vf)(((vi)a & m) | ((vi)b & ~m)); } /* b where either is NaN */
 PW_INLINE vf v_min(vf a, vf b) { vi m = a < b; return (vf)(((vi)a & m) | ((vi)b & ~m)); }
 PW_INLINE float v_sum(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }

@@ -24,12 +24,16 @@ if TYPE_CHECKING:
     from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
     from phasewise.tuner.plans import Phase
 
-ARITHMETIC_VERSION = 1
-"""Raised whenever any kernel gives another bit on any instruction set."""
-SAMPLER_VERSION = 1
+ARITHMETIC_VERSION = 2
+"""Raised whenever any kernel gives another bit on any instruction set (docs/arithmetic.md)."""
+SAMPLER_VERSION = 2
 """Raised whenever equal logits, settings and seed may choose another token."""
 _DIGITS = 24
 _TILES = "prompts by tiles"
+_EVERY = "every"
+_OF_ONE_INSTRUCTION_SET = {"bf16_dot", "bf16_tile", "f16_fma"}
+"""Compute paths that round by an instruction's own rules. All others give the same bits on every CPU."""
+_SAME_BITS = {"int8_tile": "int8_dot"}
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,11 @@ class Fingerprint:
     weight_format: str
     kv_format: str
     arithmetic: str
-    """Version, instruction set, and a digest of the compute path of every weight: `1/avx2/0123...`."""
+    """Version, `every` or the instruction set where a weight's path depends on it, and a digest of the
+    compute path of every weight: `2/every/0123...`.
+    """
     sampler: str
-    """Version, and a digest of the numbers that numpy gives it here: its exponential depends on the CPU."""
+    """Version, and a digest of the sums and drawn numbers that numpy gives it here."""
     context: int | None = None
     """Most positions of a sequence, where the model's rotation depends on it (LongRoPE)."""
     defaults: str = ""
@@ -89,7 +95,7 @@ def fingerprint_of(
         template="" if model.chat_template is None else _sha256(model.chat_template),
         weight_format=model.format,
         kv_format=resolve_kv_format(model, kv_format),
-        arithmetic=f"{ARITHMETIC_VERSION}/{isa_active()}/{_paths(model, schedules)}",
+        arithmetic=f"{ARITHMETIC_VERSION}/{_arithmetic(model, schedules)}",
         sampler=f"{SAMPLER_VERSION}/{_numpy_probe()}",
         context=positions if is_long else None,
     )
@@ -112,26 +118,32 @@ def digest_of(value: Any) -> str:
     return _sha256(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True))
 
 
-def _paths(model: PackedModel, schedules: Mapping[Phase, ScheduleLookup] | None) -> str:
-    """By which path every weight is multiplied. All phases of a model share one, but for tiles."""
+def _arithmetic(model: PackedModel, schedules: Mapping[Phase, ScheduleLookup] | None) -> str:
+    """On which instruction sets the bits are these, and by which path every weight is multiplied.
+
+    All phases of a model share one path, but for tiles.
+    """
     lookup = schedules["prefill"] if schedules else None
-    paths, has_tiles = [], False
+    found, own_paths = [], set()
     for name, weight in model.products().items():
         path, n_parts = (None, 1) if lookup is None else lookup.arithmetic(weight)
         path = path or compute_paths(weight.kind, weight.group)[0]
-        has_tiles = has_tiles or (lookup is not None and lookup.own_path(weight) is not None)
-        paths.append((name, weight.kind, weight.group, path, n_parts))
-    return digest_of(sorted(paths))[:_DIGITS] + (f"/{_TILES}" if has_tiles else "")
+        if lookup is not None and (own := lookup.own_path(weight)) is not None:
+            own_paths.add(own)
+        found.append((name, weight.kind, weight.group, _SAME_BITS.get(path, path), n_parts))
+    used = own_paths | {path for _, _, _, path, _ in found}
+    where = isa_active() if used & _OF_ONE_INSTRUCTION_SET else _EVERY
+    return f"{where}/{digest_of(sorted(found))[:_DIGITS]}" + (f"/{_TILES}" if own_paths else "")
 
 
 @cache
 def _numpy_probe() -> str:
-    """A digest of exponentials, their sums and drawn numbers as the sampler gets them of numpy."""
-    exponents = -np.geomspace(1e-6, 80, 4096, dtype=np.float32)
-    weights = np.exp(exponents)
+    """A digest of sums and drawn numbers as the sampler gets them of numpy."""
+    weights = np.square(np.square(np.arange(1, 4097, dtype=np.float32) / np.float32(4099)))
+    rows = np.einsum("ij->i", weights.reshape(16, 256))
+    sums = np.concatenate([rows, [weights.sum()], [weights[:4001].sum()]]).astype(np.float32)
     drawn = np.random.Generator(np.random.PCG64(41)).random(16)
-    sums = np.add.reduceat(weights, np.arange(0, weights.size, 256))
-    return hashlib.sha256(weights.tobytes() + sums.tobytes() + drawn.tobytes()).hexdigest()[:_DIGITS]
+    return hashlib.sha256(sums.tobytes() + drawn.tobytes()).hexdigest()[:_DIGITS]
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from phasewise.cython_kernels._native import Program
 from phasewise.cython_kernels.division import Division
 from phasewise.cython_kernels.errors import KernelError
-from phasewise.cython_kernels.kv_formats import fastest_of_16_bits, kv_slot_bytes
+from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.packed_model import STACKS, Experts, LayerKind, ModelConfig, PackedModel, Vector
@@ -118,11 +118,11 @@ def _lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationAre
 
 
 def resolve_kv_format(model: PackedModel, kv_format: str = AUTO) -> str:
-    """`auto` is f32 where every weight of the layers is: nothing is rounded; else the fastest of 16 bits."""
+    """`auto` is f32 where every weight of the layers is: nothing is rounded; else int16."""
     if kv_format != AUTO:
         return kv_format
     layers = (weight for name, weight in model.weights.items() if name.startswith("layers."))
-    return "f32" if all(weight.kind == "f32" for weight in layers) else fastest_of_16_bits()
+    return "f32" if all(weight.kind == "f32" for weight in layers) else "int16"
 
 
 def kv_bytes_per_slot(model: PackedModel, kv_format: str = AUTO) -> int:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from phasewise._words import counted
 from phasewise.cython_kernels.division import columns
+from phasewise.cython_kernels.exact import logarithm, power
 from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
@@ -112,7 +113,7 @@ class RopeSpec:
 
     def inv_freq(self, context_length: int = 0) -> npt.NDArray[np.float64]:
         """Radians per position, float64 [dim / 2], for a context of that many tokens."""
-        plain = self.theta ** (-np.arange(0, self.dim, 2, dtype=np.float64) / self.dim)
+        plain = np.array([power(self.theta, -pair, self.dim) for pair in range(0, self.dim, 2)])
         match self.scaling:
             case None:
                 return plain
@@ -149,7 +150,8 @@ def _yarn(
     """Pair i makes r turns within the original context at i = dim log(context / (2 pi r)) / (2 log theta)."""
 
     def pair_of(turns: float) -> float:
-        return dim * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        turned = logarithm(scaling.original_context / (turns * 2 * math.pi))
+        return dim * turned / (2 * logarithm(theta))
 
     first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
     if scaling.truncate:

@@ -19,7 +19,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.cython_kernels._native import argmax
+from phasewise.cython_kernels._native import argmax, exponential
+from phasewise.cython_kernels.exact import logarithm
 from phasewise.serving.errors import RequestError, StepFailed
 from phasewise.serving.grammar.guides import Guide
 
@@ -393,7 +394,7 @@ def _weights(logits: FloatVector, temperature: float) -> FloatVector:
     np.subtract(logits, logits.max(), out=weights)
     if temperature != 1.0:
         np.multiply(weights, np.float32(1 / temperature), out=weights)
-    return np.exp(weights, out=weights)
+    return exponential(weights, weights)
 
 
 def _nucleus(weights: FloatVector, top_p: float, min_p: float) -> TokenIds:
@@ -472,7 +473,7 @@ def _passing(sums: npt.NDArray[np.float64], wanted: float) -> int:
 
 def _with_logprobs(logits: FloatVector, token_id: int, n_top: int) -> SampledToken:
     peak = float(logits.max())
-    normaliser = peak + math.log(float(_block_sums(_weights(logits, 1.0)).sum()))
+    normaliser = peak + logarithm(float(_block_sums(_weights(logits, 1.0)).sum()))
     ids = _largest(logits, min(n_top, logits.size)) if n_top else np.empty(0, dtype=np.int64)
     ids = ids[np.lexsort((ids, -logits[ids]))]
     top = tuple((int(one), float(logits[one]) - normaliser) for one in ids)

@@ -94,6 +94,77 @@ def test_row_operations_keep_their_bounds(row_operations: str, isa: str) -> None
     assert got.returncode == 0, got.stderr
 
 
+@pytest.fixture(scope="module")
+def operation_bits(objects: list[Path]) -> str:
+    return _program("operation_bits", objects)
+
+
+@needs_emulator
+@pytest.mark.parametrize("n", [6, 40, 334, 1100])
+@pytest.mark.parametrize("isa", RUNGS)
+def test_row_operations_and_attention_have_the_bits_of_this_machine(
+    operation_bits: str, isa: str, n: int
+) -> None:
+    """docs/arithmetic.md, on Arm as on x86: exactly what the instruction set in use here gives."""
+    rng = np.random.default_rng(n)
+    (x, y, w), (rows, dim, positions) = rng.standard_normal((3, n), dtype=np.float32), (5, 80, 200)
+    x *= 3
+    q = rng.standard_normal((rows, dim), dtype=np.float32)
+    keys, values = rng.standard_normal((2, positions, dim), dtype=np.float32)
+    operands = [np.int64([n, rows, dim, positions]), x, y, w, q, keys, values]
+    run = subprocess.run(
+        [EMULATOR, "-cpu", "max", operation_bits, isa],
+        input=b"".join(one.tobytes() for one in operands),
+        capture_output=True,
+        check=True,
+    )
+
+    wanted = [
+        _native.rmsnorm(x, w, 1e-5),
+        _native.layernorm(x, y, w, y, 1e-5),
+        _native.exponential(x),
+        _native.softmax(x),
+        _native.capped(x, 30.0),
+        *(_native.activated(one, x, y) for one in ("gelu", "gelu_tanh", "silu", "relu")),
+        *(_native.gated(one, x, w) for one in ("silu", "gelu_tanh", "clamped_silu")),
+        _native.rope(x, y[: n // 2], w[: n // 2]),
+    ]
+    last = positions - rows + np.arange(rows)
+    wanted += [
+        _native.attend_one_head(q, keys, values, np.zeros(rows, np.int64), last, [0, 128], kv_format)
+        for kv_format in _native.KV_FORMATS
+    ]
+    got = np.frombuffer(run.stdout, dtype=np.float32)
+    places = np.cumsum([one.size for one in wanted])[:-1]
+    differ = [
+        at
+        for at, (a, b) in enumerate(zip(np.split(got, places), wanted, strict=True))
+        if a.tobytes() != b.tobytes()
+    ]
+    assert differ == []
+
+
+@needs_emulator
+@pytest.mark.parametrize("name", [*FORMATS, *BLOCKS])
+@pytest.mark.parametrize("isa", RUNGS)
+def test_products_have_the_bits_of_this_machine(one_product: str, isa: str, name: str) -> None:
+    """By every path but those that round by an instruction's own rules (docs/arithmetic.md)."""
+    rng = np.random.default_rng(13)
+    w = (
+        packing.pack_blocks(random_blocks(name, 37, 512, rng))
+        if name in BLOCKS
+        else make_weight(name, 37, 512, rng)
+    )
+    x = rng.standard_normal((9, 512), dtype=np.float32)
+    command = [EMULATOR, "-cpu", "max", one_product, isa]
+    for path in _native.compute_paths(w.kind, w.group):
+        if path in ("bf16_dot", "bf16_tile", "f16_fma", "int8_tile"):
+            continue
+        number = _native.path_names().index(path)
+        got = product(command, w, x, Walk(), path=number)
+        assert got.tobytes() == _native.gemm(x, w, path=path).tobytes(), path
+
+
 @needs_emulator
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("isa", RUNGS)

@@ -136,9 +136,7 @@ def pair_error(p: Problem) -> np.ndarray:
 
 
 def expected_of_scaled(p: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """As `expected`, of int8 and int16: with pairs where the instruction set multiplies those."""
-    if not _native.multiplies_pairs():
-        return expected(p, extra_roundings=1)
+    """As `expected`, of int8 and int16: by products of pairs."""
     want, bound = expected(p, extra_roundings=6)
     return want, bound + pair_error(p)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -16,66 +17,87 @@ from tests.support.kernels.gemm_reference import FORMATS, make_weight, random_bl
 Array = npt.NDArray[Any]
 
 _K, _N, _ROWS = 512, 48, 5
-_WIDTH = 333  # no whole number of vectors
+_CHUNK = 128
+_WIDTHS = (1, 7, 16, 40, 64, 333, 1100)  # whole numbers of vectors, and none
 _EDGES = np.float32(
     [0.0, -0.0, 1e-45, -1e-40, 2.0**-126, 1e-20, 1.0, -1.0, 87.3, -87.3, -103.9, 88.8, 1e20, 3.4e38, np.inf]
 )
 _GATES = ("silu", "gelu_tanh", "clamped_silu")
-_ACTIVATIONS = ("gelu", "gelu_tanh", "relu")
+_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 
 
 def results() -> Iterator[tuple[str, Array]]:
-    """Each operation's name, and its result by the instruction set in use."""
+    """Each operation's name, and its results by the instruction set in use. A name may come several times."""
     rng = np.random.default_rng(41)
-    normal = rng.standard_normal(_WIDTH).astype(np.float32)
-    weight, bias = rng.standard_normal((2, _WIDTH)).astype(np.float32)
-    for name, x in (("", normal * 3), (" of edges", np.resize(_EDGES, _WIDTH))):
-        yield f"rmsnorm{name}", _native.rmsnorm(x, weight, 1e-5)
-        yield f"layernorm{name}", _native.layernorm(x, bias, weight, bias, 1e-5)
-        yield f"exponential{name}", _native.exponential(x)
-        yield f"softmax{name}", _native.softmax(x)
-        yield f"logsumexp{name}", np.float64([_native.logsumexp(x)])
-        yield f"argmax{name}", np.int64([_native.argmax(x)])
-        yield f"top 8{name}", np.concatenate([one.astype(np.float64) for one in _native.top_k(x, 8)])
-        yield f"capped{name}", _native.capped(x, 30.0)
-        for activation in _ACTIVATIONS:
-            yield f"{activation}{name}", _native.activated(activation, x, bias)
-        for gate in _GATES:
-            yield f"gate of {gate}{name}", _native.gated(gate, x, weight)
+    for width in _WIDTHS:
+        normal, weight, bias = rng.standard_normal((3, width)).astype(np.float32)
+        yield from _rows(f" of {width}", normal * 3, weight, bias)
+        yield from _rows(f" of {width} edges", np.resize(_EDGES, width), weight, bias)
+    heads = rng.standard_normal((200, 128)).astype(np.float32)
     angles = rng.standard_normal(64).astype(np.float32)
-    heads = rng.standard_normal((_ROWS, 128)).astype(np.float32)
     yield "rope", np.concatenate([_native.rope(row, np.cos(angles), np.sin(angles)) for row in heads])
     yield from _attention(rng)
     yield from _products(rng)
 
 
+def _rows(name: str, x: Array, weight: Array, bias: Array) -> Iterator[tuple[str, Array]]:
+    yield f"rmsnorm{name}", _native.rmsnorm(x, weight, 1e-5)
+    yield f"layernorm{name}", _native.layernorm(x, bias, weight, bias, 1e-5)
+    yield f"exponential{name}", _native.exponential(x)
+    yield f"softmax{name}", _native.softmax(x)
+    yield f"logsumexp{name}", np.float64([_native.logsumexp(x)])
+    yield f"argmax{name}", np.int64([_native.argmax(x)])
+    yield f"top 8{name}", np.concatenate([one.astype(np.float64) for one in _native.top_k(x, 8)])
+    yield f"capped{name}", _native.capped(x, 30.0)
+    for activation in _ACTIVATIONS:
+        yield f"{activation}{name}", _native.activated(activation, x, bias)
+    for gate in _GATES:
+        yield f"gate of {gate}{name}", _native.gated(gate, x, weight)
+
+
 def _attention(rng: np.random.Generator) -> Iterator[tuple[str, Array]]:
-    rows, dim, positions = 3, 64, 200
-    q = rng.standard_normal((rows, dim)).astype(np.float32)
-    keys, values = rng.standard_normal((2, positions, dim)).astype(np.float32)
-    first, last = np.zeros(rows, np.int64), np.int64([positions - 3, positions - 2, positions - 1])
-    table = list(range(0, positions, 64))
-    for kv_format in _native.KV_FORMATS:
-        found = _native.attend_one_head(q, keys, values, first, last, table, kv_format)
-        yield f"attention over {kv_format}", found
+    """Over two chunks, of which rows see all, an end or a window; slots begin inside a panel of 16."""
+    for rows, dim, cap in ((1, 64, 0.0), (3, 64, 30.0), (14, 80, 0.0), (7, 128, 0.0)):
+        positions = 200
+        q = rng.standard_normal((rows, dim)).astype(np.float32)
+        keys, values = rng.standard_normal((2, positions, dim)).astype(np.float32)
+        last = positions - rows + np.arange(rows)
+        first, table = np.maximum(0, last - rng.integers(1, 2 * positions, rows)), [5, 5 + _CHUNK]
+        for kv_format in _native.KV_FORMATS:
+            found = _native.attend_one_head(q, keys, values, first, last, table, kv_format, cap)
+            yield f"attention over {kv_format}, {rows} rows of {dim}", found
 
 
 def _products(rng: np.random.Generator) -> Iterator[tuple[str, Array]]:
-    """By the default path of each instruction set, which is what a model without a tuned one runs."""
-    x = rng.standard_normal((_ROWS, _K)).astype(np.float32)
-    for fmt in FORMATS:
-        yield f"product of {fmt}", _native.gemm(x, make_weight(fmt, _N, _K, rng))
-    for kind in BLOCKS:
-        yield f"product of {kind}", _native.gemm(x, packing.pack_blocks(random_blocks(kind, _N, _K, rng)))
+    """By every path that an instruction set has; names tell it where it is not the default of all."""
+    sizes = 2.0 ** rng.integers(-8, 9, (_ROWS, 1))
+    x = (rng.standard_normal((_ROWS, _K)) * sizes).astype(np.float32)
+    weights = {fmt: make_weight(fmt, _N, _K, rng) for fmt in FORMATS}
+    weights |= {kind: packing.pack_blocks(random_blocks(kind, _N, _K, rng)) for kind in BLOCKS}
+    for name, weight in weights.items():
+        yield f"product of {name}", _native.gemm(x, weight)
+        for path in _native.compute_paths(weight.kind, weight.group):
+            yield f"product of {name} by {path}", _native.gemm(x, weight, path=path)
+            yield f"product of {name} by {path}", _native.gemm(x, weight, path=path, k_parts=2)
 
 
 def differences(one: str, other: str) -> list[str]:
-    """The operations whose bits differ between two usable instruction sets; one NaN is as another."""
-    found: list[dict[str, Array]] = []
+    """The operations whose bits differ between two usable instruction sets, of those that both have.
+
+    One NaN is as another.
+    """
+    found: list[dict[str, list[Array]]] = []
     for name in (one, other):
         with isa.using(name):
-            found.append({operation: result.copy() for operation, result in results()})
-    return [name for name, result in found[0].items() if not _equal(result, found[1][name])]
+            found.append(defaultdict(list))
+            for operation, result in results():
+                found[-1][operation].append(result.copy())
+    return [
+        name
+        for name in found[0]
+        if name in found[1]
+        and not all(_equal(a, b) for a, b in zip(found[0][name], found[1][name], strict=True))
+    ]
 
 
 def _equal(one: Array, other: Array) -> bool:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from phasewise._words import counted
-from phasewise.workflows.replay.bits_known import KNOWN
+from phasewise.workflows.replay.bits_known import KNOWN, KNOWN_OF_BF16
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 BUDGET_S = 60.0
 """Cores that have had no turn by then are not checked, which is said."""
-KINDS = ("q4_k", "q6_k", "q8", "q4", "bf16", "f32")
-"""The kind of each layer's weights."""
+KINDS = ("q4_k", "q6_k", "q8", "q4", "f32")
+"""The kind of each layer's weights, of those that give the same bits everywhere."""
 _WIDTH, _HEAD, _VOCAB = 256, 64, 320
 _TOKENS, _DECODED = 48, 8
 _DIGITS = 16
@@ -34,11 +34,15 @@ _DIGITS = 16
 
 @dataclass(frozen=True)
 class BitsOutcome:
-    """One check: what was computed where. problem: None where all bits are right."""
+    """One check: what was computed where. problem: None where all bits are right. is_known: False where
+    results were compared with each other alone.
+    """
 
     isa: str
+    weights: str
     kv_format: str
     core: int
+    is_known: bool
     problem: str | None
 
     def to_json(self) -> dict[str, Any]:
@@ -49,33 +53,46 @@ class BitsOutcome:
 def check_bits(report: Report = silent) -> list[BitsOutcome]:
     """All outcomes. Takes seconds, and on machines of many cores at most about a minute."""
     from phasewise.cython_kernels import isa
-    from phasewise.cython_kernels.kv_formats import KV_FORMATS
     from phasewise.topology import read_machine
 
-    cores, model, until_s = read_machine().allowed_pus, known_model(), time.monotonic() + BUDGET_S
-    outcomes = []
+    cores, model, of_bf16 = read_machine().allowed_pus, known_model(KINDS), known_model(("bf16",))
+    outcomes, until_s = [], time.monotonic() + BUDGET_S
     for name in isa.usable():
         with isa.using(name):
-            outcomes += [_outcome(model, name, kv_format, cores[0]) for kv_format in KV_FORMATS]
+            outcomes += [_outcome(model, kv_format, KNOWN[kv_format], cores[0]) for kv_format in KNOWN]
+            outcomes.append(_outcome(of_bf16, "f32", KNOWN_OF_BF16.get(path_of_bf16()), cores[0]))
     done = 1
     for core in cores[1:]:
         if time.monotonic() > until_s:
             break
-        outcomes.append(_outcome(model, isa.active(), "f32", core))
+        outcomes.append(_outcome(model, "f32", KNOWN["f32"], core))
         done += 1
     if done < len(cores):
         report(f"{done} of {counted(len(cores), 'core')} were checked in {BUDGET_S:.0f} s")
     return outcomes
 
 
-def _outcome(model: PackedModel, isa_name: str, kv_format: str, core: int) -> BitsOutcome:
-    digest, is_one = computed(model, kv_format, core)
-    known, problem = KNOWN.get(isa_name, {}).get(kv_format), None
+def path_of_bf16() -> str:
+    """The compute path of bf16 weights on the instruction set in use."""
+    from phasewise.cython_kernels._native import compute_paths
+
+    return compute_paths("bf16", 0)[0]
+
+
+def _outcome(model: PackedModel, kv_format: str, known: str | None, core: int) -> BitsOutcome:
+    from phasewise.cython_kernels import isa
+
+    (digest, is_one), problem = computed(model, kv_format, core), None
     if not is_one:
         problem = "a token computed alone has other logits than in its prompt"
     elif known is not None and digest != known:
         problem = f"the logits are {digest}, and known are {known}"
-    return BitsOutcome(isa_name, kv_format, core, problem)
+    return BitsOutcome(isa.active(), _told_kinds(model), kv_format, core, known is not None, problem)
+
+
+def _told_kinds(model: PackedModel) -> str:
+    kinds = dict.fromkeys(one.kind for name, one in model.weights.items() if name.startswith("layers."))
+    return ", ".join(kinds)
 
 
 def computed(model: PackedModel, kv_format: str, core: int) -> tuple[str, bool]:
@@ -102,8 +119,8 @@ def computed(model: PackedModel, kv_format: str, core: int) -> tuple[str, bool]:
     return hashlib.sha256(rows.tobytes()).hexdigest()[:_DIGITS], is_one
 
 
-def known_model() -> PackedModel:
-    """The model: the same numbers on every machine, since none of them is rounded."""
+def known_model(kinds: Sequence[str]) -> PackedModel:
+    """A model with a layer of each kind: the same numbers on every machine, since none of them is rounded."""
     import numpy as np
 
     from phasewise.serving.models.packed_model import ModelConfig, PackedModel, RopeSpec
@@ -111,7 +128,7 @@ def known_model() -> PackedModel:
     rng = np.random.default_rng(np.random.PCG64(41))
     config = ModelConfig(
         architecture="llama",
-        n_layers=len(KINDS),
+        n_layers=len(kinds),
         hidden=_WIDTH,
         ffn=_WIDTH,
         n_heads=_WIDTH // _HEAD,
@@ -130,7 +147,7 @@ def known_model() -> PackedModel:
     )
     ones = np.ones(_WIDTH, dtype=np.float32)
     weights, vectors = {"embed": _weight("f32", _VOCAB, rng)}, {"final_norm": ones}
-    for layer, kind in enumerate(KINDS):
+    for layer, kind in enumerate(kinds):
         name = f"layers.{layer}"
         weights[f"{name}.qkv"] = _weight(kind, _WIDTH + 4 * _HEAD, rng)
         weights[f"{name}.o"] = _weight(kind, _WIDTH, rng)
@@ -179,13 +196,10 @@ def _weight(kind: str, n: int, rng: np.random.Generator) -> PackedWeight:
     )
 
 
-def known_now() -> Iterator[tuple[str, dict[str, str]]]:
-    """For `bits_known.py`: by each usable instruction set, the digest in each format of keys and values."""
-    from phasewise.cython_kernels import isa
-    from phasewise.cython_kernels.kv_formats import KV_FORMATS
+def known_now() -> tuple[dict[str, str], dict[str, str]]:
+    """For `bits_known.py`: KNOWN, and of KNOWN_OF_BF16 the path in use, by the instruction set in use."""
     from phasewise.topology import read_machine
 
-    core, model = read_machine().allowed_pus[0], known_model()
-    for name in isa.usable():
-        with isa.using(name):
-            yield name, {kv_format: computed(model, kv_format, core)[0] for kv_format in KV_FORMATS}
+    core, model, of_bf16 = read_machine().allowed_pus[0], known_model(KINDS), known_model(("bf16",))
+    by_format = {kv_format: computed(model, kv_format, core)[0] for kv_format in KNOWN}
+    return by_format, {path_of_bf16(): computed(of_bf16, "f32", core)[0]}

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from phasewise._words import counted
 from phasewise.topology.outline import count_words
 from phasewise.tuner.doctor import CHECKS, not_examined
-from phasewise.workflows.replay.bits_known import is_known
 
 if TYPE_CHECKING:
     from phasewise.tuner.doctor import Finding, Host
@@ -60,14 +59,15 @@ def bits_fields(outcomes: Sequence[BitsOutcome]) -> dict[str, Any]:
 def bits_lines(outcomes: Sequence[BitsOutcome]) -> list[str]:
     """A line for each wrong outcome, and what was checked."""
     lines = [
-        f"wrong: {one.isa} on core {one.core}, keys and values in {one.kv_format}: {one.problem}"
+        f"wrong: {one.isa} on core {one.core}, weights in {one.weights}, keys and values in {one.kv_format}:"
+        f" {one.problem}"
         for one in outcomes
         if one.problem is not None
     ]
     names = list(dict.fromkeys(one.isa for one in outcomes))
-    unknown = [one for one in names if not is_known(one)]
+    unknown = [f"{one.weights} on {one.isa}" for one in outcomes if not one.is_known]
     if unknown:
-        lines += [f"no results are known for {', '.join(unknown)}: only checked against itself"]
+        lines += [f"no results are known for weights in {', '.join(unknown)}: only compared with each other"]
     cores = len({one.core for one in outcomes})
     return [
         *lines,

@@ -19,7 +19,7 @@ PW_INLINE vf polynomial(const float *terms, vf x) {
 
 PW_INLINE vf gelu_lanes(vf t) {
     vf x = v_max(v_set1(-5.625f), v_min(v_set1(5.625f), t)), square = v_mul(x, x);
-    vf share = quotient(v_mul(x, polynomial(ERF_P, square)), polynomial(ERF_Q, square));
+    vf share = v_div(v_mul(x, polynomial(ERF_P, square)), polynomial(ERF_Q, square));
     vf erf = v_max(v_set1(-1.0f), v_min(v_set1(1.0f), v_mul(share, v_set1(1.0f + 0x1p-21f))));
     return v_mul(v_mul(t, v_set1(0.5f)), v_add(v_set1(1.0f), erf));
 }

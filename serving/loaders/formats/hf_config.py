@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from phasewise.cython_kernels.exact import logarithm
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families import ACTIVATION_NAMES, Family, family_of_hf
 from phasewise.serving.loaders.formats.bitmask_tensors import check_compression
@@ -220,7 +221,7 @@ def _yarn_scaling(get: Callable[..., Any], rope_fields: Fields, need: Callable[.
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
     """1 + weight log(factor) / 10 (YaRN, equation 22)."""
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return 0.1 * weight * logarithm(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _long_scaling(get: Callable[..., Any], rope_fields: Fields, need: Callable[..., Any]) -> LongScaling:
@@ -237,7 +238,7 @@ def _long_scaling(get: Callable[..., Any], rope_fields: Fields, need: Callable[.
 
 def long_magnitude(factor: float, original_context: int) -> float:
     """The factor that LongRoPE multiplies cosines and sines by where the file does not say."""
-    return math.sqrt(1 + math.log(factor) / math.log(original_context)) if factor > 1 else 1.0
+    return math.sqrt(1 + logarithm(factor) / logarithm(original_context)) if factor > 1 else 1.0
 
 
 def _numbers(values: list[Any], key: str) -> tuple[float, ...]:

@@ -38,13 +38,42 @@ static void arithmetic_is_by_lane(void) {
     BY_LANE(v_sub(va, vb), a[i] - b[i])
     BY_LANE(v_mul(va, vb), a[i] * b[i])
     BY_LANE(v_div(va, vb), a[i] / b[i])
-    BY_LANE(v_fma(va, vb, vc), a[i] * b[i] + c[i]) /* exact here, rounded once or twice */
+    BY_LANE(v_fma(va, vb, vc), a[i] * b[i] + c[i])
     BY_LANE(v_set1(2.5f), 2.5f)
     BY_LANE(v_zero(), 0.0f)
     float sum = 0.0f, top = -INFINITY;
     for (int i = 1; i <= LANES; ++i) sum += a[i], top = a[i] > top ? a[i] : top;
     MUST(v_sum(va) == sum); /* multiples of 2^-6 below 2^10: any order is exact */
     MUST(v_max_all(va) == top);
+}
+
+#ifdef PW_FMA_IN_DOUBLE
+int pw_cpu_fuses; /* cpu.c has it elsewhere */
+#endif
+
+/* Of any floats, and of sums that lose most of their digits, or end between two floats. */
+static void fma_rounds_once(void) {
+    float a[MOST], b[MOST], c[MOST], out[MOST];
+    for (int i = 0; i < LANES; ++i) {
+        int near = rand() % 3;
+        a[i] = near ? small_float() + 0x1p-20f : any_float(), b[i] = near ? 1.0f + (float)rand() * 0x1p-40f : any_float();
+        c[i] = near == 1 ? -a[i] * b[i] : near ? a[i] * 0x1p-25f : any_float();
+    }
+    v_store(out, v_fma(v_load(a), v_load(b), v_load(c)));
+    for (int i = 0; i < LANES; ++i) MUST(same(out[i], fmaf(a[i], b[i], c[i])));
+#ifdef PW_FMA_IN_DOUBLE
+    v_store(out, fma_in_double(v_load(a), v_load(b), v_load(c)));
+    for (int i = 0; i < LANES; ++i) MUST(same(out[i], fmaf(a[i], b[i], c[i])));
+#endif
+}
+
+static void sums_are_of_halves(void) {
+    float x[MOST];
+    for (int i = 0; i < LANES; ++i) x[i] = (float)rand() * 0x1p-31f - 0.5f;
+    float sum = v_sum(v_load(x));
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; ++i) x[i] += x[i + half];
+    MUST(same(sum, x[0]));
 }
 
 static void the_second_survives_a_nan(void) {
@@ -190,10 +219,15 @@ static void pairs_are_multiplied_by_halves(void) {
 }
 
 int main(void) {
+#if defined(PW_FMA_IN_DOUBLE) && defined(__x86_64__)
+    pw_cpu_fuses = !!__builtin_cpu_supports("fma");
+#endif
     halves_are_those_of_common_h();
     the_first_n_touch_no_other();
     for (int sample = 0; sample < SAMPLES; ++sample) {
         arithmetic_is_by_lane();
+        fma_rounds_once();
+        sums_are_of_halves();
         the_second_survives_a_nan();
         integers_are_by_lane();
         rounding_is_to_nearest_even();

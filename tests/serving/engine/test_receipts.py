@@ -13,6 +13,8 @@ import pytest
 pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
+from phasewise.cython_kernels import isa
+from phasewise.cython_kernels._native import compute_paths
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.drafts.opening import DraftSource
 from phasewise.serving.engine.engine_size import EngineSize
@@ -41,7 +43,7 @@ from tests.support.servers.pools import (
     size_of,
     tiny_model,
 )
-from tests.support.tiers import n_examples
+from tests.support.tiers import isas, n_examples
 
 N_CHANGES = 1000
 SOAK_CHANGES = 9000
@@ -131,6 +133,17 @@ def test_receipts_are_the_same_in_company_and_in_pieces(
     for size in (size_of(path), limited(size_of(path, kv_policy="paged"), max_batch_tokens=96)):
         with open_alone(path, size) as opened:
             assert receipts(opened, asked) == alone
+
+
+def test_receipts_are_the_same_on_every_instruction_set(
+    path: Path, asked: list[Submit], alone: dict[str, Receipt], replay: Callable[..., list[ReceiptVerdict]]
+) -> None:
+    """The fingerprint included: one made here is confirmed there."""
+    for name in isas():
+        with isa.using(name):
+            with open_alone(path) as opened:
+                assert receipts(opened, asked) == alone
+            assert [one.problems for one in replay(alone.values())] == [()] * len(alone)
 
 
 def test_receipts_are_the_same_with_drafts(
@@ -368,3 +381,18 @@ def test_a_fingerprint_is_of_the_bits_alone(path: Path, model: PackedModel) -> N
     assert plain.differences(fingerprint_of(changed, "f16", None, 256)) == ["tokenizer", "template"]
     assert plain.told() != plain.with_defaults({"temperature": 1}).told()
     assert plain.differences(plain.with_defaults({"temperature": 1})) == []
+
+
+@pytest.mark.parametrize("weight_format", ["f32", "int8", "int4", "bf16"])
+def test_an_instruction_set_is_in_the_fingerprint_where_bits_depend_on_it(
+    path: Path, weight_format: str
+) -> None:
+    model = load_model(str(path), weight_format)
+    found: dict[str, str] = {}
+    for name in isa.usable():
+        with isa.using(name):
+            found[name] = fingerprint_of(model, "int16", None, 256).arithmetic
+            own = weight_format == "bf16" and compute_paths("bf16", 0)[0] != "fma"
+            assert found[name].split("/")[1] == (name if own else "every")
+    if weight_format != "bf16":
+        assert len(set(found.values())) == 1

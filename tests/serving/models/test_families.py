@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from phasewise.cython_kernels import isa, packing
+from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import STACKS, PackedModel
@@ -30,10 +31,6 @@ from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptio
 BOUND = 1e-3
 """Largest difference, as a share of the row's largest logit."""
 
-INT8_BOUND = 5e-2
-"""Between instruction sets, which add in different orders: rows near a step of eight bits round either
-way."""
-
 WRITERS = {"safetensors": families.write_family_hf, "gguf": families.write_family_gguf}
 
 
@@ -45,11 +42,15 @@ def packed(name: str, kind: str, folder: Path, weight_format: str = "f32") -> Pa
     return replace(model, config=replace(model.config, context_length=context_length))
 
 
-def opened(model: PackedModel, kv_slots: int = 256, sequences: int = 8) -> LocalRanks:
+def opened(
+    model: PackedModel, kv_slots: int = 256, sequences: int = 8, kv_format: str = "auto"
+) -> LocalRanks:
     machine = read_machine()
     plans: dict[Any, Any] = {phase: default_plan(machine, phase) for phase in ("prefill", "decode")}
     return LocalRanks(
-        model, plans, RankOptions(KvSettings(kv_slots), max_batch_tokens=1024, max_sequences=sequences)
+        model,
+        plans,
+        RankOptions(KvSettings(kv_slots, kv_format), max_batch_tokens=1024, max_sequences=sequences),
     )
 
 
@@ -84,21 +85,24 @@ def test_every_family_computes_what_transformers_does(name: str, kind: str, tmp_
 
 
 @pytest.mark.parametrize("name", families.FAMILY_CASES)
-def test_every_family_is_the_same_on_all_instruction_sets(name: str, tmp_path: Path) -> None:
-    """In float32 what transformers computes; in int8 what the lowest of them gives, within its rounding."""
+def test_every_family_has_the_same_bits_on_all_instruction_sets(name: str, tmp_path: Path) -> None:
+    """In float32 what transformers computes; in every bit what the lowest instruction set gives."""
     expected = np.load(layout.FIXTURES / "families.npz")[f"{name}/1/logits"][:1]
     prompt = families.family_prompts(name)[1]
-    models = {kind: packed(name, "safetensors", tmp_path, kind) for kind in ("f32", "int8")}
-    lowest = None
-    for isa_name in isas():
-        with isa.using(isa_name):
-            rows = {}
-            for kind, model in models.items():
-                with closing(opened(model)) as ranks:
-                    rows[kind] = greedy(ranks, prompt, 1)
-        lowest = rows["int8"] if lowest is None else lowest
-        assert np.abs(rows["f32"] - expected).max() <= BOUND * np.abs(expected).max(), isa_name
-        assert np.abs(rows["int8"] - lowest).max() <= INT8_BOUND * np.abs(lowest).max(), isa_name
+    for kind, kv_formats in (("f32", ["auto"]), ("int8", KV_FORMATS), ("int4", ["auto"])):
+        model = packed(name, "safetensors", tmp_path, kind)
+        for kv_format in kv_formats:
+            found = {}
+            for isa_name in isas():
+                with isa.using(isa_name), closing(opened(model, kv_format=kv_format)) as ranks:
+                    found[isa_name] = greedy(ranks, prompt, 3)
+            lowest, *others = found
+            assert [one for one in others if found[one].tobytes() != found[lowest].tobytes()] == [], (
+                kind,
+                kv_format,
+            )
+            if kind == "f32":
+                assert np.abs(found[lowest][:1] - expected).max() <= BOUND * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("name", families.FAMILY_CASES)

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phasewise.cython_kernels import _native
 from phasewise.cython_kernels._native import Team
 from phasewise.cython_kernels.errors import ProgramError
 from phasewise.serving.batch import Batch, SequenceSlice
@@ -124,10 +123,9 @@ def test_each_phase_runs_on_its_own_cores() -> None:
 
 
 def test_a_slot_costs_what_it_says() -> None:
-    """Keys and values of 2 layers, 2 KV heads, 16 dimensions: float32 beside such weights, else 16 bits."""
+    """Keys and values of 2 layers, 2 KV heads, 16 dimensions: float32 beside such weights, else int16."""
     assert local().kv_bytes_per_slot == 2 * 2 * (16 + 16) * 4
-    scales = 4 if _native.multiplies_pairs() else 0
-    assert local(tiny_model(tiny_config(), "q8")).kv_bytes_per_slot == 2 * 2 * 2 * (16 * 2 + scales)
+    assert local(tiny_model(tiny_config(), "q8")).kv_bytes_per_slot == 2 * 2 * 2 * (16 * 2 + 4)
 
 
 def test_touched_ranks_have_their_memory_before_the_first_step() -> None:
