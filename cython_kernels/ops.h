@@ -79,11 +79,24 @@ static inline pw_kv_head pw_kv_head_at(char *memory, int64_t slots, int32_t form
     return head;
 }
 
-/* What the gate of a feed-forward layer goes through before it multiplies. */
-typedef enum { PW_SILU, PW_GELU_TANH, PW_CLAMPED_SILU, PW_GATES } pw_gate;
+/* What the gate of a feed-forward layer goes through before it multiplies, and what a layer without a gate goes through:
+ * X(name of the kernel, what models call it). */
+#define PW_EACH_GATE(X) X(silu_gate, "silu") X(gelu_gate, "gelu_tanh") X(clamped_gate, "clamped_silu")
+#define PW_EACH_ACTIVATION(X) X(gelu_erf, "gelu") X(gelu_tanh, "gelu_tanh") X(silu, "silu") X(relu, "relu")
 
-/* What a feed-forward layer without a gate goes through. */
-typedef enum { PW_ACT_GELU_ERF, PW_ACT_GELU_TANH, PW_ACT_SILU, PW_ACT_RELU, PW_ACTIVATIONS } pw_activation;
+#define PW_NUMBER(kernel, name) PW_##kernel,
+#define PW_NAME(kernel, name) name,
+typedef enum { PW_EACH_GATE(PW_NUMBER) PW_GATES } pw_gate;
+typedef enum { PW_EACH_ACTIVATION(PW_NUMBER) PW_ACTIVATIONS } pw_activation;
+
+static inline const char *pw_gate_name(int gate) {
+    static const char *const names[] = {PW_EACH_GATE(PW_NAME)};
+    return names[gate];
+}
+static inline const char *pw_activation_name(int activation) {
+    static const char *const names[] = {PW_EACH_ACTIVATION(PW_NAME)};
+    return names[activation];
+}
 
 /* A LayerNorm. */
 typedef struct {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from phasewise._words import number
 from phasewise.kerneldb.errors import RecordError
@@ -181,6 +181,13 @@ class Schedule:
     def nr(self) -> int:
         """Output columns of the micro-kernel."""
         return PANEL_COLUMNS * self.panels
+
+    @property
+    def walk(self) -> dict[str, int | str]:
+        """What kernels are told: all but the arithmetic, which belongs to the weight and goes beside it."""
+        return {
+            name: value for name, value in asdict(self).items() if name not in ("compute_path", "k_parts")
+        }
 
     @property
     def threads(self) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels import _native
-from phasewise.kerneldb.records import PANEL_COLUMNS, Problem, Schedule
+from phasewise.kerneldb.records import Problem, Schedule
 from phasewise.tuner.search.group import Group
 from phasewise.tuner.search.space import Arithmetic, Caches
 
@@ -52,20 +52,8 @@ def attention_group(kv_format: str, n: int, k: int, threads: int, caches: Caches
 def default_attention(n: int, k: int, m: int, threads: int) -> Schedule:
     """The kernels' own cut of a slice of m rows, as a record."""
     fields = _native.default_attention(_shape(n, k, 1), m, POSITIONS if m == 1 else m, threads)
-    return Schedule(
-        mr=fields["mr"],
-        panels=1,
-        block_m=-(-fields["block_m"] // fields["mr"]) * fields["mr"],
-        block_n=PANEL_COLUMNS,
-        block_k=fields["block_k"],
-        threads_m=1,
-        threads_n=threads,
-        threads_k=1,
-        compute_path=ARITHMETIC.compute_path,
-        k_parts=1,
-        prefetch_bytes=0,
-        loop_order="nm",
-    )
+    fields["block_m"] = -(-fields["block_m"] // fields["mr"]) * fields["mr"]
+    return Schedule(**fields, compute_path=ARITHMETIC.compute_path, k_parts=1)
 
 
 def _shape(n: int, k: int, layers: int, vocab: int = 1) -> dict[str, int | float]:

@@ -31,15 +31,11 @@ cdef extern from "ops.h" nogil:
         PW_CHUNK
         PW_MAX_HEAD_DIM
         PW_ROW_STRIDE
-        PW_SILU
-        PW_GELU_TANH
-        PW_CLAMPED_SILU
         PW_GATES
-        PW_ACT_GELU_ERF
-        PW_ACT_GELU_TANH
-        PW_ACT_SILU
-        PW_ACT_RELU
         PW_ACTIVATIONS
+
+    const char *pw_gate_name(int gate)
+    const char *pw_activation_name(int activation)
 
     ctypedef struct pw_kv_head:
         void *keys

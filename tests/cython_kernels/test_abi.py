@@ -12,7 +12,7 @@ from phasewise.cython_kernels.abi import FAMILIES, UNTUNED, VOCABULARY, abi_macr
 
 KERNELS = Path(__file__).resolve().parents[2] / "cython_kernels"
 SOURCES = {
-    "isa/avx2.c": '#include "simd/avx2.h"',
+    "isa/avx2.h": '#include "simd/avx2.h"',
     "simd/avx2.h": "typedef float vf;",
     "gemm.h": "int k_parts;",
     "families/gemm.c": "int f(void) { return 1; }",
@@ -31,7 +31,7 @@ def with_source(file: str, text: str, family: str = "gemm") -> str:
     return kernel_abi(family, "avx2", SOURCES | {file: text}, FLAGS, "12.2.0")
 
 
-@pytest.mark.parametrize("file", ["families/gemm.c", "gemm.h", "simd/avx2.h", "isa/avx2.c"])
+@pytest.mark.parametrize("file", ["families/gemm.c", "gemm.h", "simd/avx2.h", "isa/avx2.h"])
 def test_another_source_or_vocabulary_is_another_name(file: str) -> None:
     assert with_source(file, "int changed;") != name()
 
@@ -88,10 +88,10 @@ def test_the_compiler_names_the_files_that_count(tmp_path: Path) -> None:
     (copy / "simd" / "amx.h").write_text("int of_another_rung;")
     assert dict(abi_macros(copy, "portable", ["gcc"], FLAGS[:1])) == before
 
-    _append(copy / "families" / "softmax.c", "/* a remark */")
+    _append(copy / "families" / "rows" / "softmax.c", "/* a remark */")
     assert dict(abi_macros(copy, "portable", ["gcc"], FLAGS[:1])) == before
 
-    _append(copy / "families" / "softmax.c", "typedef int another;")
+    _append(copy / "families" / "rows" / "softmax.c", "typedef int another;")
     after = dict(abi_macros(copy, "portable", ["gcc"], FLAGS[:1]))
     assert after["PW_GEMM_ABI"] == before["PW_GEMM_ABI"]
     assert after["PW_ATTENTION_ABI"] != before["PW_ATTENTION_ABI"]

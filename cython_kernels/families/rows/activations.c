@@ -28,7 +28,7 @@ PW_INLINE vf silu_lanes(vf t) { return times_logistic(t, t); }
 PW_INLINE vf relu_lanes(vf t) { return v_max(v_zero(), t); } /* of a NaN the NaN */
 
 #define ACTIVATION(NAME)                                                                             \
-    static void ISA(NAME)(int64_t n, const float *x, const float *bias, float *y) {                  \
+    void ISA(NAME)(int64_t n, const float *x, const float *bias, float *y) {                  \
         int64_t i = 0;                                                                               \
         for (; i + LANES <= n; i += LANES) {                                                         \
             vf t = v_load(x + i);                                                                    \

@@ -1,7 +1,7 @@
 /* y[i] = x[i] * w[i] / sqrt(mean(x^2) + eps).
  * n >= 1, any alignment, x^2 must not overflow; float32 in and out, 4 * LANES partial sums in float32.
  * Relative error <= (n / LANES / 4 + LANES + 8) * 2^-24 against float64 (sums: Higham 2002, ch. 4; all terms >= 0). */
-static void ISA(rmsnorm)(int64_t n, const float *x, const float *w, float eps, float *y) {
+void ISA(rmsnorm)(int64_t n, const float *x, const float *w, float eps, float *y) {
     vf sum[4] = {v_zero(), v_zero(), v_zero(), v_zero()};
     int64_t i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES) /* four chains hide the latency of the fused add */

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from phasewise.cython_kernels import isa
 from phasewise.cython_kernels._native import compute_paths
 from phasewise.cython_kernels.packing import PackedWeight
-from phasewise.serving.models.schedules import RowRange
+from phasewise.cython_kernels.schedules import RowRange
 
 SHORT_TOKENS = 8
 TILES = "bf16_tile"

@@ -27,7 +27,7 @@ static void elementwise(const pw_op_kernels *ops, int64_t n) {
     float *x = random_row(n, 20.0f), *y = random_row(n, 3.0f), *out = random_row(n, 1.0f), *sum = random_row(n, 1.0f);
     for (int64_t i = 0; i < n; ++i) sum[i] = x[i];
     ops->add(n, y, sum);
-    ops->gates[PW_SILU](n, x, y, out);
+    ops->gates[PW_silu_gate](n, x, y, out);
     for (int64_t i = 0; i < n; ++i) {
         double want = (double)x[i] / (1.0 + exp(-(double)x[i])) * y[i];
         must(sum[i] == x[i] + y[i], "add rounds once", n);
@@ -82,7 +82,7 @@ static void centred(const pw_op_kernels *ops, int64_t n) {
         double bound = fabs(w[i]) / s * (e + fabs(d) * (sqrt(rms) / s + (g / 2 + 8) * U)) + 4 * U * (fabs(w[i] * d) / s + fabs(b[i]));
         must(fabs(y[i] - (d / s * w[i] + b[i])) <= bound, "layernorm", n);
     }
-    ops->activations[PW_ACT_GELU_ERF](n, x, bias, y);
+    ops->activations[PW_gelu_erf](n, x, bias, y);
     for (int64_t i = 0; i < n; ++i) {
         double t = (double)(x[i] + bias[i]);
         must(fabs(y[i] - t / 2 * (1 + erf(t / sqrt(2.0)))) <= 10 * U * fabs(t), "gelu_erf", n);

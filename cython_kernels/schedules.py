@@ -1,15 +1,15 @@
-"""The engine's view of tuned schedules: a weight's arithmetic, and by which schedule m rows run.
+"""The schedule lookup: a weight's arithmetic, and by which schedule m rows run.
 
-Serving knows neither database nor search: the caller that opens the model hands in a lookup for each phase,
-and without one every product runs by the kernels' own default. Schedules change speed, never a result; the
-arithmetic may (gemm.h), so all phases of a model share one.
+Programs are built by what a lookup for each phase says, and without one every product runs by the kernels'
+own default. `tuner.lookup.ScheduleTable` is the one of a database. Schedules change speed, never a result;
+the arithmetic may (gemm.h), so all phases of a model share one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from phasewise.cython_kernels.packing import PackedWeight
 
@@ -22,8 +22,8 @@ class RowRange:
     """The schedule of products of up to `last_m` rows, from the end of the range before."""
 
     last_m: int
-    schedule: Mapping[str, int] | None
-    """As `_native.default_schedule` gives it; None: that one."""
+    schedule: Mapping[str, Any] | None
+    """As `_native.default_schedule` gives it, by the names of `kerneldb.records.Schedule`; None: that one."""
     why: str
     """For people: where the schedule comes from."""
 

@@ -1,8 +1,10 @@
-/* Products of pairs of int16 in int32, for attention over stored keys and values (attention_pairs.c): where a core adds
+/* Products of pairs of int16 in int32, for attention over stored keys and values (attention/pairs.c): where a core adds
  * two products of 16 bits to a sum in one instruction, at the rate of one multiply-add of float32. Here and not in the
  * vocabularies, which are part of every family's name (0007). */
 #ifndef PHASEWISE_FAMILIES_ATTENTION_PAIRS_H
 #define PHASEWISE_FAMILIES_ATTENTION_PAIRS_H
+
+#include "ops.h"
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #define PW_ATTEND_PAIRS 1
