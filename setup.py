@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from runpy import run_path
 from sysconfig import get_config_var, get_platform
@@ -38,9 +39,9 @@ COMMON_FLAGS.append("-fvisibility=hidden")
 if not any(flag.startswith("-g") for flag in ASKED_FLAGS):
     COMMON_FLAGS.append("-g0")  # Python's own flags ask for debug tables, ten times the code's size
 
-# Each families/*.c is a unit of its own for each instruction set, compiled after isa/<name>.h. The flags are what
-# it may assume of the CPU, those of `portable` what everything else may. On aarch64, where NEON is always there,
-# `portable` is a reference only: at -O3 gcc 12 spends more than 8 minutes on all of it, at -O2 one and a half.
+# Each families/*.c is a unit for each instruction set, compiled after isa/<name>.h. Flags are what it
+# may assume of the CPU, those of `portable` what everything else may. On aarch64, where NEON is always there,
+# `portable` is a reference only: at -O3 gcc 12 takes more than 8 minutes for it, at -O2 one and a half.
 FLAGS_FILE = str(KERNELS / "isa" / "flags.json")
 ISA_FLAGS: dict[str, list[str]] = {
     isa: flags.split()
@@ -128,19 +129,13 @@ class build_kernels(build_ext):
         return False
 
     def compile_unit(self, ext: Extension, isa: str, source: str) -> str:
-        """A source of families/ for one instruction set. Its table knows the name of all the others' code."""
+        """A source of families/ for one instruction set. Its table tells the names of the others' code."""
         flags = [*COMMON_FLAGS, *ISA_FLAGS[isa]]
         after = [*flags, "-include", f"isa/{isa}.h"]
         if not source.endswith("table.c"):
             return self.compile_with(ext, source, after, isa)
-        return self.compile_with(
-            ext,
-            source,
-            after,
-            isa,
-            depends=FAMILIES,
-            macros=lambda: abi_macros(KERNELS, isa, self.compiler.compiler_so, flags),
-        )
+        names = partial(abi_macros, KERNELS, isa, self.compiler.compiler_so, flags)
+        return self.compile_with(ext, source, after, isa, FAMILIES, names)
 
     def compile_source(self, ext: Extension, source: str) -> str:
         if not source.endswith("_native.c"):

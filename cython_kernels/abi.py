@@ -36,19 +36,6 @@ FAMILIES = {
 }
 """The families whose schedules are tuned, and their own files."""
 
-UNTUNED = (
-    "families/rows/activations.c",
-    "families/rows/elementwise.c",
-    "families/rows/layernorm.c",
-    "families/limits.c",
-    "families/ops.c",
-    "families/rows/rmsnorm.c",
-    "families/rows/rope.c",
-    "families/slots.h",
-    "families/table.c",
-)
-"""Files that no schedule steers."""
-
 VOCABULARY = ("isa/*", "simd/*")
 
 HASH_CHARS = 12

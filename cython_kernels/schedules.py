@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from phasewise.cython_kernels.packing import PackedWeight
 
@@ -28,30 +28,30 @@ class RowRange:
     """For people: where the schedule comes from."""
 
 
-class ScheduleLookup(Protocol):
-    """The tuned schedules of one phase's cores."""
+class ScheduleLookup:
+    """The tuned schedules of one phase's cores. This one has none: all runs by the kernels' defaults."""
 
     def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
         """Compute path (None: the default of the instruction set in use) and number of k parts.
 
         The same for every M, and for every weight of this format and shape.
         """
-        ...
+        return None, 1
 
     def own_path(self, weight: PackedWeight) -> str | None:
         """The compute path by which this phase alone multiplies by the weight; None: the model's arithmetic.
 
         A token's numbers then depend on the phase that computed it.
         """
-        ...
+        return None
 
     def products(self, weight: PackedWeight, max_m: int) -> Sequence[RowRange]:
         """At most MAX_ROW_RANGES, ascending; beyond the last one the default runs."""
-        ...
+        return ()
 
     def attention(self, kv_format: str, n: int, k: int, max_m: int) -> Sequence[RowRange]:
         """The same for attention, by the rows of a step's longest slice.
 
         kv_format: `f16` or `f32`; n and k: what all query heads, and all KV heads, have in dimensions.
         """
-        ...
+        return ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -105,9 +106,9 @@ class TeamAttention:
         self._program.run(team, self._step)
         self._expected = self._out.copy()
 
-    def run(self, fields: dict[str, int], calls: int) -> npt.NDArray[np.int64]:
+    def run(self, walk: Mapping[str, int | str], calls: int) -> npt.NDArray[np.int64]:
         """Nanoseconds of each of `calls`, a layer's mean in one pass through all of them."""
-        self._program.set_attention_schedules([(self._m, fields)])
+        self._program.set_attention_schedules([(self._m, walk)])
         taken = np.empty(calls, np.int64)
         for call in range(calls):
             before = self._program.native_ns

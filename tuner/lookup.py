@@ -25,7 +25,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from phasewise.cython_kernels.blocks import BLOCKS
 from phasewise.cython_kernels.packing import PackedWeight
-from phasewise.cython_kernels.schedules import MAX_ROW_RANGES, RowRange
+from phasewise.cython_kernels.schedules import MAX_ROW_RANGES, RowRange, ScheduleLookup
 from phasewise.kerneldb.records import MachineKey, Measurement, Problem, Schedule
 from phasewise.tuner.search.space import Arithmetic, pieces
 from phasewise.tuner.weights import dense_format, format_name
@@ -103,8 +103,8 @@ class _Weight:
         return sorted(self.tuned)
 
 
-class ScheduleTable:
-    """The schedules in use on one kind of machine, of one build of the kernels; a `ScheduleLookup`."""
+class ScheduleTable(ScheduleLookup):
+    """The schedules in use on one kind of machine, of one build of the kernels."""
 
     def __init__(self, in_use: Iterable[Measurement] = (), is_default: IsDefault = lambda *_: False) -> None:
         """`in_use`: `Store.promoted_measurements` of one machine key, those of this build of the kernels."""
@@ -187,7 +187,7 @@ class ScheduleTable:
     def _row_ranges(self, key: WeightKey, max_m: int) -> list[RowRange]:
         if (key, max_m) not in self._ranges:
             self._ranges[key, max_m] = [
-                RowRange(choice.last_m, choice.schedule and choice.schedule.walk, choice.why)
+                RowRange(choice.last_m, choice.schedule.walk if choice.schedule else None, choice.why)
                 for choice in self.choices(key, max_m)
             ]
         return self._ranges[key, max_m]

@@ -14,7 +14,7 @@ from phasewise.serving.models.packed_model import PackedModel
 
 
 @dataclass(frozen=True)
-class WrittenSchedules:
+class WrittenSchedules(ScheduleLookup):
     """A lookup that knows the answers it was written with, and the default for anything else."""
 
     arithmetics: Mapping[str, tuple[str | None, int]]

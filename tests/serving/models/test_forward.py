@@ -144,7 +144,7 @@ def test_the_number_of_threads_changes_nothing(threads: int, isa_name: str) -> N
 
 
 @dataclass(frozen=True)
-class DefaultSchedules:
+class DefaultSchedules(ScheduleLookup):
     """An arithmetic, and nothing tuned."""
 
     k_parts: int
@@ -152,18 +152,9 @@ class DefaultSchedules:
     def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
         return None, self.k_parts
 
-    def own_path(self, weight: PackedWeight) -> str | None:
-        return None
-
-    def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
-        return []
-
-    def attention(self, kv_format: str, n: int, k: int, max_m: int) -> list[RowRange]:
-        return []
-
 
 @dataclass(frozen=True)
-class RandomSchedules:
+class RandomSchedules(ScheduleLookup):
     """Any numbers for any weight, and one arithmetic for all."""
 
     seed: int
@@ -171,9 +162,6 @@ class RandomSchedules:
 
     def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
         return None, self.k_parts
-
-    def own_path(self, weight: PackedWeight) -> str | None:
-        return None
 
     def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
         return self._ranges(np.random.default_rng((self.seed, weight.n, weight.k)), max_m)
