@@ -7,8 +7,8 @@ that no cache holds their keys and values, which is how a model finds them.
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
