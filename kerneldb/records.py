@@ -184,7 +184,7 @@ class Schedule:
 
     @property
     def walk(self) -> dict[str, int | str]:
-        """What kernels are told: all but the arithmetic, which belongs to the weight and goes beside it."""
+        """The fields that kernels are told: all but the arithmetic, which belongs to the weight."""
         return {
             name: value for name, value in asdict(self).items() if name not in ("compute_path", "k_parts")
         }
