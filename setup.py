@@ -12,7 +12,9 @@ import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from runpy import run_path
 from sysconfig import get_config_var, get_platform
@@ -33,17 +35,17 @@ ASKED_FLAGS = os.environ.get("CFLAGS", "").split()
 # Code that AddressSanitizer checks has many more instructions: at -O3 a source takes gcc 15 minutes.
 LEVEL = "-O1" if "-fsanitize=address" in ASKED_FLAGS else "-O3"
 COMMON_FLAGS = [LEVEL, "-std=gnu11", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno"]
+COMMON_FLAGS.append("-fvisibility=hidden")
 if not any(flag.startswith("-g") for flag in ASKED_FLAGS):
     COMMON_FLAGS.append("-g0")  # Python's own flags ask for debug tables, ten times the code's size
 
-# isa/<name>.c includes every family; the flags are what that source may assume of the CPU, those of
-# `portable` what everything else may. On aarch64, where NEON is always there, `portable` is a reference only:
-# at -O3 gcc 12 spends more than 8 minutes on it, at -O2 one and a half.
+# Each families/*.c is a unit for each instruction set, compiled after isa/<name>.h. Flags are what it
+# may assume of the CPU, those of `portable` what everything else may. On aarch64, where NEON is always there,
+# `portable` is a reference only: at -O3 gcc 12 takes more than 8 minutes for it, at -O2 one and a half.
+FLAGS_FILE = str(KERNELS / "isa" / "flags.json")
 ISA_FLAGS: dict[str, list[str]] = {
     isa: flags.split()
-    for isa, flags in json.loads((KERNELS / "isa" / "flags.json").read_text())
-    .get(MACHINE, {"portable": ""})
-    .items()
+    for isa, flags in json.loads(Path(FLAGS_FILE).read_text()).get(MACHINE, {"portable": ""}).items()
 }
 
 STABLE_ABI = "cp311"
@@ -79,8 +81,9 @@ class build_kernels(build_ext):
         if is_same_choice and not self.force and not newer_group([*ext.sources, *ext.depends], target):
             return
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            kernels = [pool.submit(self.compile_isa, ext, isa) for isa in reversed(isas)]  # the longest first
-            others = [pool.submit(self.compile_source, ext, source) for source in ext.sources]
+            others = [pool.submit(self.compile_source, ext, source) for source in ext.sources]  # doors first
+            units = [(isa, unit) for isa in reversed(isas) for unit in UNITS]
+            kernels = [pool.submit(self.compile_unit, ext, isa, unit) for isa, unit in units]
             objects = [done.result() for done in [*kernels, *others]]
         if not self.inplace:  # an earlier build's, with another suffix
             for earlier in Path(target).parent.glob("_native.*.so"):
@@ -125,54 +128,60 @@ class build_kernels(build_ext):
         print(f"{isa}: {self.compiler.compiler_so[0]} does not know its flags; built without")
         return False
 
-    def compile_isa(self, ext: Extension, isa: str) -> str:
-        source, flags = str(KERNELS / "isa" / f"{isa}.c"), [*COMMON_FLAGS, *ISA_FLAGS[isa]]
-        return self.compile_with(ext, source, ISA_DEPENDS, flags, isa)
+    def compile_unit(self, ext: Extension, isa: str, source: str) -> str:
+        """A source of families/ for one instruction set. Its table tells the names of the others' code."""
+        flags = [*COMMON_FLAGS, *ISA_FLAGS[isa]]
+        after = [*flags, "-include", f"isa/{isa}.h"]
+        if not source.endswith("table.c"):
+            return self.compile_with(ext, source, after, isa)
+        names = partial(abi_macros, KERNELS, isa, self.compiler.compiler_so, flags)
+        return self.compile_with(ext, source, after, isa, FAMILIES, names)
 
     def compile_source(self, ext: Extension, source: str) -> str:
         if not source.endswith("_native.c"):
-            return self.compile_with(ext, source, ext.depends, ext.extra_compile_args, None)
+            return self.compile_with(ext, source, ext.extra_compile_args)
         # The doors check and call: at -O3 gcc spends twice the time on them, and no call is faster.
         flags = [*ext.extra_compile_args, "-O1"]
         if not ext.py_limited_api:
-            return self.compile_with(ext, source, ext.depends, flags, None)
+            return self.compile_with(ext, source, flags)
         # Cython's own helper for large integers leaves a parameter unused under the limited API.
         flags += ["-Wno-unused-parameter", *(f"-D{name}={value}" for name, value in STABLE_ABI_MACROS)]
-        return self.compile_with(ext, source, ext.depends, flags, None, folder="stable_abi")
+        return self.compile_with(ext, source, flags, "stable_abi")
 
     def compile_with(
         self,
         ext: Extension,
         source: str,
-        depends: list[str],
         flags: list[str],
-        isa: str | None,
         folder: str = "",
+        depends: Sequence[str] = (),
+        macros: Callable[[], list[tuple[str, str]]] = list,
     ) -> str:
-        """The object file of a source, in a folder of the build's, compiled anew where something that it is
-        made of has changed.
+        """The object file of a source, in a folder of the build's.
+
+        Compiled anew where one of the files that the compiler read for it, or of `depends`, has changed.
         """
         output = str(Path(self.build_temp, folder))
         (target,) = self.compiler.object_filenames([source], output_dir=output)
-        if self.force or newer_group([source, *depends], target):
-            named = abi_macros(KERNELS, isa, self.compiler.compiler_so, flags) if isa else []
+        read = Path(target).with_suffix(".d")
+        made_of = read.read_text().replace("\\\n", " ").split()[1:] if read.exists() else [""]
+        if self.force or newer_group([*made_of, "setup.py", FLAGS_FILE, *depends], target, missing="newer"):
             self.compiler.compile(
                 [source],
                 output_dir=output,
-                macros=[*ext.define_macros, *named],
+                macros=[*ext.define_macros, *macros()],
                 include_dirs=ext.include_dirs,
-                extra_postargs=flags,
+                extra_postargs=[*flags, "-MMD"],
             )
         return target
 
 
 def files_like(*patterns: str) -> list[str]:
-    return ["setup.py", *(str(path) for pattern in patterns for path in sorted(KERNELS.glob(pattern)))]
+    return [str(path) for pattern in patterns for path in sorted(KERNELS.glob(pattern))]
 
 
-# What isa/<name>.c is made of; doors, programs and teams can change without compiling the kernels again.
-ISA_HEADERS = ("blocks.h", "cpu.h", "dispatch.h", "gemm.h", "ops.h", "sparse.h", "families/*.h", "simd/*.h")
-ISA_DEPENDS = files_like(*ISA_HEADERS, "families/**/*.c", "isa/*.json", "abi.py")
+UNITS = files_like("families/*.c")
+FAMILIES = files_like("gemm.h", "blocks.h", "sparse.h", "families/**/*.[ch]", "isa/*.h", "simd/*.h", "abi.py")
 native = Extension(
     "phasewise.cython_kernels._native",
     sources=[
@@ -185,7 +194,7 @@ native = Extension(
         ),
     ],
     include_dirs=[str(KERNELS)],
-    depends=files_like("*.h", "*/*.h", "doors/*.pxi", "families/**/*.c", "isa/*.c", "isa/*.json", "abi.py"),
+    depends=["setup.py", *files_like("*.h", "*/*.h", "doors/*.pxi", "isa/*.json"), *UNITS, *FAMILIES],
     define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
     extra_compile_args=[*COMMON_FLAGS, *ISA_FLAGS["portable"]],
     extra_link_args=["-pthread"],

@@ -8,7 +8,7 @@ Weights rotate over more than --rotate-mib, so that small m reads them from memo
 from __future__ import annotations
 
 import itertools
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from typer import Option
@@ -35,7 +35,7 @@ def best_ns(
     weights: list[PackedWeight],
     m: int,
     repeats: int,
-    schedule: dict[str, int] | None,
+    schedule: dict[str, Any] | None,
     path: str | None = None,
 ) -> float:
     """Nanoseconds per product, best of `repeats` timings of about 5 ms each."""

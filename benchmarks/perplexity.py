@@ -109,11 +109,11 @@ def _open_ranks(model: PackedModel, threads: int | None, kv_format: str, arithme
     from phasewise.topology import read_machine
     from phasewise.tuner.lookup import ScheduleTable
     from phasewise.tuner.plans import PHASES, default_plan
-    from phasewise.workflows.opening.tuned_schedules import KernelSchedules
+    from phasewise.workflows.opening.arithmetic_choice import PATHS
 
     machine = read_machine()
     plans = {phase: default_plan(machine, phase, threads=threads) for phase in PHASES}
-    lookups = {phase: KernelSchedules(ScheduleTable([]), choice=arithmetic) for phase in PHASES}
+    lookups = dict.fromkeys(PHASES, ScheduleTable().asked(arithmetic, PATHS.get(arithmetic)))
     options = RankOptions(
         KvSettings(WINDOW_TOKENS, format=kv_format), WINDOW_TOKENS, max_sequences=1, schedules=lookups
     )

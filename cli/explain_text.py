@@ -49,11 +49,11 @@ def _source(use: ScheduleUse) -> str:
     return use.why.partition(":")[0].partition(" ")[0]
 
 
-def _tile_and_grid(schedule: Mapping[str, int] | None) -> str:
+def _tile_and_grid(schedule: Mapping[str, Any] | None) -> str:
     if schedule is None:
         return "by the step"
     s = schedule
-    return f"{s['mr']}x{16 * s['panels']}, {s['grid_m']}x{s['grid_n']}x{s['grid_k']}"
+    return f"{s['mr']}x{16 * s['panels']}, {s['threads_m']}x{s['threads_n']}x{s['threads_k']}"
 
 
 def _problem(use: ScheduleUse) -> str:

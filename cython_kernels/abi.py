@@ -18,28 +18,24 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 FAMILIES = {
-    "gemm": ("gemm.h", "blocks.h", "sparse.h", "families/gemm*", "families/quantise.c"),
+    "gemm": (
+        "gemm.h",
+        "blocks.h",
+        "sparse.h",
+        "families/gemm*",
+        "families/quantise.c",
+        "families/byte_scale.h",
+    ),
     "attention": (
-        "families/attention*",
-        "families/softmax.c",
+        "families/attention.c",
+        "families/attention/*",
+        "families/rows/softmax.c",
         "families/exp.h",
         "families/sixteen.h",
-        "families/quantise.c",
+        "families/byte_scale.h",
     ),
 }
 """The families whose schedules are tuned, and their own files."""
-
-UNTUNED = (
-    "families/rows/activations.c",
-    "families/all.h",
-    "families/rows/elementwise.c",
-    "families/rows/layernorm.c",
-    "families/limits.c",
-    "families/ops.c",
-    "families/rows/rmsnorm.c",
-    "families/rows/rope.c",
-)
-"""Files that no schedule steers."""
 
 VOCABULARY = ("isa/*", "simd/*")
 
@@ -75,9 +71,7 @@ def essence(text: str) -> str:
 def abi_macros(
     kernels: Path, isa: str, compiler: Sequence[str], flags: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """Macros that setup.py defines while it compiles isa/<isa>.c: `PW_GEMM_ABI` and its like, as C
-    strings.
-    """
+    """Macros that setup.py defines for an instruction set's table, C strings: `PW_GEMM_ABI` and its like."""
     sources = _sources(kernels, isa, compiler, flags)
     all_flags = [*flags, *os.environ.get("CFLAGS", "").split()]
     version = _run([*compiler, "-E", "-P", "-x", "c", "-"], "__VERSION__\n").strip()
@@ -88,9 +82,10 @@ def abi_macros(
 
 
 def _sources(kernels: Path, isa: str, compiler: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
-    """The files of ours that isa/<isa>.c is made of, as the compiler with these flags sees them."""
-    rule = _run([*compiler, *flags, "-MM", "-I", str(kernels), str(kernels / "isa" / f"{isa}.c")])
-    paths = [Path(word) for word in rule.replace("\\\n", " ").split()[1:]]
+    """The files of ours that the units of an instruction set are made of, as the compiler sees them."""
+    units = sorted((kernels / "families").glob("*.c"))
+    rules = _run([*compiler, *flags, "-MM", "-I", str(kernels), "-include", f"isa/{isa}.h", *map(str, units)])
+    paths = {Path(word) for word in rules.replace("\\\n", " ").split() if not word.endswith(":")}
     return {path.relative_to(kernels).as_posix(): path.read_text() for path in paths}
 
 

@@ -7,8 +7,22 @@
 
 #include <stdint.h>
 
-typedef enum { PW_F32, PW_BF16, PW_Q8, PW_Q4, PW_Q2_K, PW_Q3_K, PW_Q4_K, PW_Q5_K, PW_Q6_K, PW_IQ4_XS, PW_IQ4_NL, PW_MXFP4,
-               PW_Q5_0, PW_Q5_1, PW_KINDS } pw_kind;
+/* Every kind in blocks and its format: X(kind, fields of pw_block_format). In the order of packing.py's kinds. */
+#define PW_BLOCK_FORMATS(X)                                                                                            \
+    X(Q2_K, .inputs = 256, .group = 16, .low_bits = 2, .scaling = PW_SUPER_HALVES)                                     \
+    X(Q3_K, .inputs = 256, .group = 16, .low_bits = 2, .high_bits = 1, .zero_point = 4, .scaling = PW_SUPER, .sub_zero = 32) \
+    X(Q4_K, .inputs = 256, .group = 32, .low_bits = 4, .scaling = PW_SUPER_MINS)                                       \
+    X(Q5_K, .inputs = 256, .group = 32, .low_bits = 4, .high_bits = 1, .scaling = PW_SUPER_MINS)                       \
+    X(Q6_K, .inputs = 256, .group = 16, .low_bits = 4, .high_bits = 2, .zero_point = 32, .scaling = PW_SUPER, .sub_zero = 128) \
+    X(IQ4_XS, .inputs = 256, .group = 32, .low_bits = 4, .zero_point = 128, .scaling = PW_SUPER, .sub_zero = 32,       \
+      .table = PW_IQ4_TABLE)                                                                                           \
+    X(IQ4_NL, .inputs = 32, .group = 32, .low_bits = 4, .zero_point = 128, .scaling = PW_HALF, .table = PW_IQ4_TABLE)  \
+    X(MXFP4, .inputs = 32, .group = 32, .low_bits = 4, .zero_point = 128, .scaling = PW_EXPONENT, .table = PW_FP4_TABLE) \
+    X(Q5_0, .inputs = 32, .group = 32, .low_bits = 4, .high_bits = 1, .zero_point = 16, .scaling = PW_HALF)            \
+    X(Q5_1, .inputs = 32, .group = 32, .low_bits = 4, .high_bits = 1, .scaling = PW_HALF_MINS)
+
+#define PW_BLOCK_KIND(kind, ...) PW_##kind,
+typedef enum { PW_F32, PW_BF16, PW_Q8, PW_Q4, PW_BLOCK_FORMATS(PW_BLOCK_KIND) PW_KINDS } pw_kind;
 
 /* What scales the codes of a block: two levels (a byte for each group, float16 for all), or one. */
 typedef enum {
@@ -35,18 +49,10 @@ static inline int pw_in_blocks(int32_t kind) { return kind > PW_Q4 && kind < PW_
 
 /* Of a kind in blocks; folded by the compiler where the kind is a constant. */
 static inline __attribute__((always_inline)) pw_block_format pw_block_format_of(int32_t kind) {
-    switch (kind) {
-    case PW_Q2_K: return (pw_block_format){256, 16, 2, 0, 0, PW_SUPER_HALVES, 0, PW_NO_TABLE};
-    case PW_Q3_K: return (pw_block_format){256, 16, 2, 1, 4, PW_SUPER, 32, PW_NO_TABLE};
-    case PW_Q4_K: return (pw_block_format){256, 32, 4, 0, 0, PW_SUPER_MINS, 0, PW_NO_TABLE};
-    case PW_Q5_K: return (pw_block_format){256, 32, 4, 1, 0, PW_SUPER_MINS, 0, PW_NO_TABLE};
-    case PW_Q6_K: return (pw_block_format){256, 16, 4, 2, 32, PW_SUPER, 128, PW_NO_TABLE};
-    case PW_IQ4_XS: return (pw_block_format){256, 32, 4, 0, 128, PW_SUPER, 32, PW_IQ4_TABLE};
-    case PW_IQ4_NL: return (pw_block_format){32, 32, 4, 0, 128, PW_HALF, 0, PW_IQ4_TABLE};
-    case PW_MXFP4: return (pw_block_format){32, 32, 4, 0, 128, PW_EXPONENT, 0, PW_FP4_TABLE};
-    case PW_Q5_0: return (pw_block_format){32, 32, 4, 1, 16, PW_HALF, 0, PW_NO_TABLE};
-    default: return (pw_block_format){32, 32, 4, 1, 0, PW_HALF_MINS, 0, PW_NO_TABLE}; /* q5_1 */
-    }
+#define PW_BLOCK_CASE(kind, ...) \
+    case PW_##kind: return (pw_block_format){__VA_ARGS__};
+    switch (kind) { PW_BLOCK_FORMATS(PW_BLOCK_CASE) }
+    __builtin_trap(); /* kinds are checked where weights come in */
 }
 
 static inline __attribute__((always_inline)) int pw_has_mins(pw_block_format f) {

@@ -69,16 +69,19 @@ typedef struct {
     int64_t begin, end;
 } pw_range;
 
-/* How to walk a product. Any values are safe: gemm clamps them to what exists. They change speed, never results. */
+typedef enum { PW_LOOP_NM, PW_LOOP_MN } pw_loop_order; /* outermost first: panel blocks outside row blocks, or inside */
+
+/* How to walk a product, by the names of kerneldb.records.Schedule. Any values are safe: gemm clamps them to what exists.
+ * They change speed, never results. */
 typedef struct {
     int32_t mr, panels;           /* micro-kernel: rows x panels of 16 */
     int32_t block_m;              /* rows that meet a panel block before the next one is taken */
-    int32_t block_n;              /* panels that stay in L2 while the rows pass */
+    int32_t block_n;              /* columns, of whole panels, that stay in L2 while the rows pass */
     int32_t block_k;              /* inputs per pass, so that a tile's weights stay in L1 */
     int32_t prefetch_bytes;       /* how far ahead of a panel's reads its lines are asked for; 0: not at all */
-    int32_t grid_m, grid_n;       /* threads over rows and over panels */
-    int32_t grid_k;               /* 1, or the weight's k_parts: each part has threads of its own */
-    int32_t rows_outside;         /* 0: panel blocks are the outermost loop, 1: row blocks are */
+    int32_t threads_m, threads_n; /* over rows and over panels */
+    int32_t threads_k;            /* 1, or the weight's k_parts: each part has threads of its own */
+    int32_t loop_order;           /* pw_loop_order */
 } pw_schedule;
 
 static inline int64_t pw_panels(int64_t n) { return (n + PW_PANEL - 1) / PW_PANEL; }
@@ -101,7 +104,7 @@ const char *pw_weight_problem(const pw_weight *w);
 /* A schedule that needs no tuning: small M streams weights, large M blocks for the caches. */
 pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads);
 
-/* The part of y[m][n] that `thread` of grid_m * grid_n computes; empty ranges where there are too few pieces. */
+/* The part of y[m][n] that `thread` of threads_m * threads_n computes; empty ranges where there are too few pieces. */
 void pw_share(const pw_schedule *s, const pw_weight *w, int64_t m, int32_t thread, pw_range *rows, pw_range *panels);
 
 /* The monotonic clock. */

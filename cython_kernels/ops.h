@@ -87,8 +87,8 @@ static inline pw_kv_head pw_kv_head_at(char *memory, int64_t slots, int32_t form
 #define PW_GATE_NUMBER(NAME) PW_GATE_##NAME,
 #define PW_ACT_NUMBER(NAME) PW_ACT_##NAME,
 #define PW_AS_TEXT(NAME) #NAME,
-enum { PW_EACH_GATE(PW_GATE_NUMBER) PW_GATES };
-enum { PW_EACH_ACTIVATION(PW_ACT_NUMBER) PW_ACTIVATIONS };
+typedef enum { PW_EACH_GATE(PW_GATE_NUMBER) PW_GATES } pw_gate;
+typedef enum { PW_EACH_ACTIVATION(PW_ACT_NUMBER) PW_ACTIVATIONS } pw_activation;
 
 static inline const char *pw_gate_name(int number) {
     static const char *const names[] = {PW_EACH_GATE(PW_AS_TEXT)};

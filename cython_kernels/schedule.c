@@ -136,9 +136,9 @@ static int groups_arrive_from_afar(const pw_weight *w, int64_t m) {
  * they share out the rows instead, which each then finds where it has prepared them. */
 static void share_out(const pw_weight *w, int64_t m, int32_t threads, pw_schedule *s) {
     int by_rows = m >= (int64_t)OWN_ROWS * threads && w->n <= FEW_COLUMNS * m && w->n * w->k <= FEW_WEIGHTS;
-    s->grid_m = by_rows ? threads : 1;
-    s->grid_n = by_rows ? 1 : threads;
-    s->grid_k = 1;
+    s->threads_m = by_rows ? threads : 1;
+    s->threads_n = by_rows ? 1 : threads;
+    s->threads_k = 1;
 }
 
 pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) {
@@ -151,16 +151,17 @@ pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) 
     s.mr = mr;
     s.panels = panels;
     s.block_m = m <= STREAM_ROWS ? STREAM_ROWS : BLOCK_ROWS;
-    s.block_n = (int32_t)at_least(panels, at_most(1 << 20, L2_WEIGHT_BYTES / panel_bytes));
+    int64_t block_panels = at_least(panels, at_most(1 << 20, L2_WEIGHT_BYTES / panel_bytes));
     s.block_k = (int32_t)(m <= mr ? k : pass_inputs(k, fitting_k));
-    if (m > STREAM_ROWS) s.block_n = BLOCK_PANELS / panels * panels;
+    if (m > STREAM_ROWS) block_panels = BLOCK_PANELS / panels * panels;
     if (m > STREAM_ROWS && w->kind < PW_Q8) s.block_k = (int32_t)pass_inputs(k, dense_pass_inputs(w));
     if (m > STREAM_ROWS && bytes_arrive_from_l2(w, m)) s.block_k = (int32_t)pass_inputs(k, BYTE_PASS_INPUTS);
     if (m > STREAM_ROWS && in_tiles(w)) {
         int64_t strip_inputs = TILE_STRIP_BYTES * 8 / (PW_PANEL * panels * eighths);
         s.block_k = (int32_t)pass_inputs(k, eighths > 8 ? strip_inputs : BYTE_PASS_INPUTS);
-        s.block_n = TILE_BLOCK_PANELS;
+        block_panels = TILE_BLOCK_PANELS;
     }
+    s.block_n = (int32_t)(block_panels * PW_PANEL);
     s.prefetch_bytes = m > STREAM_ROWS && w->kind >= PW_Q8 ? GROUPS_AHEAD_BYTES : STREAM_AHEAD_BYTES;
     if (groups_arrive_from_afar(w, m) || (m > STREAM_ROWS && in_tiles(w))) s.prefetch_bytes = FAR_GROUPS_BYTES;
     stream_from_afar(w, m, &s);
@@ -180,13 +181,13 @@ static pw_range part_of(int64_t count, int64_t unit, int64_t parts, int64_t i) {
 }
 
 void pw_share(const pw_schedule *s, const pw_weight *w, int64_t m, int32_t thread, pw_range *rows, pw_range *panels) {
-    int64_t grid_m = at_least(1, s->grid_m), grid_n = at_least(1, s->grid_n);
-    if (thread < 0 || thread >= grid_m * grid_n) {
+    int64_t threads_m = at_least(1, s->threads_m), threads_n = at_least(1, s->threads_n);
+    if (thread < 0 || thread >= threads_m * threads_n) {
         *rows = *panels = (pw_range){0, 0};
         return;
     }
-    *rows = part_of(m, at_least(1, s->mr), grid_m, thread / grid_n);
-    *panels = part_of(pw_panels(w->n), 1, grid_n, thread % grid_n);
+    *rows = part_of(m, at_least(1, s->mr), threads_m, thread / threads_n);
+    *panels = part_of(pw_panels(w->n), 1, threads_n, thread % threads_n);
 }
 
 const char *pw_path_name(int path) {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 
 from phasewise._words import number
@@ -194,6 +194,13 @@ class Schedule:
     def nr(self) -> int:
         """Output columns of the micro-kernel."""
         return PANEL_COLUMNS * self.panels
+
+    @property
+    def walk(self) -> dict[str, int | str]:
+        """The fields that kernels are told: all but the arithmetic, which belongs to the weight."""
+        return {
+            name: value for name, value in asdict(self).items() if name not in ("compute_path", "k_parts")
+        }
 
     @property
     def threads(self) -> int:

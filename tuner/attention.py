@@ -8,6 +8,7 @@ that no cache holds their keys and values, which is how a model finds them.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels import _native
-from phasewise.kerneldb.records import PANEL_COLUMNS, Problem, Schedule
+from phasewise.kerneldb.records import Problem, Schedule
 from phasewise.tuner.search.group import Group
 from phasewise.tuner.search.space import Arithmetic, Caches
 
@@ -53,20 +54,8 @@ def attention_group(kv_format: str, n: int, k: int, threads: int, caches: Caches
 def default_attention(n: int, k: int, m: int, threads: int) -> Schedule:
     """The kernels' own cut of a slice of m rows, as a record."""
     fields = _native.default_attention(_shape(n, k, 1), m, POSITIONS if m == 1 else m, threads)
-    return Schedule(
-        mr=fields["mr"],
-        panels=1,
-        block_m=-(-fields["block_m"] // fields["mr"]) * fields["mr"],
-        block_n=PANEL_COLUMNS,
-        block_k=fields["block_k"],
-        threads_m=1,
-        threads_n=threads,
-        threads_k=1,
-        compute_path=ARITHMETIC.compute_path,
-        k_parts=1,
-        prefetch_bytes=0,
-        loop_order="nm",
-    )
+    fields["block_m"] = -(-fields["block_m"] // fields["mr"]) * fields["mr"]
+    return Schedule(**fields, compute_path=ARITHMETIC.compute_path, k_parts=1)
 
 
 def _shape(n: int, k: int, layers: int, vocab: int = 1) -> dict[str, int | float]:
@@ -118,9 +107,9 @@ class TeamAttention:
         self._program.run(team, self._step)
         self._expected = self._out.copy()
 
-    def run(self, fields: dict[str, int], calls: int) -> npt.NDArray[np.int64]:
+    def run(self, walk: Mapping[str, int | str], calls: int) -> npt.NDArray[np.int64]:
         """Nanoseconds of each of `calls`, a layer's mean in one pass through all of them."""
-        self._program.set_attention_schedules([(self._m, fields)])
+        self._program.set_attention_schedules([(self._m, walk)])
         taken = np.empty(calls, np.int64)
         for call in range(calls):
             before = self._program.native_ns

@@ -17,12 +17,15 @@ tuning.
 from __future__ import annotations
 
 import bisect
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, Protocol, TypeAlias
 
+from phasewise.cython_kernels.blocks import BLOCKS
 from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.cython_kernels.schedules import MAX_ROW_RANGES, RowRange, ScheduleLookup
 from phasewise.kerneldb.records import MachineKey, Measurement, Problem, Schedule
 from phasewise.tuner.search.space import Arithmetic, pieces
 from phasewise.tuner.weights import dense_format, format_name
@@ -43,8 +46,7 @@ Obstacle: TypeAlias = Callable[[Problem, Schedule], str | None]
 
 MOST_TOLD = 5
 """Most rows that are left out by name."""
-MOST_CHOICES = 64
-"""Most ranges of m that a program takes for each of its products."""
+TILE_PATH = "bf16_tile"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +103,31 @@ class _Weight:
         return sorted(self.tuned)
 
 
-class ScheduleTable:
+class ScheduleTable(ScheduleLookup):
     """The schedules in use on one kind of machine, of one build of the kernels."""
 
-    def __init__(self, in_use: Iterable[Measurement], is_default: IsDefault = lambda *_: False) -> None:
+    def __init__(self, in_use: Iterable[Measurement] = (), is_default: IsDefault = lambda *_: False) -> None:
         """`in_use`: `Store.promoted_measurements` of one machine key, those of this build of the kernels."""
         rows: dict[WeightKey, list[Measurement]] = {}
         for row in in_use:
             problem = row.problem
             rows.setdefault((problem.family, problem.format, problem.n, problem.k), []).append(row)
         self._weights = {key: _weight(of_weight, is_default) for key, of_weight in rows.items()}
+        self._ranges: dict[tuple[WeightKey, int], list[RowRange]] = {}
+        self._asked: tuple[str, str | None] = ("", None)
+        self._in_tiles = False
 
-    def arithmetic(self, key: WeightKey) -> Arithmetic | None:
+    def asked(self, choice: str, path: str | None, *, in_tiles: bool = False) -> ScheduleTable:
+        """The same schedules where `--arithmetic choice` has weights with sub-scales multiplied by `path`.
+
+        path: None leaves it to the schedules. in_tiles: quantised weights are multiplied as bf16 on the tile
+        unit, where there is one.
+        """
+        other = copy.copy(self)
+        other._asked, other._in_tiles = (choice, path), in_tiles
+        return other
+
+    def arithmetic_of(self, key: WeightKey) -> Arithmetic | None:
         """The way of computing that its schedules share; None: the default one, nothing is tuned."""
         weight = self._weights.get(key)
         return None if weight is None else weight.arithmetic
@@ -125,7 +140,7 @@ class ScheduleTable:
         )
 
     def choices(self, key: WeightKey, max_m: int) -> list[ScheduleChoice]:
-        """For every m from 1 to `max_m`: ranges of m, ascending, at most MOST_CHOICES.
+        """For every m from 1 to `max_m`: ranges of m, ascending, at most MAX_ROW_RANGES.
 
         Where there would be more, the ranges that differ least in m are joined and run with one of their
         schedules.
@@ -136,22 +151,46 @@ class ScheduleTable:
             if ranges and ranges[-1].schedule == choice.schedule:
                 choice = _joined(ranges.pop(), choice)
             ranges.append(choice)
-        while len(ranges) > MOST_CHOICES:
+        while len(ranges) > MAX_ROW_RANGES:
             _join_nearest(ranges)
         return ranges
 
-    def arithmetic_of(self, weight: PackedWeight) -> tuple[str | None, int]:
+    def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
         """Compute path (None: the default one) and number of k parts; the same whatever the storage."""
-        arithmetic = self.arithmetic(("gemm", dense_format(weight), weight.n, weight.k))
+        path = self._path_for(weight)
+        return self._tuned_arithmetic(weight) if path is None else (path, 1)
+
+    def own_path(self, weight: PackedWeight) -> str | None:
+        has_tiles = weight.kind in ("f32", "bf16") or (weight.kind == "q8" and weight.group == 0)
+        return TILE_PATH if self._in_tiles and not has_tiles else None
+
+    def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
+        """Ranges for products of 1 to `max_m` rows; kept, since a model has many weights and few shapes."""
+        path = self._path_for(weight)
+        if path not in (None, self._tuned_arithmetic(weight)[0]):
+            return [RowRange(max_m, None, f"--arithmetic {self._asked[0]}: the default")]
+        return self._row_ranges(("gemm", format_name(weight), weight.n, weight.k), max_m)
+
+    def attention(self, kv_format: str, n: int, k: int, max_m: int) -> list[RowRange]:
+        """Ranges for slices of 1 to `max_m` query rows."""
+        return self._row_ranges(("attention", kv_format, n, k), max_m)
+
+    def _tuned_arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
+        arithmetic = self.arithmetic_of(("gemm", dense_format(weight), weight.n, weight.k))
         return (None, 1) if arithmetic is None else (arithmetic.compute_path, arithmetic.k_parts)
 
-    def products(self, weight: PackedWeight, max_m: int) -> Sequence[ScheduleChoice]:
-        """Choices for products of 1 to `max_m` rows, ascending."""
-        return self.choices(("gemm", format_name(weight), weight.n, weight.k), max_m)
+    def _path_for(self, weight: PackedWeight) -> str | None:
+        """The path that was asked for; None where none was, or where the weight has no sub-scales."""
+        blocks = BLOCKS.get(weight.kind)
+        return self._asked[1] if blocks is not None and blocks.has_subs else None
 
-    def attention(self, kv_format: str, n: int, k: int, max_m: int) -> Sequence[ScheduleChoice]:
-        """Choices for slices of 1 to `max_m` query rows, ascending."""
-        return self.choices(("attention", kv_format, n, k), max_m)
+    def _row_ranges(self, key: WeightKey, max_m: int) -> list[RowRange]:
+        if (key, max_m) not in self._ranges:
+            self._ranges[key, max_m] = [
+                RowRange(choice.last_m, choice.schedule.walk if choice.schedule else None, choice.why)
+                for choice in self.choices(key, max_m)
+            ]
+        return self._ranges[key, max_m]
 
 
 class ScheduleStore(Protocol):

@@ -10,7 +10,7 @@ Every candidate is checked: on one arithmetic its result must equal the default 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -57,22 +57,6 @@ class KernelMismatchError(TunerError):
 # ---- schedules -------------------------------------------------------------------------------------------
 
 
-def kernel_fields(schedule: Schedule) -> dict[str, int]:
-    """A record as `_native` reads it. The arithmetic goes beside it: it belongs to the weight."""
-    return {
-        "mr": schedule.mr,
-        "panels": schedule.panels,
-        "block_m": schedule.block_m,
-        "block_n": schedule.block_n // PANEL_COLUMNS,
-        "block_k": schedule.block_k,
-        "prefetch_bytes": schedule.prefetch_bytes,
-        "grid_m": schedule.threads_m,
-        "grid_n": schedule.threads_n,
-        "grid_k": schedule.threads_k,
-        "rows_outside": int(schedule.loop_order == "mn"),
-    }
-
-
 def is_default_for(threads: int) -> Callable[[Problem, Schedule], bool]:
     """True if a schedule of a product is the kernels' own; False for attention."""
 
@@ -88,22 +72,13 @@ def is_default_for(threads: int) -> Callable[[Problem, Schedule], bool]:
 def default_schedule(weight: PackedWeight, m: int, threads: int, arithmetic: Arithmetic) -> Schedule:
     """The kernels' own schedule as a record: blocks larger than the product are cut to it."""
     fields = _native.default_schedule(weight, m, threads, arithmetic.compute_path, arithmetic.k_parts)
-    mr, panels = fields["mr"], fields["panels"]
-    return Schedule(
-        mr=mr,
-        panels=panels,
-        block_m=_multiple(min(fields["block_m"], m), mr),
-        block_n=_multiple(min(fields["block_n"], packing.padded_n(weight.n) // packing.PANEL), panels)
-        * PANEL_COLUMNS,
-        block_k=min(fields["block_k"], packing.padded_k(weight.k)),
-        threads_m=fields["grid_m"],
-        threads_n=fields["grid_n"],
-        threads_k=fields["grid_k"],
-        compute_path=arithmetic.compute_path,
-        k_parts=arithmetic.k_parts,
-        prefetch_bytes=fields["prefetch_bytes"],
-        loop_order="mn" if fields["rows_outside"] else "nm",
-    )
+    tile_columns = PANEL_COLUMNS * fields["panels"]
+    fields |= {
+        "block_m": _multiple(min(fields["block_m"], m), fields["mr"]),
+        "block_n": _multiple(min(fields["block_n"], packing.padded_n(weight.n)), tile_columns),
+        "block_k": min(fields["block_k"], packing.padded_k(weight.k)),
+    }
+    return Schedule(**fields, compute_path=arithmetic.compute_path, k_parts=arithmetic.k_parts)
 
 
 def _multiple(size: int, step: int) -> int:
@@ -331,9 +306,9 @@ class _Product:
         self.call_ns: dict[Schedule, int] = {}
         """Recent time of one call, for schedules whose result was found right."""
 
-    def run(self, fields: dict[str, int], calls: int) -> npt.NDArray[np.int64]:
+    def run(self, walk: Mapping[str, int | str], calls: int) -> npt.NDArray[np.int64]:
         """Nanoseconds of each call."""
-        return np.asarray(self._native.time(fields, calls))
+        return np.asarray(self._native.time(walk, calls))
 
     def result(self) -> npt.NDArray[np.float32]:
         """Result of the last call."""
@@ -357,9 +332,9 @@ class _Attention:
         """As a product's."""
         self._native = TeamAttention(team, problem, total_bytes)
 
-    def run(self, fields: dict[str, int], calls: int) -> npt.NDArray[np.int64]:
+    def run(self, walk: Mapping[str, int | str], calls: int) -> npt.NDArray[np.int64]:
         """Nanoseconds of each call."""
-        return self._native.run(fields, calls)
+        return self._native.run(walk, calls)
 
     def check(self, schedule: Schedule) -> None:
         """Check the result of the last call."""
@@ -374,9 +349,9 @@ class _Contestant:
         started_ns = time.perf_counter_ns()
         self._product = product
         self._schedule = schedule
-        self._fields = kernel_fields(schedule)
+        self._walk = schedule.walk
         if schedule not in product.call_ns:
-            call_ns = int(product.run(self._fields, 1)[0])
+            call_ns = int(product.run(self._walk, 1)[0])
             product.check(schedule)
             product.call_ns[schedule] = call_ns
         self._turn = timing.plan_turn(product.call_ns[schedule])
@@ -384,7 +359,7 @@ class _Contestant:
 
     def take(self) -> timing.Samples:
         started_ns = time.perf_counter_ns()
-        samples = timing.loop_means(self._product.run(self._fields, self._turn.calls), self._turn)
+        samples = timing.loop_means(self._product.run(self._walk, self._turn.calls), self._turn)
         self._product.call_ns[self._schedule] = min(samples)
         self._effort_ns += time.perf_counter_ns() - started_ns
         return samples

@@ -47,8 +47,8 @@ cdef extern from "gemm.h" nogil:
         int64_t begin, end
 
     ctypedef struct pw_schedule:
-        int32_t mr, panels, block_m, block_n, block_k, prefetch_bytes, grid_m, grid_n, grid_k
-        int32_t rows_outside
+        int32_t mr, panels, block_m, block_n, block_k, prefetch_bytes, threads_m, threads_n, threads_k
+        int32_t loop_order
 
     int64_t pw_panels(int64_t n)
     int64_t pw_padded_k(int64_t k)
@@ -346,20 +346,27 @@ def sparse_kept(stream, offsets, str kind, int64_t k):
     return kept
 
 
+cdef tuple LOOP_ORDERS = ("nm", "mn")  # pw_loop_order
+
+
 cdef pw_schedule schedule_of(fields):
     cdef pw_schedule s
     s.mr, s.panels, s.block_m, s.block_n, s.block_k = (
         fields["mr"], fields["panels"], fields["block_m"], fields["block_n"], fields["block_k"])
-    s.prefetch_bytes, s.rows_outside = fields["prefetch_bytes"], fields["rows_outside"]
-    s.grid_m, s.grid_n, s.grid_k = fields["grid_m"], fields["grid_n"], fields["grid_k"]
+    s.threads_m, s.threads_n, s.threads_k = fields["threads_m"], fields["threads_n"], fields["threads_k"]
+    s.prefetch_bytes, s.loop_order = fields["prefetch_bytes"], LOOP_ORDERS.index(fields["loop_order"])
     return s
+
+
+cdef dict fields_of(pw_schedule s):
+    cdef dict fields = s
+    return {**fields, "loop_order": LOOP_ORDERS[s.loop_order]}
 
 
 def default_schedule(packed, int64_t m, int32_t threads=1, path=None, int32_t k_parts=1):
-    """The schedule, as a dict of ints, that the kernels use for m rows where no tuned one is known."""
+    """The schedule that the kernels use for m rows where no tuned one is known: a dict by the names of pw_schedule."""
     cdef pw_weight w = weight_view(packed, path, k_parts)
-    cdef pw_schedule s = pw_default_schedule(&w, m, threads)
-    return s
+    return fields_of(pw_default_schedule(&w, m, threads))
 
 
 def prepared_row_bytes(packed, path=None):

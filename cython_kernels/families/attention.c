@@ -12,7 +12,7 @@
  * Keys and values stored as float16 are off by up to 2^-11 of themselves before that, as bfloat16 by 2^-8.
  *
  * int8: a key is scale * c, c integers up to 127, scale = max |k| / 127, and so is a value; in int16 c is at most
- * pw_key_limit or PW_VALUE_LIMIT. attention_pairs.c multiplies them, and has the bound for keys and values as they are
+ * pw_key_limit or PW_VALUE_LIMIT. attention/pairs.c multiplies them, and has the bound for keys and values as they are
  * stored. Those are off by up to e = 0.5001 scale in every element: a score by d_k = e_k sum |q_i|, the result by
  * (exp(2 max d_k) - 1) max |v_j| + max e_v.
  *
@@ -20,10 +20,14 @@
  * minimum are bfloat16: the product is exact); then they are multiplied as float32 storage is, bit for bit. They are
  * off by up to e = 0.5001 scale + 2^-23 max |x|, and scale <= (max x - min x + 2^-7 |min x|) / 15 * (1 + 2^-7),
  * because the minimum is rounded down and the scale up; where that is below 2^-100, scale = 0 and e = 2^-100. */
-#include "families/attention_pairs.h"
-#include "families/attention_stored.h"
+#include "families/attention/pairs.h"
+#include "families/attention/stored.h"
+#include "families/byte_scale.h"
+#include "families/exp.h"
+#include "families/sixteen.h"
+#include "families/slots.h"
 
-#include "families/attention_weights.c"
+#include "families/attention/weights.c"
 
 typedef struct {
     const void *data;
@@ -130,7 +134,7 @@ static void attend_tile(const pw_kv_head *head, const pw_queries *queries, int r
                     out.values + (int64_t)row * head->value_dim, head->value_dim);
 }
 
-#include "families/attention_pairs.c"
+#include "families/attention/pairs.c"
 
 /* ---- chunks ----------------------------------------------------------------------------------------------------- */
 
@@ -192,11 +196,11 @@ static chunk_data widened(const pw_kv_head *head, chunk_data from, int64_t slots
     return from;
 }
 
-static void ISA(prepare_queries)(int32_t format, int32_t head_dim, int32_t rows, float *q) {
+void ISA(prepare_queries)(int32_t format, int32_t head_dim, int32_t rows, float *q) {
     if (pw_kv_has_scales(format)) round_queries(head_dim, rows, q);
 }
 
-static void ISA(attend_chunk)(const pw_kv_head *head, const pw_queries *queries, int64_t chunk, int64_t origin,
+void ISA(attend_chunk)(const pw_kv_head *head, const pw_queries *queries, int64_t chunk, int64_t origin,
                               float *scratch, pw_partial out) {
     span all = NOTHING;
     int64_t bytes = pw_kv_element_bytes(head->format);
@@ -236,7 +240,7 @@ static void rescale(int rows, pw_partial part, pw_partial into, float *part_fact
     v_store_n(into.sum, sum, rows);
 }
 
-static void ISA(merge)(int32_t rows, int32_t value_dim, pw_partial part, pw_partial into) {
+void ISA(merge)(int32_t rows, int32_t value_dim, pw_partial part, pw_partial into) {
     for (int32_t row = 0; row < rows; row += LANES) {
         float of_part[LANES], of_into[LANES];
         int now = rows - row < LANES ? rows - row : LANES;
@@ -251,16 +255,18 @@ static void ISA(merge)(int32_t rows, int32_t value_dim, pw_partial part, pw_part
     }
 }
 
-static void ISA(begin)(int32_t rows, int32_t value_dim, pw_partial out) {
+void ISA(begin)(int32_t rows, int32_t value_dim, pw_partial out) {
     fill(out.top, 0, rows, NOTHING_SEEN);
     fill(out.sum, 0, rows, 0.0f);
     fill(out.values, 0, (int64_t)rows * value_dim, 0.0f);
 }
 
-static void ISA(finish)(int32_t head_dim, float sum, const float *values, float *out) {
+void ISA(finish)(int32_t head_dim, float sum, const float *values, float *out) {
     vf factor = v_set1(1.0f / sum);
     for (int32_t i = 0; i < head_dim; i += LANES) {
         int count = head_dim - i < LANES ? head_dim - i : LANES;
         v_store_n(out + i, v_mul(v_load_n(values + i, count), factor), count);
     }
 }
+
+#include "families/attention/cache.c"

@@ -3,108 +3,72 @@
  * Loops, outermost first: panel blocks and row blocks, in either order, parts of k, passes over a part (a pass's
  * rows stay in L2), tiles of panels (a tile's weights stay in L1 or close to it), tiles of rows. A tile that is not at
  * the last pass of a part keeps its float32 sums in `partial`, and at the end of a part adds them to `total`: storing
- * and loading a float32 is exact, so passes do not change results. Error bounds: gemm_dense.c, gemm_quant.c. Sums of P
+ * and loading a float32 is exact, so passes do not change results. Error bounds: gemm_dense.h, gemm_quant.c. Sums of P
  * parts round P - 1 times more, 2^-24 of the sum each: within the same bounds, since the chains are shorter by as much.
  *
  * A sparse weight is expanded by the tile itself (gemm_sparse.c) where one tile has all rows and an instruction expands;
- * otherwise a pass expands its panels first (gemm_expand.c): from there on they are dense.
+ * otherwise a pass expands its panels first (gemm_expand.h): from there on they are dense.
  * Where many rows meet the same weights, a pass stages them (gemm_stage.c), once for all tiles of rows, to the same
  * bits. Meanwhile the kernels ask for what comes next (look_ahead). */
-#include "families/gemm.h"
+#include "families/gemm_blocks.h"
+#include "families/gemm_expand.h"
+#include "families/gemm_tiles.h"
 
 enum { BLOCK_FLOATS = 1 << 17, STAGED_ROWS = 64, MOST_AHEAD_BYTES = 1 << 16 };
 
-/* The ways that a product is computed: a table of micro-kernels each, or what quantised weights are unpacked to first.
- * Blocks that are not unpacked have a table for each kind. */
-typedef enum {
-    F32, BF16_FMA, F16_FMA, BF16_AS_F16, BF16_DOT, BF16_TILE, Q8_GROUP32, Q8_GROUP16, Q8_COLUMN, Q8_COLUMN_TILE, Q4,
-    IN_BLOCKS, BLOCKWISE, STAGED_BLOCKWISE, ARITHMETICS,
-    QUANT_AS_F32 = ARITHMETICS, QUANT_AS_BF16_DOT, QUANT_AS_BF16_TILE
-} arithmetic;
+static const tile_table no_tiles;
 
-typedef tile_kernel *tile_table[MAX_MR + 1][MAX_TILE_PANELS + 1];
-
-static const tile_table tiles[ARITHMETICS] = {
-#define TILE(mr, np) [F32][mr][np] = f32_##mr##x##np, [BF16_FMA][mr][np] = bf16_fma_##mr##x##np,
-    DENSE_TILES(TILE)
-#undef TILE
+static const tile_table *const tiles[ARITHMETICS] = {
+    [F32] = &ISA(f32_tiles),
+    [BF16_FMA] = &ISA(bf16_fma_tiles),
 #ifdef PW_F16_WORDS
-#define TILE(mr, np) [F16_FMA][mr][np] = f16_##mr##x##np, [BF16_AS_F16][mr][np] = bf16_as_f16_##mr##x##np,
-    F16_TILES(TILE)
-#undef TILE
+    [F16_FMA] = &ISA(f16_tiles),
+    [BF16_AS_F16] = &ISA(bf16_as_f16_tiles),
+#else
+    [F16_FMA] = &no_tiles,
+    [BF16_AS_F16] = &no_tiles,
 #endif
 #ifdef PW_BF16_DOT_WORDS
-#define TILE(mr, np) [BF16_DOT][mr][np] = bf16_dot_##mr##x##np,
-    DENSE_TILES(TILE)
-#undef TILE
+    [BF16_DOT] = &ISA(bf16_dot_tiles),
+#else
+    [BF16_DOT] = &no_tiles,
 #endif
 #ifdef PW_AMX
-    [BF16_TILE] = {[1 ... 32] = {[1 ... 2] = amx_bf16}},
-    [Q8_COLUMN_TILE] = {[1 ... 32] = {[1 ... 2] = amx_int8_column}},
+    [BF16_TILE] = &ISA(bf16_amx_tiles),
+    [Q8_COLUMN_TILE] = &ISA(q8c_amx_tiles),
+#else
+    [BF16_TILE] = &no_tiles,
+    [Q8_COLUMN_TILE] = &no_tiles,
 #endif
-#define TILE(mr, np)                                                                      \
-    [Q8_GROUP32][mr][np] = q8_##mr##x##np, [Q8_GROUP16][mr][np] = q8g16_##mr##x##np, \
-    [Q4][mr][np] = q4_##mr##x##np,
-    QUANT_TILES(TILE)
-#undef TILE
-#define TILE(mr, np) [Q8_COLUMN][mr][np] = q8c_##mr##x##np,
-    COLUMN_TILES(TILE)
-#undef TILE
+    [Q8_GROUP32] = &ISA(q8_tiles),
+    [Q8_GROUP16] = &ISA(q8g16_tiles),
+    [Q8_COLUMN] = &ISA(q8c_tiles),
+    [Q4] = &ISA(q4_tiles),
 };
 
-/* Of tiles that expand sparse panels as they read them; empty where none do. */
-static const tile_table sparse_tiles[ARITHMETICS] = {
+/* Of tiles that expand sparse panels as they read them; NULL where none do. */
+static const tile_table *const sparse_tiles[ARITHMETICS] = {
 #ifdef PW_EXPAND_WORDS
-#define TILE(mr, np) [BF16_FMA][mr][np] = sparse_bf16_fma_##mr##x##np,
-    SPARSE_DENSE_TILES(TILE)
-#undef TILE
+    [BF16_FMA] = &ISA(sparse_bf16_fma_tiles),
 #ifdef PW_BF16_DOT_WORDS
-#define TILE(mr, np) [BF16_DOT][mr][np] = sparse_bf16_dot_##mr##x##np,
-    SPARSE_DENSE_TILES(TILE)
-#undef TILE
+    [BF16_DOT] = &ISA(sparse_bf16_dot_tiles),
 #endif
-#define TILE(mr, np)                                                                           \
-    [Q8_GROUP32][mr][np] = sparse_q8_##mr##x##np, [Q8_GROUP16][mr][np] = sparse_q8g16_##mr##x##np, \
-    [Q8_COLUMN][mr][np] = sparse_q8c_##mr##x##np,
-    SPARSE_QUANT_TILES(TILE)
-#undef TILE
+    [Q8_GROUP32] = &ISA(sparse_q8_tiles),
+    [Q8_GROUP16] = &ISA(sparse_q8g16_tiles),
+    [Q8_COLUMN] = &ISA(sparse_q8c_tiles),
 #ifdef PW_AMX
-    [BF16_TILE] = {[1 ... 32] = {[1 ... 2] = sparse_amx_bf16}},
-    [Q8_COLUMN_TILE] = {[1 ... 32] = {[1 ... 2] = sparse_amx_int8_column}},
+    [BF16_TILE] = &ISA(sparse_bf16_amx_tiles),
+    [Q8_COLUMN_TILE] = &ISA(sparse_q8c_amx_tiles),
 #endif
 #endif
-};
-
-static const tile_table block_tiles[PW_KINDS] = {
-#define TILE(kind, mr, np) [PW_##kind][mr][np] = kind##_##mr##x##np,
-#define KIND(kind) BLOCK_TILES(TILE, kind)
-    BLOCK_KINDS(KIND)
-#undef KIND
-#undef TILE
-};
-
-static const tile_table blockwise_tiles[PW_KINDS] = {
-#define TILE(kind, mr) [PW_##kind][mr][1] = blockwise_##kind##_##mr,
-#define KIND(kind) BLOCKWISE_TILES(TILE, kind)
-    BLOCKWISE_KINDS(KIND)
-#undef KIND
-#undef TILE
-};
-
-static const tile_table staged_blockwise_tiles[PW_KINDS] = {
-#define TILE(kind, mr) [PW_##kind][mr][1] = staged_blockwise_##kind##_##mr,
-#define KIND(kind) STAGED_BLOCKWISE_TILES(TILE, kind)
-    BLOCKWISE_KINDS(KIND)
-#undef KIND
-#undef TILE
 };
 
 static const tile_table *tiles_of(arithmetic kernels, const pw_weight *w) {
     switch (kernels) {
-    case IN_BLOCKS: return &block_tiles[w->kind];
-    case BLOCKWISE: return &blockwise_tiles[w->kind];
-    case STAGED_BLOCKWISE: return &staged_blockwise_tiles[w->kind];
-    default: return &tiles[kernels];
+    case IN_BLOCKS: return &ISA(block_tiles)[w->kind];
+    case BLOCKWISE: return &ISA(blockwise_tiles)[w->kind];
+    case STAGED_BLOCKWISE: return &ISA(staged_blockwise_tiles)[w->kind];
+    default: return tiles[kernels];
     }
 }
 
@@ -123,17 +87,17 @@ static int32_t default_bf16_path(void) {
 }
 
 static int has_dense_path(int32_t path) {
-    return path == PW_FMA || (path == PW_BF16_DOT && tiles[BF16_DOT][1][1]) ||
-           (path == PW_BF16_TILE && tiles[BF16_TILE][1][1]);
+    return path == PW_FMA || (path == PW_BF16_DOT && (*tiles[BF16_DOT])[1][1]) ||
+           (path == PW_BF16_TILE && (*tiles[BF16_TILE])[1][1]);
 }
 
 int32_t ISA(path_of)(int32_t kind, int32_t group, int32_t path) {
     if (kind == PW_F32) return PW_FMA;
-    if (kind == PW_BF16 && path == PW_F16_FMA && tiles[BF16_AS_F16][1][1]) return path;
+    if (kind == PW_BF16 && path == PW_F16_FMA && (*tiles[BF16_AS_F16])[1][1]) return path;
     if (has_dense_path(path)) return path;
     if (kind == PW_BF16) return default_bf16_path();
     if (path == PW_INT8_BLOCK && pw_has_subs(kind)) return path;
-    int has_tile = kind == PW_Q8 && group == 0 && tiles[Q8_COLUMN_TILE][1][1];
+    int has_tile = kind == PW_Q8 && group == 0 && (*tiles[Q8_COLUMN_TILE])[1][1];
     return has_tile && path != PW_INT8_DOT ? PW_INT8_TILE : PW_INT8_DOT;
 }
 
@@ -205,14 +169,14 @@ typedef struct {
     int64_t ldy;
     pw_epilogue epilogue;
     int mr, panels; /* the largest tile in use */
-    int64_t block_m, block_n, block_steps, steps;
+    int64_t block_rows, block_panels, block_steps, steps;
     int64_t step_inputs, step_row_bytes, step_value_bytes, prefetch_bytes;
     int64_t panel_bytes, panel_scale_bytes; /* of a whole panel of the weight */
     int32_t first_part, end_part; /* what this call computes of w->k_parts */
     arithmetic arithmetic, kernels; /* of the weight, of what a pass reads of it */
     const tile_table *tiles;        /* of these kernels */
     int staged;                     /* several tiles of rows meet the same panels, which are unpacked once for them */
-    int sparse;                     /* a pass expands its panels first (gemm_expand.c), */
+    int sparse;                     /* a pass expands its panels first (gemm_expand.h), */
     int expands_in_tile;            /* or its tiles do */
 } walk;
 
@@ -349,22 +313,6 @@ static void run_tile(const walk *k, tile_kernel *kernel, tile_call *t, const str
     }
 }
 
-static void stage(const walk *k, tile_call *t, uint8_t *bytes) {
-    switch (k->arithmetic) {
-    case BF16_FMA: stage_bf16(t, bytes); break;
-#ifdef PW_F16_WORDS
-    case BF16_AS_F16: stage_f16(t, bytes); break;
-#endif
-    case QUANT_AS_F32: stage_widened(t, k->w, WIDEN_TO_F32, bytes); break;
-    case QUANT_AS_BF16_DOT: stage_widened(t, k->w, WIDEN_TO_PAIRS, bytes); break;
-    case QUANT_AS_BF16_TILE: stage_widened(t, k->w, WIDEN_TO_BF16, bytes); break;
-    case IN_BLOCKS: stage_blocks(t, k->w, bytes); break;
-    case BLOCKWISE: stage_blockwise(t, k->w, bytes); break;
-    default: stage_groups(t, k->w, bytes);
-    }
-    t->prefetch_bytes = t->prefetch_jump = 0;
-}
-
 /* The tiles of a strip whose first call is ready. */
 static void run_tiles(const walk *k, const strip *s, tile_call *t) {
     uint8_t bytes[STAGED_BYTES] __attribute__((aligned(64)));
@@ -374,7 +322,7 @@ static void run_tiles(const walk *k, const strip *s, tile_call *t) {
     int unpacked = k->staged && pw_in_blocks(k->w->kind);
     int asked = several && (dense || in_tiles || unpacked) && s->index > 0; /* by the last strip */
     if (asked) t->prefetch_bytes = t->prefetch_jump = 0;
-    if (k->staged) stage(k, t, bytes);
+    if (k->staged) ISA(stage)(k->arithmetic, t, k->w, bytes);
     const uint8_t *rows = k->x->rows, *block = rows + s->pass->steps.begin * k->step_row_bytes;
     for (int64_t row = s->rows.begin; row < s->rows.end; row += t->mr) {
         t->mr = (int)fair_part(s->rows.end - row, k->mr);
@@ -446,6 +394,15 @@ static void block(const walk *k, pw_range rows, pw_range panels) {
     }
 }
 
+/* Rows that meet blocks as they are. Some kinds gain less by being unpacked than others: nibbles, which a tile of many
+ * columns reads at little cost, tables and sub-scales; none gains anything where unpacking is beside dots. */
+static int64_t most_block_rows(const pw_weight *w) {
+    if (PW_DOT_OPERANDS && pw_core()->unpacks_beside_dots) return 8 * BLOCK_MR;
+    int looked_up = pw_block_format_of(w->kind).table != PW_NO_TABLE, nibbles = pw_arithmetic_kind(w->kind) == PW_Q4;
+    int gains_less = LANES == 16 ? nibbles : LANES == 8 && (looked_up || pw_has_subs(w->kind));
+    return BLOCK_ROWS + (gains_less ? BLOCK_MR : 0);
+}
+
 /* Whether unpacking the weights costs less, for this number of rows, than reading them packed. */
 static int staging_pays(arithmetic a, const pw_weight *w, int64_t rows, int64_t mr) {
     if (a >= ARITHMETICS) return 1;
@@ -474,12 +431,12 @@ static void fit_expansion(walk *k, int64_t rows) {
     int64_t most = (streams ? STREAMED_BYTES : EXPANDED_BYTES) / (k->panels * k->step_value_bytes);
     k->block_steps = clamp(most, 1, k->block_steps);
     if (k->arithmetic == Q8_COLUMN_TILE && k->block_steps > 1) k->block_steps &= ~INT64_C(1);
-    if (streams) k->block_n = k->panels;
+    if (streams) k->block_panels = k->panels;
 }
 
 /* The tiles that expand, where one of them has all rows: all of its panels that it can, so that none is expanded twice. */
 static void expand_in_tiles(walk *k, int64_t rows) {
-    const tile_table *table = k->arithmetic < ARITHMETICS ? &sparse_tiles[k->arithmetic] : NULL;
+    const tile_table *table = k->arithmetic < ARITHMETICS ? sparse_tiles[k->arithmetic] : NULL;
     if (!table || k->staged || rows > MAX_MR || !(*table)[rows][1] || !pw_cpu_expands()) return;
     k->sparse = 0;
     k->expands_in_tile = 1;
@@ -492,14 +449,14 @@ static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, in
     walk k = {.w = w, .mr = s->mr, .panels = s->panels, .first_part = part, .end_part = part + 1, .sparse = !!w->offsets};
     if (part < 0) k.first_part = 0, k.end_part = w->k_parts;
     k.arithmetic = arithmetic_of(w);
-    k.block_m = clamp(s->block_m, 1, INT32_MAX);
-    k.staged = staging_pays(k.arithmetic, w, at_most(k.block_m, rows), clamp(s->mr, 1, MAX_MR));
+    k.block_rows = clamp(s->block_m, 1, INT32_MAX);
+    k.staged = staging_pays(k.arithmetic, w, at_most(k.block_rows, rows), clamp(s->mr, 1, MAX_MR));
     k.kernels = k.staged ? staged_as(k.arithmetic, w) : k.arithmetic;
     k.tiles = tiles_of(k.kernels, w);
     int64_t staged_bytes = staged_step_bytes(k.arithmetic, w);
     if (k.staged) k.panels = (int)clamp(k.panels, 1, STAGED_BYTES / staged_bytes);
     largest_tile(k.tiles, &k.mr, &k.panels);
-    if (k.sparse) expand_in_tiles(&k, at_most(k.block_m, rows));
+    if (k.sparse) expand_in_tiles(&k, at_most(k.block_rows, rows));
     k.step_inputs = inputs_of_step(k.arithmetic, w);
     k.steps = w->kind == PW_F32 ? w->k : pw_padded_k(w->k) / k.step_inputs;
     k.step_row_bytes = row_bytes_of_step(k.arithmetic, w);
@@ -509,14 +466,14 @@ static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, in
     k.panel_scale_bytes = (w->group ? pw_padded_k(w->k) / w->group : 1) * PW_PANEL * w->scale_bytes;
     k.block_steps = clamp(s->block_k / k.step_inputs, 1, k.steps);
     if (k.arithmetic == Q8_COLUMN_TILE && k.block_steps > 1) k.block_steps &= ~INT64_C(1); /* whole tiles */
-    k.block_n = clamp(s->block_n / k.panels, 1, INT32_MAX) * k.panels;
+    k.block_panels = clamp(s->block_n / PW_PANEL / k.panels, 1, INT32_MAX) * k.panels;
     int64_t fitting = STAGED_BYTES / (k.panels * staged_bytes);
     if (k.staged) k.block_steps = clamp(fitting, 1, k.block_steps);
     if (k.sparse) fit_expansion(&k, rows);
     if (k.arithmetic == BF16_AS_F16 && k.block_steps < k.steps) k.block_steps = whole_folds(k.block_steps);
     if (k.block_steps < k.steps || w->k_parts > 1) {
-        k.block_m = at_most(k.block_m, BLOCK_FLOATS / (k.panels * PW_PANEL));
-        k.block_n = at_most(k.block_n, BLOCK_FLOATS / (k.block_m * k.panels * PW_PANEL) * k.panels);
+        k.block_rows = at_most(k.block_rows, BLOCK_FLOATS / (k.panels * PW_PANEL));
+        k.block_panels = at_most(k.block_panels, BLOCK_FLOATS / (k.block_rows * k.panels * PW_PANEL) * k.panels);
     }
     k.prefetch_bytes = clamp(s->prefetch_bytes, 0, MOST_AHEAD_BYTES);
     return k;
@@ -525,7 +482,7 @@ static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, in
 /* Both loops over blocks, either way round. */
 static void walk_blocks(const walk *k, pw_range rows, pw_range panels, int rows_outside) {
     pw_range outer = rows_outside ? rows : panels, inner = rows_outside ? panels : rows;
-    int64_t outer_size = rows_outside ? k->block_m : k->block_n, inner_size = rows_outside ? k->block_n : k->block_m;
+    int64_t outer_size = rows_outside ? k->block_rows : k->block_panels, inner_size = rows_outside ? k->block_panels : k->block_rows;
     for (int64_t i = outer.begin; i < outer.end; i += outer_size) {
         pw_range out = {i, at_most(i + outer_size, outer.end)};
         for (int64_t j = inner.begin; j < inner.end; j += inner_size) {
@@ -542,7 +499,7 @@ void ISA(gemm)(const pw_weight *w, const pw_activations *x, pw_range rows, pw_ra
     k.y = y;
     k.ldy = ldy;
     k.epilogue = epilogue;
-    walk_blocks(&k, rows, panels, schedule->rows_outside);
+    walk_blocks(&k, rows, panels, schedule->loop_order == PW_LOOP_MN);
 #ifdef PW_AMX
     tiles_end();
 #endif

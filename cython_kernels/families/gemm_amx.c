@@ -2,7 +2,7 @@
  *
  * bf16: every M goes through tdpbf16ps, 32 inputs at a time. It adds even and odd products in two float32 chains, and
  * their sum to y, with subnormals taken as zero: at most 16 + 1 + k/32 additions follow any product, so the bound of
- * gemm_dense.c holds with room, and a row's result does not depend on the rows beside it.
+ * gemm_dense.h holds with room, and a row's result does not depend on the rows beside it.
  *
  * q8 with a scale a column (group 0): tdpbsud, signed activations times unsigned weights, 64 inputs at a time, exact in
  * int32. The float step is that of gemm_quant.c, so the bits are those of the vector kernels.
@@ -10,7 +10,9 @@
  * q8 and q4 with groups stay with the AVX-512 tiles. A group of 32 is one tile product, but its dots leave the tile unit
  * by memory to meet their scales, and neither products nor tile stores overlap 512-bit arithmetic: 62 cycles for
  * 16 x 16 x 32 at best, 94 for the AVX-512 tile, and no difference over whole matrices (measured on a Xeon 6, one core). */
-#include "families/gemm.h"
+#ifdef PW_AMX
+#include "families/gemm_expand.h"
+#include "families/gemm_quant.h"
 
 enum { TILE_BYTES = TILE_ROWS * TILE_ROW_BYTES, COLUMN_STEP_BYTES = PW_K_MULTIPLE * PW_PANEL };
 
@@ -222,9 +224,14 @@ PW_INLINE void amx_tile(const tile_call *t, int kind, int sparse) {
     else amx_tile_sized(t, kind, sparse, 0, 1);
 }
 
-static void amx_bf16(const tile_call *t) { amx_tile(t, PW_BF16, 0); }
-static void amx_int8_column(const tile_call *t) { amx_tile(t, PW_Q8, 0); }
+#define AMX_TILES(name, kind, sparse)                                         \
+    static void name##_amx(const tile_call *t) { amx_tile(t, kind, sparse); } \
+    const tile_table ISA(name##_amx_tiles) = {[1 ... 32] = {[1 ... 2] = name##_amx}};
+
+AMX_TILES(bf16, PW_BF16, 0)
+AMX_TILES(q8c, PW_Q8, 0)
 #ifdef PW_EXPAND_WORDS
-static void sparse_amx_bf16(const tile_call *t) { amx_tile(t, PW_BF16, 1); }
-static void sparse_amx_int8_column(const tile_call *t) { amx_tile(t, PW_Q8, 1); }
+AMX_TILES(sparse_bf16, PW_BF16, 1)
+AMX_TILES(sparse_q8c, PW_Q8, 1)
+#endif
 #endif

@@ -13,9 +13,8 @@
  *
  * A few rows meet the blocks in registers. For more, a pass stages what integers need: codes as bytes, sub-scales as
  * words. Both give the same bits. */
-#include "families/gemm.h"
-
-enum { BLOCKWISE_MR = 4, BLOCKWISE_MOST_MR = LANES == 16 ? 8 : 4 }; /* not staged; staged */
+#include "families/gemm_blocks.h"
+#include "families/gemm_quant.h"
 
 /* Sums of small codes times bytes that sixteen bits hold, in quads; all of a group where dots have 32 bits. */
 PW_INLINE int quads_held(pw_block_format f) {
@@ -41,12 +40,6 @@ PW_INLINE vi sub_word(vi sub) {
 typedef struct {
     const uint8_t *codes, *words, *pairs, *tops;
 } staged_block;
-
-enum { STAGED_CODES_BYTES = PW_BLOCK_INPUTS * PW_PANEL };
-PW_INLINE int64_t staged_block_bytes(pw_block_format f) {
-    int64_t groups = f.inputs / f.group;
-    return STAGED_CODES_BYTES + (groups + groups / 2 + 2) * VECTOR_ROW_BYTES;
-}
 
 PW_INLINE staged_block staged_at(pw_block_format f, const uint8_t *p) {
     const uint8_t *words = p + STAGED_CODES_BYTES, *pairs = words + f.inputs / f.group * VECTOR_ROW_BYTES;
@@ -167,14 +160,14 @@ PW_INLINE void blockwise_finish(pw_block_format f, const panel_block *b, const u
     }
 }
 
-PW_INLINE void blockwise_tile(const tile_call *t, int kind, int is_staged, int mr) {
+PW_INLINE void blockwise_tile(const tile_call *t, int kind, int is_staged, int mr, int np) {
     pw_block_format f = pw_block_format_of(kind);
     int64_t bytes = is_staged ? staged_block_bytes(f) : pw_block_bytes(f), ahead = t->prefetch_bytes;
     int64_t turn = t->steps - ahead / bytes, b = 0;
     const uint8_t *rows[MAX_MR];
     tile_sums acc;
     point_to_blocks(t, rows, mr);
-    begin_sums(t, acc, mr, VECTORS);
+    begin_sums(t, acc, mr, np * VECTORS);
     ask_for_out(t, mr, 1);
     for (int half = 0; half < 2; ++half) {
         for (int64_t end = half ? t->steps : turn; b < end; ++b) {
@@ -198,34 +191,38 @@ PW_INLINE void blockwise_tile(const tile_call *t, int kind, int is_staged, int m
         }
         ahead += ahead ? t->prefetch_jump : 0;
     }
-    end_sums(t, acc, mr, VECTORS);
+    end_sums(t, acc, mr, np * VECTORS);
 }
 
 #define BLOCKWISE_KINDS(X) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_XS)
 
 /* Rows of tiles of one panel: as the blocks are, and staged. Few, because each is compiled for every kind. */
 #if LANES == 16
-#define BLOCKWISE_TILES(X, kind) X(kind, 1) X(kind, 2) X(kind, 4)
-#define STAGED_BLOCKWISE_TILES(X, kind) X(kind, 1) X(kind, 2) X(kind, 4) X(kind, 8)
+#define BLOCKWISE_TILES(X, of...) PW_ROWS_2(X, 1, of) X(4, 1, of)
+#define STAGED_BLOCKWISE_TILES(X, of...) BLOCKWISE_TILES(X, of) X(8, 1, of)
 #elif LANES == 8
-#define BLOCKWISE_TILES(X, kind) X(kind, 1) X(kind, 2) X(kind, 3) X(kind, 4)
-#define STAGED_BLOCKWISE_TILES(X, kind) BLOCKWISE_TILES(X, kind)
+#define BLOCKWISE_TILES(X, of...) PW_ROWS_4(X, 1, of)
+#define STAGED_BLOCKWISE_TILES(X, of...) BLOCKWISE_TILES(X, of)
 #else
-#define BLOCKWISE_TILES(X, kind) X(kind, 1) X(kind, 2)
-#define STAGED_BLOCKWISE_TILES(X, kind) X(kind, 1) X(kind, 2) X(kind, 4)
+#define BLOCKWISE_TILES(X, of...) PW_ROWS_2(X, 1, of)
+#define STAGED_BLOCKWISE_TILES(X, of...) BLOCKWISE_TILES(X, of) X(4, 1, of)
 #endif
 
-#define TILE(kind, mr) static void blockwise_##kind##_##mr(const tile_call *t) { blockwise_tile(t, PW_##kind, 0, mr); }
-#define KIND(kind) BLOCKWISE_TILES(TILE, kind)
+#define KIND(kind)                                                       \
+    BLOCKWISE_TILES(PW_TILE, blockwise_##kind, blockwise_tile, PW_##kind, 0) \
+    STAGED_BLOCKWISE_TILES(PW_TILE, staged_##kind, blockwise_tile, PW_##kind, 1)
 BLOCKWISE_KINDS(KIND)
 #undef KIND
-#undef TILE
-#define TILE(kind, mr) \
-    static void staged_blockwise_##kind##_##mr(const tile_call *t) { blockwise_tile(t, PW_##kind, 1, mr); }
-#define KIND(kind) STAGED_BLOCKWISE_TILES(TILE, kind)
-BLOCKWISE_KINDS(KIND)
+const tile_table ISA(blockwise_tiles)[PW_KINDS] = {
+#define KIND(kind) [PW_##kind] = {BLOCKWISE_TILES(PW_TILE_ENTRY, blockwise_##kind)},
+    BLOCKWISE_KINDS(KIND)
 #undef KIND
-#undef TILE
+};
+const tile_table ISA(staged_blockwise_tiles)[PW_KINDS] = {
+#define KIND(kind) [PW_##kind] = {STAGED_BLOCKWISE_TILES(PW_TILE_ENTRY, staged_##kind)},
+    BLOCKWISE_KINDS(KIND)
+#undef KIND
+};
 
 /* ---- staging ------------------------------------------------------------------------------------------------------ */
 
@@ -266,7 +263,7 @@ static stage_block *const block_stagers[PW_KINDS] = {
 #undef KIND
 };
 
-static void stage_blockwise(tile_call *t, const pw_weight *w, uint8_t *bytes) {
+void ISA(stage_blockwise)(tile_call *t, const pw_weight *w, uint8_t *bytes) {
     pw_block_format f = pw_block_format_of(w->kind);
     int64_t to_bytes = staged_block_bytes(f);
     for (int64_t panel = 0; panel < t->panels; ++panel) {

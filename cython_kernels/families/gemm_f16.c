@@ -21,7 +21,7 @@
  *
  * A row with a NaN gives NaN. In one with infinities these count as one of their sign and the rest as nothing; the sum
  * is multiplied by infinity. */
-#include "families/gemm.h"
+#include "families/gemm_tiles.h"
 
 #ifdef PW_F16_WORDS
 
@@ -139,10 +139,7 @@ PW_INLINE void f16_tile(const tile_call *t, int from_bf16, int mr, int np) {
     f16_end(t, np * PW_PANEL, sums);
 }
 
-#define TILE(mr, np)                                                                      \
-    static void f16_##mr##x##np(const tile_call *t) { f16_tile(t, 0, mr, np); }           \
-    static void bf16_as_f16_##mr##x##np(const tile_call *t) { f16_tile(t, 1, mr, np); }
-F16_TILES(TILE)
-#undef TILE
+PW_TILES(f16, F16_TILES, f16_tile, 0)
+PW_TILES(bf16_as_f16, F16_TILES, f16_tile, 1)
 
 #endif

@@ -2,43 +2,13 @@
  *
  * The next vector row of each panel goes from the stream into a register and from there into the dots or multiply-adds of
  * every row of the tile: nothing passes through L1, and while a core multiplies, lines further on are on their way. What is
- * added, and in which order, is what the dense tile adds (gemm_dense.c, gemm_quant.c): the same bits, and the same bounds.
+ * added, and in which order, is what the dense tile adds (gemm_dense.h, gemm_quant.c): the same bits, and the same bounds.
  * Only for cores whose instruction expands a vector row (pw_cpu_expands). Tiles of the tile unit: gemm_amx.c. */
-#include "families/gemm.h"
-#include "sparse.h"
+#include "families/gemm_dense.h"
+#include "families/gemm_expand.h"
+#include "families/gemm_quant.h"
 
 #ifdef PW_EXPAND_WORDS
-
-/* The panels of a tile, and the slots of them that are being read. */
-typedef struct {
-    sparse_panel panels[MAX_TILE_PANELS];
-    sparse_slot at[MAX_TILE_PANELS];
-    vi zero; /* a vector row of which nothing is kept */
-} sparse_reader;
-
-/* Slot `slot` of each panel from vector row `row` of the slot on. */
-PW_INLINE void read_slot(sparse_reader *in, int kind, int np, int64_t slot, int64_t row) {
-    PW_UNROLL for (int p = 0; p < np; ++p) in->at[p] = sparse_slot_of(&in->panels[p], kind, slot, row);
-}
-
-PW_INLINE void begin_reading(const tile_call *t, sparse_reader *in, int kind, int np) {
-    PW_UNROLL for (int p = 0; p < np; ++p) {
-        in->panels[p] = sparse_panel_of(t->sparse, t->first_panel + p, np, t->prefetch_bytes);
-        in->at[p] = (sparse_slot){0}; /* of no slot yet: an empty part of k has none */
-    }
-    in->zero = vi_set1(kind == PW_BF16 ? 0 : (int32_t)((unsigned)t->sparse->zero_point * 0x01010101u));
-}
-
-/* Vector row `row` of the slot, of each panel: one after the other, from where the slot was begun. */
-PW_INLINE void read_vector_rows(sparse_reader *in, int kind, int np, int64_t row, vi *w) {
-    PW_UNROLL for (int p = 0; p < np; ++p) {
-        sparse_slot *at = &in->at[p];
-        uint64_t mask = row_mask(kind, at->masks, row);
-        __builtin_prefetch(at->values + at->ahead);
-        w[p] = kind == PW_BF16 ? expand_words(in->zero, (uint32_t)mask, at->values) : expand_bytes(in->zero, mask, at->values);
-        at->values += kept_bytes(kind, mask);
-    }
-}
 
 PW_INLINE void sparse_dense_tile(const tile_call *t, dense_step kind, int mr, int np) {
     enum { SLOT_ROWS = PW_SLOT_INPUTS >> PW_BF16 };
@@ -112,24 +82,17 @@ PW_INLINE void sparse_column_tile(const tile_call *t, int mr, int np) {
     end_columns(t, dot, mr, np);
 }
 
-#define SPARSE_DENSE_TILES(X) PW_ROWS_16(X, 1) PW_ROWS_14(X, 2) PW_ROWS_6(X, 4)
-#define SPARSE_QUANT_TILES(X) PW_ROWS_16(X, 1) PW_ROWS_4(X, 2) PW_ROWS_2(X, 4)
+#define SPARSE_DENSE_TILES(X, of...) \
+    PW_ROWS_16(X, 1, of) PW_ROWS_14(X, 2, of) PW_ROWS_6(X, 4, of)
+#define SPARSE_QUANT_TILES(X, of...) \
+    PW_ROWS_16(X, 1, of) PW_ROWS_4(X, 2, of) PW_ROWS_2(X, 4, of)
 
-#define TILE(mr, np) static void sparse_bf16_fma_##mr##x##np(const tile_call *t) { sparse_dense_tile(t, STEP_BF16_FMA, mr, np); }
-SPARSE_DENSE_TILES(TILE)
-#undef TILE
-
+PW_TILES(sparse_bf16_fma, SPARSE_DENSE_TILES, sparse_dense_tile, STEP_BF16_FMA)
 #ifdef PW_BF16_DOT_WORDS
-#define TILE(mr, np) static void sparse_bf16_dot_##mr##x##np(const tile_call *t) { sparse_dense_tile(t, STEP_BF16_DOT, mr, np); }
-SPARSE_DENSE_TILES(TILE)
-#undef TILE
+PW_TILES(sparse_bf16_dot, SPARSE_DENSE_TILES, sparse_dense_tile, STEP_BF16_DOT)
 #endif
-
-#define TILE(mr, np)                                                                                      \
-    static void sparse_q8_##mr##x##np(const tile_call *t) { sparse_quant_tile(t, 32, mr, np); }           \
-    static void sparse_q8g16_##mr##x##np(const tile_call *t) { sparse_quant_tile(t, 16, mr, np); }        \
-    static void sparse_q8c_##mr##x##np(const tile_call *t) { sparse_column_tile(t, mr, np); }
-SPARSE_QUANT_TILES(TILE)
-#undef TILE
+PW_TILES(sparse_q8, SPARSE_QUANT_TILES, sparse_quant_tile, 32)
+PW_TILES(sparse_q8g16, SPARSE_QUANT_TILES, sparse_quant_tile, 16)
+PW_TILES(sparse_q8c, SPARSE_QUANT_TILES, sparse_column_tile)
 
 #endif

@@ -5,16 +5,8 @@
  * - groups of q8 and q4 with float32 scales and minima, and nibbles as bytes (exact; stages_nibbles);
  * - blocks as such groups (exact);
  * - q8 and q4 as the float32 weights that packing.dequantise gives, s (q - z), then + m, each rounded once; for bf16
- *   paths these rounded once more, to the nearest bf16. The product with them keeps the bound of gemm_dense.c. */
-#include "families/gemm.h"
-
-enum { STAGED_BYTES = 64 << 10 };
-
-/* Nibbles become bytes where q4 rows look like q8 rows, but not on cores that unpack beside their dots: those do better
- * with half the bytes to read. */
-static int stages_nibbles(void) {
-    return Q8_ACTIVATION_BYTES == 1 && !(PW_DOT_OPERANDS && pw_core()->unpacks_beside_dots);
-}
+ *   paths these rounded once more, to the nearest bf16. The product with them keeps the bound of gemm_dense.h. */
+#include "families/gemm_blocks.h"
 
 /* bf16 pairs: twice the steps. */
 static void stage_bf16(tile_call *t, uint8_t *bytes) {
@@ -103,7 +95,7 @@ static void unpack_blocks(const tile_call *t, const pw_weight *w, unpacked_slots
         const uint8_t *block = t->values + panel * t->panel_bytes;
         for (int half = 0; half < 2; ++half) {
             int64_t begin = half ? turn : 0, count = half ? t->steps - turn : turn;
-            block_unpackers[w->kind](block + begin * bytes, 0, count * slots, ahead + half * jump, &to);
+            ISA(block_unpackers)[w->kind](block + begin * bytes, 0, count * slots, ahead + half * jump, &to);
             move_on(&to, count * f.inputs * PW_PANEL, count * floats);
         }
     }
@@ -230,7 +222,7 @@ static void stage_widened_blocks(tile_call *t, const pw_weight *w, widening to, 
         const uint8_t *block = t->values + panel * t->panel_bytes;
         for (int64_t step = 0; step < t->steps; ++step, block += pw_block_bytes(f)) {
             for (int64_t slot = 0; slot < f.inputs / PW_K_MULTIPLE; ++slot, out += vector_rows * VECTOR_ROW_BYTES) {
-                block_unpackers[w->kind](block, slot, slot + 1, 0, &here);
+                ISA(block_unpackers)[w->kind](block, slot, slot + 1, 0, &here);
                 widen_inputs(&p, &as_bytes, to == WIDEN_TO_F32, out);
             }
         }
@@ -261,4 +253,23 @@ static void stage_widened(tile_call *t, const pw_weight *w, widening to, uint8_t
     t->values = bytes;
     t->panel_bytes = t->steps * vector_rows * VECTOR_ROW_BYTES;
     if (to != WIDEN_TO_BF16) t->steps *= vector_rows;
+}
+
+void ISA(stage)(arithmetic a, tile_call *t, const pw_weight *w, uint8_t *bytes) {
+    switch (a) {
+    case BF16_FMA: stage_bf16(t, bytes); break;
+#ifdef PW_F16_WORDS
+    case BF16_AS_F16: stage_f16(t, bytes); break;
+#endif
+    case QUANT_AS_F32: stage_widened(t, w, WIDEN_TO_F32, bytes); break;
+    case QUANT_AS_BF16_DOT: stage_widened(t, w, WIDEN_TO_PAIRS, bytes); break;
+    case QUANT_AS_BF16_TILE: stage_widened(t, w, WIDEN_TO_BF16, bytes); break;
+    case IN_BLOCKS: stage_blocks(t, w, bytes); break;
+    case BLOCKWISE: ISA(stage_blockwise)(t, w, bytes); break;
+    case Q8_GROUP32:
+    case Q8_GROUP16:
+    case Q4: stage_groups(t, w, bytes); break;
+    default: __builtin_trap(); /* read as they are: gemm.c, staging_pays */
+    }
+    t->prefetch_bytes = t->prefetch_jump = 0;
 }

@@ -2,6 +2,9 @@
  * share of it. Compiled once per ISA; each returns the operations done (a multiply and an add count as two) or
  * the bytes read. Twelve independent accumulators cover 4 cycles of latency on 2 ports with room to spare; the
  * loops are written in assembly because a compiler may spill an accumulator and halve the rate.              */
+#include "cpu.h"
+#include "families/slots.h"
+
 #include <stddef.h>
 #include <stdint.h>
 #if defined(__x86_64__)

@@ -4,9 +4,10 @@
  * the whole row; path int8_block: 256), a = max|x| / 127, q = rint(x * (127 / max|x|)): within a/2 (1 + 2^-14) of x. A group whose largest
  * magnitude is below 2^-100 counts as zeros; one that holds an infinity or a NaN gets a = NaN, which every product with
  * it inherits. All ISAs write the same a and q. By dense paths, x itself or its bf16. */
-#include "families/gemm.h"
-
-int32_t ISA(path_of)(int32_t kind, int32_t group, int32_t path);
+#include "families/byte_scale.h"
+#include "families/gemm_blocks.h"
+#include "families/gemm_expand.h"
+#include "families/gemm_tiles.h"
 
 typedef enum { ROW_F32, ROW_PADDED_F32, ROW_ROUNDED_F32, ROW_F16, ROW_BF16, ROW_GROUPS, ROW_BLOCKS, ROW_BYTES } row_layout;
 
@@ -66,32 +67,6 @@ PW_INLINE void widen_values(const int8_t *q, int group, uint8_t *out) {
     }
 }
 
-/* Magnitudes as integers order as floats do, with infinity and NaN on top. */
-PW_INLINE vi magnitudes(const float *x) { return vi_and(v_bits(v_load(x)), vi_set1(0x7FFFFFFF)); }
-
-/* How values of which the largest magnitude has these bits become bytes: q = rint(x * inverse), x ~ scale * q. */
-typedef struct {
-    float scale, inverse;
-} byte_scale;
-
-PW_INLINE byte_scale byte_scale_of(uint32_t top_bits) {
-    float top = pw_bits_to_float(top_bits);
-    if (top_bits >= 0x7F800000u) return (byte_scale){NAN, 0.0f};
-    if (top < 0x1p-100f) return (byte_scale){0.0f, 0.0f};
-    return (byte_scale){top / 127.0f, 127.0f / top};
-}
-
-/* x[count] to q; their sum. */
-PW_INLINE int32_t quantise_values(int count, const float *x, byte_scale s, int8_t *q) {
-    vi total = vi_set1(0);
-    for (int i = 0; i < count; i += LANES) {
-        vi rounded = s.inverse != 0.0f ? v_round(v_mul(v_load(x + i), v_set1(s.inverse))) : vi_set1(0);
-        total = vi_add(total, rounded);
-        vi_store_i8(q + i, rounded);
-    }
-    return vi_sum(total);
-}
-
 /* x[count] to the values of a row; their sum. Plain ones are stored where they belong: read back as one vector from a
  * buffer they would wait for its stores to leave the core. */
 PW_INLINE int32_t write_values(int kind, int count, const float *x, byte_scale s, uint8_t *out) {
@@ -132,18 +107,6 @@ PW_INLINE void quantise_row(int kind, int group, int32_t zero_point, int64_t k, 
     }
 }
 
-static uint32_t largest_magnitude(int64_t k, const float *x) {
-    vi magnitude = vi_set1(0);
-    int64_t i = 0;
-    for (; i + LANES <= k; i += LANES) magnitude = vi_max(magnitude, magnitudes(x + i));
-    uint32_t top = (uint32_t)vi_max_all(magnitude);
-    for (; i < k; ++i) {
-        uint32_t bits = pw_float_to_bits(x[i]) & 0x7FFFFFFFu;
-        if (bits > top) top = bits;
-    }
-    return top;
-}
-
 /* x times 2^-exponent to float16, zeros beyond k. */
 static void scaled_f16(int64_t k, const float *x, int32_t exponent, uint16_t *out) {
     vf factor = v_set1(pw_bits_to_float((uint32_t)(127 - exponent) << 23));
@@ -175,7 +138,7 @@ static void f16_row(int64_t k, const float *x, uint8_t *row) {
     memcpy(row + 2 * pw_padded_k(k) + 4, &factor, 4);
 }
 
-/* x[k] to bytes with one scale (gemm.h: column_fields). Sums may wrap: what they are taken from wraps alike. */
+/* x[k] to bytes with one scale (gemm_tiles.h). Sums may wrap: what they are taken from wraps alike. */
 static void quantise_column_row(int32_t zero_point, int64_t k, const float *x, uint8_t *out) {
     byte_scale s = byte_scale_of(largest_magnitude(k, x));
     uint8_t *fields = out + column_values_bytes(k);
@@ -191,7 +154,7 @@ static void quantise_column_row(int32_t zero_point, int64_t k, const float *x, u
     }
 }
 
-/* x[k] to bytes with a scale for every 256, and their sums (gemm.h). k is whole blocks. */
+/* x[k] to bytes with a scale for every 256, and their sums (gemm_tiles.h). k is whole blocks. */
 static void quantise_block_row(int64_t k, const float *x, uint8_t *out) {
     for (int64_t b = 0; b < k; b += PW_BLOCK_INPUTS, x += PW_BLOCK_INPUTS, out += BLOCKWISE_ROW_BYTES) {
         vi magnitude = vi_set1(0);
@@ -262,7 +225,7 @@ static void unpack_block_row(const pw_weight *w, int64_t row, float *out) {
     const unpacked_slots to = {codes, scales, offsets, mins};
     for (int64_t first = 0; first < w->k; first += PW_K_MULTIPLE) {
         int64_t slot = first / PW_K_MULTIPLE % slots;
-        block_unpackers[w->kind](block, slot, slot + 1, 0, &to);
+        ISA(block_unpackers)[w->kind](block, slot, slot + 1, 0, &to);
         for (int i = 0; i < PW_K_MULTIPLE; ++i) {
             int at = i / f.group * PW_PANEL + (int)column;
             float x = (float)(codes[i / 4 * VECTOR_ROW_BYTES + column * 4 + i % 4] - f.zero_point) * scales[at];

@@ -106,7 +106,7 @@ static int64_t most_slice_rows(const pw_step *step) {
 /* A piece loads its queries anew, so that it takes several chunks where there are enough for every thread. */
 pw_schedule pw_default_attention(const pw_shape *shape, int64_t tokens, int64_t chunks, int threads) {
     int64_t chunks_each = chunks * shape->n_kv_heads / (8 * threads);
-    pw_schedule s = {.mr = PW_TILE_ROWS, .panels = 1, .block_n = 1, .grid_m = 1, .grid_n = threads, .grid_k = 1};
+    pw_schedule s = {.mr = PW_TILE_ROWS, .panels = 1, .block_n = PW_PANEL, .threads_m = 1, .threads_n = threads, .threads_k = 1};
     s.block_m = (int32_t)(fair_tokens(shape, tokens, threads) * pw_group_of(shape));
     s.block_k = (int32_t)((chunks_each < 1 ? 1 : chunks_each) * PW_CHUNK);
     return s;

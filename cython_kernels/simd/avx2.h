@@ -143,14 +143,14 @@ PW_INLINE vi add_scaled(vi acc, vi dots, vi words) { return pair_dot(acc, dots, 
 #include "simd/x86_shuffle.h"
 
 /* Micro-kernels (rows x panels) that fit sixteen registers; quant tiles keep float sums in memory between groups. */
-#define DENSE_TILES(X) PW_ROWS_6(X, 1) PW_ROWS_3(X, 2) PW_ROWS_1(X, 3) PW_ROWS_1(X, 4)
+#define DENSE_TILES(X, of...) PW_ROWS_6(X, 1, of) PW_ROWS_3(X, 2, of) PW_ROWS_1(X, 3, of) PW_ROWS_1(X, 4, of)
 #ifdef __AVXVNNI__
-#define QUANT_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(1, 2) X(2, 2) X(3, 2) X(1, 3) X(2, 3) X(1, 4)
-#define COLUMN_TILES(X) QUANT_TILES(X) /* of one int32 sum each */
+#define QUANT_TILES(X, of...) PW_ROWS_6(X, 1, of) PW_ROWS_3(X, 2, of) PW_ROWS_2(X, 3, of) X(1, 4, of)
+#define COLUMN_TILES(X, of...) QUANT_TILES(X, of) /* of one int32 sum each */
 enum { QUANT_MR = 6, COLUMN_MR = 6 };
 #else
-#define QUANT_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(1, 2) X(2, 2) X(1, 4)
-#define COLUMN_TILES(X) QUANT_TILES(X)
+#define QUANT_TILES(X, of...) PW_ROWS_4(X, 1, of) PW_ROWS_2(X, 2, of) X(1, 4, of)
+#define COLUMN_TILES(X, of...) QUANT_TILES(X, of)
 enum { QUANT_MR = 4, COLUMN_MR = 4 };
 #endif
 enum { QUANT_TILE_HELD = 4 }; /* vectors of float sums that fit beside as many integer sums */

@@ -132,7 +132,7 @@ PW_INLINE vi wide_dot(vi acc, vi w, va4 a) {
 PW_INLINE vi add_scaled(vi acc, vi dots, vi words) { return pair_dot(acc, dots, words); }
 #endif
 
-/* Expansion (gemm_expand.c): where `mask` has bits, the values one after another; elsewhere `zero` stays. Only for cores
+/* Expansion (gemm_expand.h): where `mask` has bits, the values one after another; elsewhere `zero` stays. Only for cores
  * with VBMI2 (pw_cpu_expands), which no flag of the compiler tells: assembly. `zero` is merged, because zeroing waits for
  * the register's old value on some cores. */
 #define PW_EXPAND_WORDS 1
@@ -147,7 +147,7 @@ PW_INLINE vi expand_bytes(vi zero, uint64_t mask, const void *values) {
     return zero;
 }
 
-/* The bf16 dot (gemm_dense.c): pairs of weights times pairs of activations. */
+/* The bf16 dot (gemm_dense.h): pairs of weights times pairs of activations. */
 #ifdef __AVX512BF16__
 #define PW_BF16_DOT_WORDS 1
 PW_INLINE vf bf16_dot(vf acc, vi w, vi a) {
@@ -180,21 +180,12 @@ PW_INLINE vi f16_from_bf16(vi w, vi less) {
 #include "simd/x86_shuffle.h"
 
 /* Micro-kernels (rows x panels) that fit thirty-two registers; quant tiles hold an integer and a float sum each. */
-#define DENSE_TILES(X) \
-    PW_ROWS_30(X, 1) PW_ROWS_14(X, 2) PW_ROWS_9(X, 3) PW_ROWS_6(X, 4) PW_ROWS_5(X, 5) PW_ROWS_4(X, 6) PW_ROWS_3(X, 7) \
-    PW_ROWS_2(X, 8)
-#define F16_TILES(X) PW_ROWS_30(X, 1) PW_ROWS_14(X, 2) PW_ROWS_9(X, 3) PW_ROWS_6(X, 4)
-#define QUANT_TILES(X) \
-    X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(7, 1) X(8, 1) \
-    X(1, 2) X(2, 2) X(3, 2) X(4, 2) X(5, 2) X(6, 2) \
-    X(1, 3) X(2, 3) X(3, 3) X(4, 3) \
-    X(1, 4) X(2, 4) X(3, 4)
+#define DENSE_TILES(X, of...) \
+    F16_TILES(X, of) PW_ROWS_5(X, 5, of) PW_ROWS_4(X, 6, of) PW_ROWS_3(X, 7, of) PW_ROWS_2(X, 8, of)
+#define F16_TILES(X, of...) PW_ROWS_30(X, 1, of) PW_ROWS_14(X, 2, of) PW_ROWS_9(X, 3, of) PW_ROWS_6(X, 4, of)
+#define QUANT_TILES(X, of...) PW_ROWS_8(X, 1, of) PW_ROWS_6(X, 2, of) PW_ROWS_4(X, 3, of) PW_ROWS_3(X, 4, of)
 /* Tiles of one int32 sum each. */
-#define COLUMN_TILES(X) \
-    X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(7, 1) X(8, 1) \
-    X(1, 2) X(2, 2) X(3, 2) X(4, 2) X(5, 2) X(6, 2) X(7, 2) X(8, 2) X(9, 2) X(10, 2) X(11, 2) X(12, 2) \
-    X(1, 3) X(2, 3) X(3, 3) X(4, 3) X(5, 3) X(6, 3) X(7, 3) X(8, 3) \
-    X(1, 4) X(2, 4) X(3, 4) X(4, 4) X(5, 4) X(6, 4)
+#define COLUMN_TILES(X, of...) PW_ROWS_8(X, 1, of) PW_ROWS_12(X, 2, of) PW_ROWS_8(X, 3, of) PW_ROWS_6(X, 4, of)
 enum { COLUMN_MR = 8, COLUMN_PANELS = 3 };
 enum { QUANT_TILE_HELD = 12 }; /* vectors of float sums that fit beside as many integer sums */
 /* The fastest of them over many rows; panels to read at once where one or two rows stream. */

@@ -149,7 +149,7 @@ PW_INLINE vi wide_dot(vi acc, vi w, va4 a) {
 PW_INLINE vi add_scaled(vi acc, vi dots, vi words) { return pair_dot(acc, dots, words); }
 #endif
 
-/* The bf16 dot (gemm_dense.c): pairs of weights times pairs of activations. */
+/* The bf16 dot (gemm_dense.h): pairs of weights times pairs of activations. */
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
 #define PW_BF16_DOT_WORDS 1
 PW_INLINE vf bf16_dot(vf acc, vi w, vi a) {
@@ -157,7 +157,7 @@ PW_INLINE vf bf16_dot(vf acc, vi w, vi a) {
 }
 #endif
 
-/* Where cores do not expand (gemm_expand.c): bytes of `values` by their places, 0 or `zero` where a place is 128. */
+/* Where cores do not expand (gemm_expand.h): bytes of `values` by their places, 0 or `zero` where a place is 128. */
 #define PW_SHUFFLE_WORDS 1
 PW_INLINE void shuffle_16(const uint8_t *values, const uint8_t *places, uint8_t *out) {
     vst1q_u8(out, vqtbl1q_u8(vld1q_u8(values), vld1q_u8(places)));
@@ -169,9 +169,9 @@ PW_INLINE void shuffle_8(const uint8_t *values, const uint8_t *places, int zero,
 
 /* Micro-kernels (rows x panels of four vectors) that fit thirty-two registers; a quant tile holds integer sums, and
  * float sums beside them up to QUANT_TILE_HELD. */
-#define DENSE_TILES(X) PW_ROWS_6(X, 1) PW_ROWS_2(X, 2) PW_ROWS_1(X, 3)
-#define QUANT_TILES(X) PW_ROWS_6(X, 1) PW_ROWS_2(X, 2) PW_ROWS_1(X, 3)
-#define COLUMN_TILES(X) QUANT_TILES(X) /* of one int32 sum each */
+#define DENSE_TILES(X, of...) PW_ROWS_6(X, 1, of) PW_ROWS_2(X, 2, of) PW_ROWS_1(X, 3, of)
+#define QUANT_TILES(X, of...) PW_ROWS_6(X, 1, of) PW_ROWS_2(X, 2, of) PW_ROWS_1(X, 3, of)
+#define COLUMN_TILES(X, of...) QUANT_TILES(X, of) /* of one int32 sum each */
 enum { COLUMN_MR = 6, COLUMN_PANELS = 1 };
 enum { QUANT_TILE_HELD = 12 }; /* vectors of float sums that fit beside as many integer sums */
 /* The fastest of them over many rows; panels to read at once where one or two rows stream. */

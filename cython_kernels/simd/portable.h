@@ -118,9 +118,9 @@ PW_INLINE vi pair_dot(vi acc, vi w, vi a) {
 }
 
 /* Micro-kernels (rows x panels) that are worth having with these registers. */
-#define DENSE_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(1, 2) X(2, 2)
-#define QUANT_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1)
-#define COLUMN_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) /* of one int32 sum each */
+#define DENSE_TILES(X, of...) PW_ROWS_4(X, 1, of) PW_ROWS_2(X, 2, of)
+#define QUANT_TILES(X, of...) PW_ROWS_4(X, 1, of)
+#define COLUMN_TILES(X, of...) PW_ROWS_4(X, 1, of) /* of one int32 sum each */
 enum { COLUMN_MR = 4, COLUMN_PANELS = 1 };
 enum { QUANT_TILE_HELD = 4 }; /* vectors of float sums that fit beside as many integer sums */
 /* The fastest of them over many rows; panels to read at once where one or two rows stream. */

@@ -1,4 +1,4 @@
-/* Where cores do not expand (gemm_expand.c): bytes of `values` by their places, 0 or `zero` where a place is 128. */
+/* Where cores do not expand (gemm_expand.h): bytes of `values` by their places, 0 or `zero` where a place is 128. */
 #define PW_SHUFFLE_WORDS 1
 PW_INLINE void shuffle_16(const void *values, const uint8_t *places, uint8_t *out) {
     __m128i bytes = _mm_loadu_si128((const __m128i *)values), at = _mm_loadu_si128((const __m128i *)places);

@@ -29,13 +29,13 @@ static pw_schedule fitted(const pw_schedule *schedule, const pw_product *p, cons
     pw_schedule s = *schedule;
     s.mr = (int32_t)clamp(s.mr, 1, p->rows);
     s.panels = (int32_t)clamp(s.panels, 1, pw_panels(w->n));
-    s.grid_m = (int32_t)clamp(s.grid_m, 1, pieces(p->rows, s.mr));
-    s.grid_n = (int32_t)clamp(s.grid_n, 1, pw_panels(w->n));
-    int split = s.grid_k > 1 && w->k_parts > 1 && crew->split && pw_split_floats(w, p->rows) <= crew->split_floats;
-    s.grid_k = split ? w->k_parts : 1;
-    if ((int64_t)s.grid_m * s.grid_n <= crew->most_regions / s.grid_k) return s;
-    s.grid_m = s.grid_k = 1;
-    s.grid_n = (int32_t)at_most(crew->most_regions, pw_panels(w->n));
+    s.threads_m = (int32_t)clamp(s.threads_m, 1, pieces(p->rows, s.mr));
+    s.threads_n = (int32_t)clamp(s.threads_n, 1, pw_panels(w->n));
+    int split = s.threads_k > 1 && w->k_parts > 1 && crew->split && pw_split_floats(w, p->rows) <= crew->split_floats;
+    s.threads_k = split ? w->k_parts : 1;
+    if ((int64_t)s.threads_m * s.threads_n <= crew->most_regions / s.threads_k) return s;
+    s.threads_m = s.threads_k = 1;
+    s.threads_n = (int32_t)at_most(crew->most_regions, pw_panels(w->n));
     return s;
 }
 
@@ -60,11 +60,11 @@ static int64_t piece_rows(int64_t count, int64_t tile, int64_t most, int64_t wan
 /* Along the outermost loop first: the inner one then finds what it reads again in a cache. */
 static void cut(region *r, const pw_schedule *s, int64_t wanted) {
     int64_t rows = at_least(1, r->rows.end - r->rows.begin), panels = at_least(1, r->panels.end - r->panels.begin);
-    if (s->rows_outside) {
+    if (s->loop_order == PW_LOOP_MN) {
         r->piece_rows = piece_rows(rows, s->mr, s->block_m, wanted);
         r->piece_panels = piece_panels(panels, s->panels, panels, pieces(wanted, pieces(rows, r->piece_rows)));
     } else {
-        r->piece_panels = piece_panels(panels, s->panels, s->block_n, wanted);
+        r->piece_panels = piece_panels(panels, s->panels, s->block_n / PW_PANEL, wanted);
         r->piece_rows = piece_rows(rows, s->mr, INT64_MAX, pieces(wanted, pieces(panels, r->piece_panels)));
     }
     r->row_pieces = pieces(rows, r->piece_rows);
@@ -72,8 +72,8 @@ static void cut(region *r, const pw_schedule *s, int64_t wanted) {
 }
 
 static region region_of(const pw_product *p, const pw_schedule *s, int32_t index) {
-    region r = {.part = s->grid_k > 1 ? index % s->grid_k : -1};
-    pw_share(s, p->weight, p->rows, index / s->grid_k, &r.rows, &r.panels);
+    region r = {.part = s->threads_k > 1 ? index % s->threads_k : -1};
+    pw_share(s, p->weight, p->rows, index / s->threads_k, &r.rows, &r.panels);
     cut(&r, s, p->rows <= STREAMED_ROWS ? 1 : PIECES_PER_REGION);
     return r;
 }
@@ -118,8 +118,8 @@ static void work_on(const region *r, const pw_product *p, const pw_schedule *s, 
     while (atomic_load_explicit(&ticket->next, memory_order_relaxed) < count) {
         int64_t i = atomic_fetch_add_explicit(&ticket->next, 1, memory_order_relaxed);
         if (i >= count) return;
-        int64_t row = s->rows_outside ? i / r->panel_pieces : i % r->row_pieces;
-        int64_t panel = s->rows_outside ? i % r->panel_pieces : i / r->row_pieces;
+        int64_t row = s->loop_order == PW_LOOP_MN ? i / r->panel_pieces : i % r->row_pieces;
+        int64_t panel = s->loop_order == PW_LOOP_MN ? i % r->panel_pieces : i / r->row_pieces;
         multiply_piece(p, s, crew, piece(r->rows, r->piece_rows, row), piece(r->panels, r->piece_panels, panel),
                        r->part);
     }
@@ -150,14 +150,14 @@ void pw_multiply(const pw_product *p, const pw_schedule *schedule, const pw_crew
         return;
     }
     pw_schedule s = fitted(schedule, p, crew);
-    int32_t regions = s.grid_m * s.grid_n * s.grid_k;
+    int32_t regions = s.threads_m * s.threads_n * s.threads_k;
     int32_t own = (int32_t)((int64_t)regions * member / crew->threads);
     for (int32_t i = 0; i < regions; ++i) {
         int32_t index = (own + i) % regions;
         region r = region_of(p, &s, index);
         work_on(&r, p, &s, crew, &crew->tickets[index]);
     }
-    if (s.grid_k == 1) return;
+    if (s.threads_k == 1) return;
     pw_team_barrier(crew->team, member);
     add_parts(p, crew, member);
 }

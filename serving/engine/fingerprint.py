@@ -20,7 +20,7 @@ from phasewise.serving.models.forward import resolve_kv_format
 from phasewise.serving.models.packed_model import LongScaling, PackedModel, config_to_json
 
 if TYPE_CHECKING:
-    from phasewise.serving.models.schedules import ScheduleLookup
+    from phasewise.cython_kernels.schedules import ScheduleLookup
     from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
     from phasewise.tuner.plans import Phase
 

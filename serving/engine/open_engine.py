@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.drafts.opening import LEAST_STEP_TOKENS, DraftSource, open_drafter
 from phasewise.serving.engine.engine import Engine, Vocabulary
 from phasewise.serving.engine.engine_size import EngineSize
@@ -15,7 +16,6 @@ from phasewise.serving.engine.maintenance import Maintenance
 from phasewise.serving.errors import RequestError
 from phasewise.serving.models.forward import kv_bytes_by_reach
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.models.schedules import ScheduleLookup
 from phasewise.serving.pools.contract import KvPool, PoolSettings
 from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.pools.rings import RingedPool

@@ -17,9 +17,9 @@ from phasewise.cython_kernels.division import Division
 from phasewise.cython_kernels.errors import KernelError
 from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.packed_model import STACKS, Experts, LayerKind, ModelConfig, PackedModel, Vector
-from phasewise.serving.models.schedules import ScheduleLookup
 
 Parts = list[tuple[PackedWeight, int]]
 Place = tuple[int, int]  # offset and row stride in the arena

@@ -19,6 +19,7 @@ from phasewise.cython_kernels import isa
 from phasewise.cython_kernels._native import Program, place_on_node
 from phasewise.cython_kernels.division import share
 from phasewise.cython_kernels.errors import GroupFailed
+from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.batch import Batch
 from phasewise.serving.errors import RankLost, RanksError
 from phasewise.serving.models.forward import (
@@ -29,7 +30,6 @@ from phasewise.serving.models.forward import (
     resolve_kv_format,
 )
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.models.schedules import ScheduleLookup
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.processes.memory import check_memory
 from phasewise.serving.processes.segments import Segment

@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.models.forward import AUTO
-from phasewise.serving.models.schedules import ScheduleLookup
 from phasewise.serving.pools.contract import Rings
 from phasewise.serving.ranks.kv_share import KvShare
 from phasewise.tuner.plans import Phase

@@ -8,13 +8,13 @@ from typing import Any
 
 from phasewise.cython_kernels.division import Division
 from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.cython_kernels.schedules import RowRange, ScheduleLookup
 from phasewise.serving.models.forward import Capacity, attention_problem
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.models.schedules import RowRange, ScheduleLookup
 
 
 @dataclass(frozen=True)
-class WrittenSchedules:
+class WrittenSchedules(ScheduleLookup):
     """A lookup that knows the answers it was written with, and the default for anything else."""
 
     arithmetics: Mapping[str, tuple[str | None, int]]

@@ -29,7 +29,7 @@ SHAPES = (
     (1, 1, 1, Walk()),
     (17, 33, 3, Walk(panels=2)),
     (48, 96, 33, Walk(mr=32, panels=2)),
-    (95, 577, 21, Walk(mr=17, panels=2, block_n=2)),
+    (95, 577, 21, Walk(mr=17, panels=2, block_n=32)),
     (64, 160, 40, Walk(mr=32, panels=1, block_m=24, block_k=64)),
 )
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the tile
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """one_product.c with emulated_amx.c in the place of isa/amx.c, on an emulated machine."""
+    """one_product.c with emulated_amx.h in the place of isa/amx.h, on an emulated machine."""
     return link_emulated(
         tmp_path_factory.mktemp("amx"),
         "emulated_amx",
@@ -48,8 +48,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _on_the_real_unit(w: PackedWeight, x: Array, walk: Walk, path: int = -1, k_parts: int = 1) -> Array:
-    schedule: dict[str, Any] = asdict(walk) | {"prefetch_bytes": 512, "rows_outside": 0}
-    schedule |= {"grid_m": 1, "grid_n": 1, "grid_k": 1}
+    schedule: dict[str, Any] = asdict(walk) | {"prefetch_bytes": 512, "loop_order": "nm"}
+    schedule |= {"threads_m": 1, "threads_n": 1, "threads_k": 1}
     name = None if path < 0 else _native.path_names()[path]
     with isa.using("amx"):
         return np.asarray(_native.gemm(x, w, schedule=schedule, path=name, k_parts=k_parts))
@@ -86,7 +86,7 @@ def test_the_walk_changes_no_bit(multiply: Product, fmt: str, k_parts: int) -> N
     row_by_row = multiply(w, x, Walk(mr=1), k_parts=k_parts)
 
     for mr, panels, block_k in ((32, 2, 64), (17, 1, 352), (16, 2, 32), (5, 4, 96)):
-        walk = Walk(mr=mr, panels=panels, block_m=35, block_n=3, block_k=block_k)
+        walk = Walk(mr=mr, panels=panels, block_m=35, block_n=48, block_k=block_k)
         assert np.array_equal(multiply(w, x, walk, k_parts=k_parts), row_by_row)
 
 

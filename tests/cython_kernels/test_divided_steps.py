@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kernels.cross import COMMON_FLAGS, HERE, KERNELS, common_sources
+from tests.support.kernels.cross import COMMON_FLAGS, HERE, KERNELS, common_sources, compile_isa
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to compile with")
 
@@ -27,7 +27,8 @@ def test_no_rank_reads_what_another_may_still_write(tmp_path: Path) -> None:
     sample = compiled(empty, flags, [], tmp_path / "empty")
     if sample is None or subprocess.run([sample], capture_output=True).returncode:
         pytest.skip("the thread sanitizer does not work here")
-    sources = [*common_sources(), KERNELS / "isa" / "portable.c"]
+    kernels = compile_isa("gcc", KERNELS / "isa" / "portable.h", tmp_path, "-O1", "-g", *flags)
+    sources = [*common_sources(), *kernels]
     wrapped = [*flags, "-Wl,--wrap=pw_cpu_features"]
 
     program = compiled(HERE / "divided_steps.c", wrapped, sources, tmp_path / "divided_steps")

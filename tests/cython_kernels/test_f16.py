@@ -27,7 +27,7 @@ SHAPES = (
     (1, 1, 1, Walk()),
     (17, 33, 3, Walk(panels=2)),
     (48, 96, 33, Walk(mr=14, panels=2)),
-    (95, 577, 21, Walk(mr=9, panels=3, block_n=2)),
+    (95, 577, 21, Walk(mr=9, panels=3, block_n=32)),
     (64, 160, 40, Walk(mr=6, panels=4, block_m=24, block_k=64)),
 )
 
@@ -36,15 +36,15 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the rung
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """one_product.c with emulated_fp16.c in the place of isa/avx512_fp16.c, on an emulated machine."""
+    """one_product.c with emulated_fp16.h in the place of isa/avx512_fp16.h, on an emulated machine."""
     return link_emulated(
         tmp_path_factory.mktemp("f16"), "emulated_fp16", "emulated_fp16_machine", "-Wl,--wrap=pw_cpu_features"
     )
 
 
 def _on_the_instructions(w: PackedWeight, x: Array, walk: Walk, k_parts: int = 1) -> Array:
-    schedule: dict[str, Any] = asdict(walk) | {"prefetch_bytes": 512, "rows_outside": 0}
-    schedule |= {"grid_m": 1, "grid_n": 1, "grid_k": 1}
+    schedule: dict[str, Any] = asdict(walk) | {"prefetch_bytes": 512, "loop_order": "nm"}
+    schedule |= {"threads_m": 1, "threads_n": 1, "threads_k": 1}
     with isa.using(NAME):
         return np.asarray(_native.gemm(x, w, schedule=schedule, path=PATH, k_parts=k_parts))
 
@@ -96,7 +96,7 @@ def test_the_walk_changes_no_bit(multiply: Product) -> None:
     for k_parts in (1, 3):
         row_by_row = multiply(w, x, Walk(mr=1), k_parts=k_parts)
         for mr, panels, block_k in ((14, 2, 64), (9, 3, 352), (6, 4, 32), (5, 1, 96), (32, 8, 1)):
-            walk = Walk(mr=mr, panels=panels, block_m=35, block_n=3, block_k=block_k)
+            walk = Walk(mr=mr, panels=panels, block_m=35, block_n=48, block_k=block_k)
             assert np.array_equal(multiply(w, x, walk, k_parts=k_parts), row_by_row)
 
 

@@ -57,13 +57,17 @@ def test_every_row_count_keeps_the_bound_at_the_default_models_width(name: str, 
             assert_within_bound(x, w, _native.gemm(x, w))
 
 
-def random_schedule(rng: np.random.Generator) -> dict[str, int]:
+def random_schedule(rng: np.random.Generator) -> dict[str, Any]:
     """Any schedule, sensible or not: out-of-range values are clamped by the kernels."""
     wild = rng.random() < 0.3
     low, high = (-(2**31), 2**31) if wild else (1, 100)
-    fields = ("mr", "panels", "block_m", "block_n", "block_k", "prefetch_bytes", "grid_m", "grid_n")
-    fields += ("grid_k", "rows_outside")
-    return {field: int(rng.integers(low, high)) for field in fields}
+    fields = ("mr", "panels", "block_m", "block_n", "block_k", "prefetch_bytes")
+    fields += ("threads_m", "threads_n", "threads_k")
+    drawn = {field: int(rng.integers(low, high)) for field in fields}
+    return drawn | {
+        "block_n": drawn["block_n"] if wild else 16 * drawn["block_n"],
+        "loop_order": str(rng.choice(["nm", "mn"])),
+    }
 
 
 def cuts(size: int, rng: np.random.Generator) -> list[tuple[int, int]]:
@@ -145,7 +149,7 @@ def test_a_share_leaves_the_rest_alone(name: str, fmt: str) -> None:
 @pytest.mark.parametrize("grid", [(1, 1), (1, 2), (2, 3), (4, 7), (40, 1)])
 def test_shares_cover_everything_once(name: str, grid: tuple[int, int]) -> None:
     w = make_weight("f32", 150, 33, np.random.default_rng(5))
-    schedule = _native.default_schedule(w, 33) | {"grid_m": grid[0], "grid_n": grid[1]}
+    schedule = _native.default_schedule(w, 33) | {"threads_m": grid[0], "threads_n": grid[1]}
     seen = np.zeros((33, 10), int)
     with isa.using(name):
         for thread in range(-1, grid[0] * grid[1] + 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +21,10 @@ from tests.support.tiers import examples
 sizes = st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(0, 70))
 schedules = st.fixed_dictionaries(
     {
-        "mr": sizes, "panels": sizes, "block_m": sizes, "block_n": sizes, "block_k": sizes,
-        "prefetch_bytes": sizes, "grid_m": sizes, "grid_n": sizes, "grid_k": sizes,
-        "rows_outside": st.integers(0, 1),
+        "mr": sizes, "panels": sizes, "block_m": sizes, "block_k": sizes,
+        "block_n": sizes | st.integers(1, 70).map(lambda panels: 16 * panels),
+        "prefetch_bytes": sizes, "threads_m": sizes, "threads_n": sizes, "threads_k": sizes,
+        "loop_order": st.sampled_from(("nm", "mn")),
     }
 )  # fmt: skip
 
@@ -43,7 +45,7 @@ def weight(n: int, k: int, fmt: str, seed: int = 0) -> packing.PackedWeight:
     schedule=schedules,
 )
 def test_any_schedule_on_any_team_gives_the_same_bits(
-    fmt: str, n: int, k: int, m: int, threads: int, k_parts: int, way: int, schedule: dict[str, int]
+    fmt: str, n: int, k: int, m: int, threads: int, k_parts: int, way: int, schedule: dict[str, Any]
 ) -> None:
     """On every compute path, with k summed whole or in parts."""
     pack = weight(n, k, fmt)
@@ -65,7 +67,7 @@ def test_every_grid_gives_the_same_bits(isa_name: str, grid: tuple[int, int, int
         pack, k_parts = weight(90, 200, "q8"), max(grid[2], 2)
         alone = TeamProduct(Team(None, members=1), [pack], 20, k_parts=k_parts)
         together = TeamProduct(Team(None, members=4), [pack], 20, k_parts=k_parts)
-        cut = dict(zip(("grid_m", "grid_n", "grid_k"), grid, strict=True))
+        cut = dict(zip(("threads_m", "threads_n", "threads_k"), grid, strict=True))
 
         alone.time(None, 1)
         together.time({**default_schedule(pack, 20, 4), **cut}, 2)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,10 +98,10 @@ def test_packed_bytes_are_those_of_the_formula() -> None:
     mr=st.sampled_from(SIZES),
     panels=st.sampled_from(SIZES),
     block_m=st.sampled_from((1, 7, 64)),
-    block_n=st.sampled_from((1, 3, 40)),
+    block_n=st.sampled_from((16, 48, 640)),
     block_k=st.sampled_from((1, 32, 320, 1000)),
     prefetch=st.sampled_from((0, 2048, 16384)),
-    outside=st.sampled_from((0, 1)),
+    loop_order=st.sampled_from(("nm", "mn")),
     k_parts=st.sampled_from((1, 1, 3)),
     special=st.sampled_from((None, np.nan, np.inf)),
     seed=st.integers(0, 2**32 - 1),
@@ -119,7 +120,7 @@ def test_products_have_the_bits_of_the_dense_weight(
     block_n: int,
     block_k: int,
     prefetch: int,
-    outside: int,
+    loop_order: str,
     k_parts: int,
     special: float | None,
     seed: int,
@@ -131,8 +132,14 @@ def test_products_have_the_bits_of_the_dense_weight(
     x = rng.standard_normal((m, k), dtype=np.float32)
     if special is not None:
         x[rng.integers(m), rng.integers(k)] = special
-    walk = {"mr": mr, "panels": panels, "block_m": block_m, "block_n": block_n, "block_k": block_k}
-    walk |= {"prefetch_bytes": prefetch, "rows_outside": outside}
+    walk: dict[str, Any] = {
+        "mr": mr,
+        "panels": panels,
+        "block_m": block_m,
+        "block_n": block_n,
+        "block_k": block_k,
+    }
+    walk |= {"prefetch_bytes": prefetch, "loop_order": loop_order}
     part = int(rng.integers(k_parts))
     first = int(rng.integers(dense.panels))
     with isa.using(name), expanding(native):
@@ -198,10 +205,10 @@ def test_a_team_computes_it_by_any_grid(fmt: str) -> None:
     x = rng.standard_normal((9, 640), dtype=np.float32)
     prepared = _native.prepare_rows(x, dense)
     wanted = _native.gemm(x, dense, k_parts=2)
-    for grid_m, grid_n in ((1, 1), (1, 3), (2, 2), (3, 5)):
+    for threads_m, threads_n in ((1, 1), (1, 3), (2, 2), (3, 5)):
         got = np.zeros_like(wanted)
-        schedule = _native.default_schedule(stored, 9) | {"grid_m": grid_m, "grid_n": grid_n}
-        for thread in range(grid_m * grid_n):
+        schedule = _native.default_schedule(stored, 9) | {"threads_m": threads_m, "threads_n": threads_n}
+        for thread in range(threads_m * threads_n):
             rows, panels = _native.share(stored, 9, thread, schedule)
             _native.gemm_share(prepared, stored, got, rows=rows, panels=panels, schedule=schedule, k_parts=2)
         assert np.array_equal(got, wanted)

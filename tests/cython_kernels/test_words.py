@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,16 +16,9 @@ ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 FLAGS_HERE = isa_flags(platform.machine())
 
 
-def vocabulary_of(name: str) -> Path:
-    """The header that isa/<name>.c includes first."""
-    found = re.search(r'#include "(simd/\w+\.h)"', (KERNELS / "isa" / f"{name}.c").read_text())
-    assert found is not None
-    return KERNELS / found[1]
-
-
 def built(compiler: str, name: str, flags: list[str], out: Path) -> str:
     target = out / name
-    command = [compiler, *COMMON_FLAGS, *flags, "-static", "-I", KERNELS, "-include", vocabulary_of(name)]
+    command = [compiler, *COMMON_FLAGS, *flags, "-static", "-I", KERNELS, "-include", f"isa/{name}.h"]
     subprocess.run([*command, HERE / "words.c", "-lm", "-o", target], check=True)
     return str(target)
 

@@ -6,7 +6,7 @@ import pytest
 
 from phasewise.kerneldb.records import Problem, Sample
 from phasewise.tuner.attention import TeamAttention, attention_group, default_attention, head_dim_of
-from phasewise.tuner.native import NativeEvaluator, kernel_fields
+from phasewise.tuner.native import NativeEvaluator
 from phasewise.tuner.search.attention import attention_grid, candidates, tune_attention
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.space import Caches
@@ -33,7 +33,7 @@ def test_no_candidate_changes_a_bit(kv_format: str, m: int) -> None:
     attention = TeamAttention(_native.Team(None, members=2), problem, 1 << 16)
 
     for schedule in candidates(default_attention(64, 32, m, 2), m):
-        assert attention.run(kernel_fields(schedule), 2).min() > 0
+        assert attention.run(schedule.walk, 2).min() > 0
         assert attention.is_right()
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from phasewise.cython_kernels._native import compute_paths
 from phasewise.cython_kernels.packing import PackedWeight, pack_dense
+from phasewise.cython_kernels.schedules import MAX_ROW_RANGES
 from phasewise.kerneldb.records import MachineKey, Measurement, Origin, Problem, Sample, Schedule
 from phasewise.tuner.lookup import (
-    MOST_CHOICES,
     NEAR,
     REPEAT_FROM,
     ScheduleTable,
@@ -112,7 +112,7 @@ def test_where_nothing_is_tuned_the_default_runs() -> None:
     table = ScheduleTable([])
 
     assert table.choice(KEY, 1).schedule is None
-    assert table.arithmetic(KEY) is None
+    assert table.arithmetic_of(KEY) is None
     assert [choice.last_m for choice in table.choices(KEY, 512)] == [512]
 
 
@@ -123,7 +123,7 @@ def test_all_schedules_of_a_weight_are_of_the_newest_rows_arithmetic() -> None:
 
     used = {choice.schedule for choice in table.choices(KEY, 4)}
 
-    assert table.arithmetic(KEY) == Arithmetic("bf16_dot", 2)
+    assert table.arithmetic_of(KEY) == Arithmetic("bf16_dot", 2)
     assert {schedule.k_parts for schedule in used if schedule} == {2}
 
 
@@ -136,7 +136,7 @@ def test_ranges_cover_every_m_in_order_and_fit_a_program(tuned: list[int], max_m
     lasts = [choice.last_m for choice in choices]
     assert lasts == sorted(set(lasts))
     assert lasts[-1] == max_m
-    assert len(choices) <= MOST_CHOICES
+    assert len(choices) <= MAX_ROW_RANGES
 
 
 @given(tuned=st.lists(ms, max_size=12, unique=True), m=st.integers(1, 300))
@@ -145,7 +145,7 @@ def test_a_range_says_what_each_of_its_m_would_be_told(tuned: list[int], m: int)
 
     choices = table.choices(KEY, 300)
 
-    if len(choices) < MOST_CHOICES:
+    if len(choices) < MAX_ROW_RANGES:
         of_m = next(choice for choice in choices if choice.last_m >= m)
         assert of_m.schedule == table.choice(KEY, m).schedule
 
@@ -167,9 +167,9 @@ def test_serving_asks_with_its_weights() -> None:
     attention = replace(SCHEDULE, panels=1, block_n=16, compute_path="fma")
     schedules = ScheduleTable([row(4, split), row(1, attention, family="attention")])
 
-    assert schedules.arithmetic_of(weight) == ("bf16_dot", 2)
-    assert [choice.kind for choice in schedules.products(weight, 4)] == ["default", "exact"]
-    assert schedules.attention("bf16", 576, 576, 1)[0].schedule == attention
+    assert schedules.arithmetic(weight) == ("bf16_dot", 2)
+    assert [ranged.schedule for ranged in schedules.products(weight, 4)] == [None, split.walk]
+    assert schedules.attention("bf16", 576, 576, 1)[0].schedule == attention.walk
     assert schedules.attention("f16", 576, 576, 1)[0].schedule is None
 
 

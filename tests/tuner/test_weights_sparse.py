@@ -37,7 +37,7 @@ def test_both_storages_have_one_arithmetic() -> None:
     """A database's word on a dense weight is that on the sparse one; searches do not look for another."""
     schedules = ScheduleTable([])
 
-    assert schedules.arithmetic_of(random_weight("bf16s8", 64, 64)) == schedules.arithmetic_of(
+    assert schedules.arithmetic(random_weight("bf16s8", 64, 64)) == schedules.arithmetic(
         random_weight("bf16", 64, 64)
     )
     assert arithmetics("bf16s8", 64, 64, 2) == arithmetics("bf16", 64, 64, 2)[:1]

@@ -25,15 +25,14 @@ from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.plans import default_plan
 from phasewise.tuner.search.space import Arithmetic
 from phasewise.tuner.weights import blank_weight
-from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice
-from phasewise.workflows.opening.tuned_schedules import KernelSchedules
+from phasewise.workflows.opening.arithmetic_choice import PATHS, ArithmeticChoice
 
 WIDE = TinyShape(hidden=256, ffn=512, head_dim=64)
 TOKENS = [5, 9, 200, 31, 77, 12]
 
 
-def lookup(choice: ArithmeticChoice, *tuned: Measurement) -> KernelSchedules:
-    return KernelSchedules(ScheduleTable(tuned), choice=choice)
+def lookup(choice: ArithmeticChoice, *tuned: Measurement) -> ScheduleTable:
+    return ScheduleTable(tuned).asked(choice, PATHS.get(choice))
 
 
 def tuned_to(path: str, kind: str) -> Measurement:

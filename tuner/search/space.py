@@ -27,7 +27,7 @@ MIN_PASS_INPUTS = 4 * GROUP
 """Shorter passes over k spend their time on storing and loading sums."""
 
 PREFETCH_BYTES = (0, 1024, 2048, 4096, 16384)
-"""From 8 KiB on a line is asked for into L2 only (families/gemm.h: ask_for)."""
+"""From 8 KiB on a line is asked for into L2 only (families/gemm_tiles.h: ask_for)."""
 START_PREFETCH_BYTES = 2048
 """The read-ahead at which searches begin: about as far as memory's latency is long, at a core's share of its
 bandwidth.

@@ -25,7 +25,7 @@ from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.tuner.conditions import Watch
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.machine_limits import StreamingRead, peak_flops
-from phasewise.tuner.native import default_schedule, kernel_fields
+from phasewise.tuner.native import default_schedule
 from phasewise.tuner.roofline import peak_kinds
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
 from phasewise.tuner.weights import copies_of, dense_format, format_name, random_weight, split_format
@@ -101,7 +101,9 @@ def schedules_of(db: str | None, cores: Sequence[int], report: Report = silent) 
         if choice.schedule is not None:
             return ChosenSchedule(choice.schedule, choice.kind)
         own = ("gemm", dense_format(weight), weight.n, weight.k)
-        arithmetic = table.arithmetic(own) or Arithmetic(_native.compute_paths(weight.kind, weight.group)[0])
+        arithmetic = table.arithmetic_of(own) or Arithmetic(
+            _native.compute_paths(weight.kind, weight.group)[0]
+        )
         return ChosenSchedule(default_schedule(weight, m, threads, arithmetic), "default")
 
     return choose
@@ -109,7 +111,7 @@ def schedules_of(db: str | None, cores: Sequence[int], report: Report = silent) 
 
 def _tuned(db: str | None, cores: Sequence[int], report: Report) -> ScheduleTable:
     if locate(db).is_absent:
-        return ScheduleTable([])
+        return ScheduleTable()
     with open_store(db, report) as store:
         return read_schedules(store, read_machine(), cores, report)
 
@@ -133,10 +135,10 @@ class OurKernels:
         chosen = self._choose(packs[0], m)
         arithmetic = arithmetic_of(chosen.schedule)
         product = _native.TeamProduct(self._team, packs, m, arithmetic.compute_path, arithmetic.k_parts)
-        fields = kernel_fields(chosen.schedule)
+        walk = chosen.schedule.walk
 
         def time_calls(calls: int) -> float:
-            return float(product.time(fields, calls, prepare=True).mean())
+            return float(product.time(walk, calls, prepare=True).mean())
 
         calls = turn_calls(time_calls(len(packs)))
         return TimedSystem("phasewise", lambda: time_calls(calls)), chosen

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from phasewise.serving.loaders.storage import StorageChoice
     from phasewise.serving.models.packed_model import PackedModel
     from phasewise.topology import Machine
+    from phasewise.tuner.lookup import ScheduleTable
     from phasewise.tuner.plans import Phase, ServicePlan
-    from phasewise.workflows.opening.tuned_schedules import KernelSchedules, ScheduleUse
+    from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class OpenModel:
 
     model: PackedModel
     plans: Mapping[Phase, ServicePlan]
-    schedules: Mapping[Phase, KernelSchedules]
+    schedules: Mapping[Phase, ScheduleTable]
     storage: StorageChoice
     """The requested storage of its weights."""
 
@@ -102,7 +103,7 @@ def open_under(
 
 def schedules_under(
     plans: Mapping[Phase, ServicePlan], weights: Weights, db: str | None, machine: Machine, report: Report
-) -> Mapping[Phase, KernelSchedules]:
+) -> Mapping[Phase, ScheduleTable]:
     """The schedules in use on the plans' cores, as `weights` are multiplied."""
     from phasewise.workflows.opening.tuned_schedules import schedules_for
 

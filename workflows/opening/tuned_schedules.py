@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from phasewise.cython_kernels.division import columns, share
+from phasewise.cython_kernels.schedules import RowRange
 from phasewise.kerneldb.location import locate
 from phasewise.serving.models.forward import attention_problem
-from phasewise.serving.models.schedules import RowRange
 from phasewise.topology import Machine
-from phasewise.tuner.lookup import ScheduleChoice, ScheduleTable
+from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.plans import Phase, ServicePlan, machine_key
 from phasewise.tuner.weights import format_name
 from phasewise.workflows.opening.arithmetic_choice import PATHS, ArithmeticChoice
@@ -28,61 +28,6 @@ if TYPE_CHECKING:
     from phasewise.serving.models.packed_model import PackedModel
 
 Plans = Mapping[Phase, ServicePlan]
-TILE_PATH = "bf16_tile"
-
-
-@dataclass(frozen=True)
-class KernelSchedules:
-    """The schedules of one phase as the numbers that kernels take; a
-    `serving.models.schedules.ScheduleLookup`."""
-
-    table: ScheduleTable
-    in_tiles: bool = False
-    """Quantised weights are multiplied as bf16 on the tile unit, where there is one."""
-    choice: ArithmeticChoice = "tuned"
-    _known: dict[tuple[str, int, int, int], list[RowRange]] = field(default_factory=dict)
-
-    def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
-        path = _chosen_path(self.choice, weight)
-        return self.table.arithmetic_of(weight) if path is None else (path, 1)
-
-    def own_path(self, weight: PackedWeight) -> str | None:
-        has_tiles = weight.kind in ("f32", "bf16") or (weight.kind == "q8" and weight.group == 0)
-        return TILE_PATH if self.in_tiles and not has_tiles else None
-
-    def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
-        """The row ranges of this weight's shape; cached, since a model has many weights and few shapes."""
-        key = (format_name(weight), weight.n, weight.k, max_m)
-        if key not in self._known:
-            if _chosen_path(self.choice, weight) not in (None, self.table.arithmetic_of(weight)[0]):
-                self._known[key] = [RowRange(max_m, None, f"--arithmetic {self.choice}: the default")]
-            else:
-                self._known[key] = _row_ranges(self.table.products(weight, max_m))
-        return self._known[key]
-
-    def attention(self, kv_format: str, n: int, k: int, max_m: int) -> list[RowRange]:
-        return _row_ranges(self.table.attention(kv_format, n, k, max_m))
-
-
-def _chosen_path(choice: ArithmeticChoice, weight: PackedWeight) -> str | None:
-    """The path that was asked for; None where none was, or where the weight has no sub-scales."""
-    from phasewise.cython_kernels._native import compute_paths
-
-    path = PATHS.get(choice)
-    has_both = path is not None and PATHS["blocks"] in compute_paths(weight.kind, weight.group)
-    return path if has_both else None
-
-
-def _row_ranges(choices: Sequence[ScheduleChoice]) -> list[RowRange]:
-    ranges = []
-    for choice in choices:
-        fields = None
-        if choice.schedule is not None:
-            from phasewise.tuner.native import kernel_fields
-
-            fields = kernel_fields(choice.schedule)
-        ranges.append(RowRange(choice.last_m, fields, choice.why))
-    return ranges
 
 
 def schedules_for(
@@ -93,18 +38,17 @@ def schedules_for(
     *,
     tile_prompts: bool = False,
     arithmetic: ArithmeticChoice = "tuned",
-) -> Mapping[Phase, KernelSchedules]:
+) -> Mapping[Phase, ScheduleTable]:
     """The schedules in use on each plan's cores with this build of the kernels; none without a database.
 
     tile_prompts: prefill multiplies quantised weights as bf16 on the tile unit, where there is one.
     arithmetic: of K-quants, for both phases.
     """
     absent = locate(db).is_absent
-    tables: dict[Phase, ScheduleTable] = (
-        {phase: ScheduleTable([]) for phase in plans} if absent else _tables(db, machine, plans, report)
-    )
+    tables = dict.fromkeys(plans, ScheduleTable()) if absent else _tables(db, machine, plans, report)
+    path = PATHS.get(arithmetic)
     return {
-        phase: KernelSchedules(table, tile_prompts and phase == "prefill", arithmetic)
+        phase: table.asked(arithmetic, path, in_tiles=tile_prompts and phase == "prefill")
         for phase, table in tables.items()
     }
 
@@ -148,7 +92,7 @@ class ScheduleUse:
     first_m: int
     last_m: int
     why: str
-    schedule: Mapping[str, int] | None
+    schedule: Mapping[str, Any] | None
     """None: attention's default, which looks at the whole step."""
     storage: str = "dense"
     """`dense` or `sparse`, and the share that is kept, where it could be either."""
@@ -158,7 +102,7 @@ class ScheduleUse:
 def explain(
     model: PackedModel,
     plans: Plans,
-    lookups: Mapping[Phase, KernelSchedules],
+    lookups: Mapping[Phase, ScheduleTable],
     most_rows: Mapping[Phase, int],
     kv_format: str,
     storage: StorageChoice,

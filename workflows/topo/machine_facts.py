@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phasewise.topology import Machine
 from phasewise.topology.picture import GROUP_FILLS, PuGroup, draw_svg
@@ -53,13 +53,13 @@ def schedule_rows(uses: Iterable[ScheduleUse]) -> Iterator[dict[str, str]]:
         }
 
 
-def schedule_words(schedule: Mapping[str, int] | None) -> str:
+def schedule_words(schedule: Mapping[str, Any] | None) -> str:
     """A schedule in one line: tile and block as rows x columns, grid as threads over m, n and k."""
     if schedule is None:
         return "by the step"
     s = schedule
     return (
-        f"tile {s['mr']}x{16 * s['panels']}, block {s['block_m']}x{16 * s['block_n']}x{s['block_k']}, "
-        f"grid {s['grid_m']}x{s['grid_n']}x{s['grid_k']}, {'mn' if s['rows_outside'] else 'nm'}, "
+        f"tile {s['mr']}x{16 * s['panels']}, block {s['block_m']}x{s['block_n']}x{s['block_k']}, "
+        f"grid {s['threads_m']}x{s['threads_n']}x{s['threads_k']}, {s['loop_order']}, "
         f"prefetch {s['prefetch_bytes']}"
     )

@@ -29,8 +29,8 @@ from phasewise.tuner.measurement_lock import MeasurementLock, NoLock
 from phasewise.tuner.plans import PHASES, Phase, ServicePlan, check_fits, default_plan
 
 if TYPE_CHECKING:
+    from phasewise.cython_kernels.schedules import ScheduleLookup
     from phasewise.serving.models.packed_model import PackedModel
-    from phasewise.serving.models.schedules import ScheduleLookup
     from phasewise.serving.ranks.open_ranks import Ranks
     from phasewise.topology import Machine
     from phasewise.tuner.topotree import Configuration

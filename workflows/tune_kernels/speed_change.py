@@ -19,9 +19,9 @@ from phasewise.workflows.report import Report, silent
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import Comparison
     from phasewise.serving.engine.throughput import Forward
+    from phasewise.tuner.lookup import ScheduleTable
     from phasewise.tuner.plans import Phase
     from phasewise.workflows.opening.open_model import OpenModel
-    from phasewise.workflows.opening.tuned_schedules import KernelSchedules
 
 PREFILL_TOKENS = 512
 DECODE_TOKENS = 32
@@ -47,7 +47,7 @@ class SpeedChange:
 
 def measured_change(
     before: OpenModel,
-    schedules: Mapping[Phase, KernelSchedules],
+    schedules: Mapping[Phase, ScheduleTable],
     budget_s: float,
     report: Report = silent,
     clock: Callable[[], float] = time.monotonic,

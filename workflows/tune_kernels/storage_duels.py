@@ -112,7 +112,7 @@ def fight_storage_duels(
 def schedules_of_duel(problem: Problem, table: ScheduleTable, threads: int) -> tuple[Schedule, Schedule]:
     """The schedule of each storage, sparse first, in the arithmetic of the dense weight."""
     dense = split_format(problem.format)[0]
-    of_dense = table.arithmetic(("gemm", dense, problem.n, problem.k))
+    of_dense = table.arithmetic_of(("gemm", dense, problem.n, problem.k))
     arithmetic = of_dense or Arithmetic(paths_of(dense)[0])
 
     def schedule(weight_format: str) -> Schedule:

@@ -30,7 +30,7 @@ PW_INLINE vf relu_lanes(vf t) { return v_max(v_zero(), t); } /* of a NaN the NaN
 PW_INLINE vf relu2_lanes(vf t) { return v_mul(relu_lanes(t), relu_lanes(t)); }
 
 #define ACTIVATION(NAME)                                                                             \
-    static void ISA(NAME)(int64_t n, const float *x, const float *bias, float *y) {                  \
+    void ISA(NAME)(int64_t n, const float *x, const float *bias, float *y) {                  \
         int64_t i = 0;                                                                               \
         for (; i + LANES <= n; i += LANES) {                                                         \
             vf t = v_load(x + i);                                                                    \

@@ -1,7 +1,7 @@
 /* Element by element, any length and alignment. add, sum and scale round once for each operation.
  * silu_gate: g / (1 + exp(-g)) * u, relative error <= 6 * 2^-24 for g >= -87 (exp.h: 2; sum; quotient; product); below
  * that |result| <= 1e-35 * |u| where the true value is smaller still. */
-static void ISA(add)(int64_t n, const float *y, float *x) {
+void ISA(add)(int64_t n, const float *y, float *x) {
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) v_store(x + i, v_add(v_load(x + i), v_load(y + i)));
     int rest = (int)(n - i);
@@ -27,7 +27,7 @@ PW_INLINE int64_t sum_of_any(const pw_sum *sum, int64_t i, int64_t end) {
     return i;
 }
 
-static void ISA(sum)(const pw_sum *sum, int64_t begin, int64_t end) {
+void ISA(sum)(const pw_sum *sum, int64_t begin, int64_t end) {
     float *const *outs = sum->outs;
     const float *const *parts = sum->parts;
     int in_place = sum->n_parts == 2 && sum->n_outs == 2 && outs[0] == parts[0] && outs[1] == parts[1];
@@ -39,7 +39,7 @@ static void ISA(sum)(const pw_sum *sum, int64_t begin, int64_t end) {
     for (int o = 0; o < sum->n_outs; ++o) v_store_n(outs[o] + i, v, rest);
 }
 
-static void ISA(scale)(int64_t n, float factor, float *x) {
+void ISA(scale)(int64_t n, float factor, float *x) {
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) v_store(x + i, v_mul(v_load(x + i), v_set1(factor)));
     int rest = (int)(n - i);
@@ -68,7 +68,7 @@ PW_INLINE vf clamped_silu_gate_lanes(vf gate, vf up) {
 }
 
 #define GATE(NAME)                                                                                              \
-    static void ISA(NAME##_gate)(int64_t n, const float *gate, const float *up, float *y) {                     \
+    void ISA(NAME##_gate)(int64_t n, const float *gate, const float *up, float *y) {                            \
         int64_t i = 0;                                                                                          \
         for (; i + LANES <= n; i += LANES) v_store(y + i, NAME##_gate_lanes(v_load(gate + i), v_load(up + i))); \
         int rest = (int)(n - i);                                                                                \
@@ -82,7 +82,7 @@ PW_INLINE vf cap_lanes(vf x, vf twice_inverse, vf c) {
     return v_sub(c, v_div(v_add(c, c), v_add(e, v_set1(1.0f))));
 }
 
-static void ISA(cap)(int64_t n, float c, const float *x, float *y) {
+void ISA(cap)(int64_t n, float c, const float *x, float *y) {
     vf twice_inverse = v_set1(2.0f / c), all = v_set1(c);
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) v_store(y + i, cap_lanes(v_load(x + i), twice_inverse, all));
@@ -90,7 +90,7 @@ static void ISA(cap)(int64_t n, float c, const float *x, float *y) {
     if (rest) v_store_n(y + i, cap_lanes(v_load_n(x + i, rest), twice_inverse, all), rest);
 }
 
-static void ISA(add_scaled)(int64_t n, float factor, const float *x, float *y) {
+void ISA(add_scaled)(int64_t n, float factor, const float *x, float *y) {
     vf f = v_set1(factor);
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) v_store(y + i, v_fma(f, v_load(x + i), v_load(y + i)));
@@ -98,7 +98,7 @@ static void ISA(add_scaled)(int64_t n, float factor, const float *x, float *y) {
     if (rest) v_store_n(y + i, v_fma(f, v_load_n(x + i, rest), v_load_n(y + i, rest)), rest);
 }
 
-static void ISA(exponential)(int64_t n, const float *x, float *y) {
+void ISA(exponential)(int64_t n, const float *x, float *y) {
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) v_store(y + i, v_exp(v_load(x + i)));
     int rest = (int)(n - i);

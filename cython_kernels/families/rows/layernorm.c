@@ -61,7 +61,7 @@ static float inverse_deviation(int64_t n, const float *t, float mean, float eps)
     return 1.0f / sqrtf(all_sums(sum) / (float)n + eps);
 }
 
-static void ISA(layernorm)(int64_t n, const float *x, const float *bias, const pw_norm *norm, float *y) {
+void ISA(layernorm)(int64_t n, const float *x, const float *bias, const pw_norm *norm, float *y) {
     float mean = biased_mean(n, x, bias, y);
     vf m = v_set1(mean), scale = v_set1(inverse_deviation(n, y, mean, norm->eps));
     int64_t i = 0;

@@ -25,7 +25,7 @@ static float sum_of_squares(int64_t n, const float *x) {
     return sum_of_sixteen(add_sixteen(add_sixteen(sum[0], sum[1]), add_sixteen(sum[2], sum[3])));
 }
 
-static void ISA(rmsnorm)(int64_t n, const float *x, const float *w, float eps, float *y) {
+void ISA(rmsnorm)(int64_t n, const float *x, const float *w, float eps, float *y) {
     vf scale = v_set1(1.0f / sqrtf(sum_of_squares(n, x) / (float)n + eps));
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) v_store(y + i, v_mul(v_mul(v_load(x + i), scale), v_load(w + i)));

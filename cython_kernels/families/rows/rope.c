@@ -1,7 +1,7 @@
 /* Rotary embedding, half-split: (a, b) = (x[i], x[half + i]) becomes factor * (a cos - b sin, b cos + a sin).
  * Absolute error <= factor * 2^-23 * (|a| + |b|) beside that of the cosines and sines given (correctly rounded from
  * float64), and of a rounding more where the factor is no power of two. */
-static void ISA(rope)(int64_t half, const pw_turn *turn, const float *x, float *y) {
+void ISA(rope)(int64_t half, const pw_turn *turn, const float *x, float *y) {
     vf factor = v_set1(turn->factor);
     for (int64_t i = 0; i < half; i += LANES) {
         int count = half - i < LANES ? (int)(half - i) : LANES;

@@ -11,13 +11,13 @@ weights widened everywhere (`NEAREST`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from phasewise.cython_kernels import isa
 from phasewise.cython_kernels._native import compute_paths
 from phasewise.cython_kernels.packing import PackedWeight
-from phasewise.serving.models.schedules import RowRange
+from phasewise.cython_kernels.schedules import ScheduleLookup
 
 SHORT_TOKENS = 8
 TILES = "bf16_tile"
@@ -29,8 +29,8 @@ _WITHOUT_INTEGER_DOTS = ("avx2", "avx512")
 
 
 @dataclass(frozen=True)
-class EncoderDefaults:
-    """A `ScheduleLookup` without tuned schedules. `widens`: quantised weights are, at any cost."""
+class EncoderDefaults(ScheduleLookup):
+    """Nothing is tuned, and one phase. `widens`: quantised weights are, at any cost."""
 
     widens: bool = False
 
@@ -46,21 +46,6 @@ class EncoderDefaults:
         if self.widens:
             return next((path for path in _WIDE if path in paths), None), 1
         return (WIDENED if isa.active() in _WITHOUT_INTEGER_DOTS and WIDENED in paths else None), 1
-
-    def own_path(self, weight: PackedWeight) -> str | None:
-        """None: an encoder has one phase."""
-        del weight
-        return None
-
-    def products(self, weight: PackedWeight, max_m: int) -> Sequence[RowRange]:
-        """None: the kernels' defaults."""
-        del weight, max_m
-        return ()
-
-    def attention(self, kv_format: str, n: int, k: int, max_m: int) -> Sequence[RowRange]:
-        """None: the kernels' defaults."""
-        del kv_format, n, k, max_m
-        return ()
 
 
 FASTEST = EncoderDefaults()

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from phasewise._words import counted
 from phasewise.cython_kernels._native import Program, Team
 from phasewise.cython_kernels.errors import TeamError
+from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.embedding.encoder.arithmetic import FASTEST, NEAREST, SHORT_TOKENS, quantises_rows
 from phasewise.serving.embedding.encoder.encoder_program import build_row_program
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
@@ -19,7 +20,6 @@ from phasewise.serving.embedding.encoder.pooling import pooled, score
 from phasewise.serving.errors import ModelError, RanksError
 from phasewise.serving.models.forward import Capacity
 from phasewise.serving.models.packed_model import Embedding, PackedModel
-from phasewise.serving.models.schedules import ScheduleLookup
 from phasewise.serving.ranks.rank_teams import TABLES, keeping_affinity
 
 Floats = npt.NDArray[np.float32]

@@ -13,6 +13,7 @@ from typing import Any
 
 from phasewise.cython_kernels._native import Program
 from phasewise.cython_kernels.errors import KernelError
+from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.forward import (
     PATIENCE_S,
@@ -28,7 +29,6 @@ from phasewise.serving.models.forward import (
     weight_of,
 )
 from phasewise.serving.models.packed_model import Encoder, PackedModel, Vector
-from phasewise.serving.models.schedules import ScheduleLookup
 from phasewise.serving.processes.memory import check_memory
 
 

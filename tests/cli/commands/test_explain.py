@@ -56,7 +56,7 @@ def test_a_promoted_schedule_is_named_with_its_numbers(tiny: Path, db: Path) -> 
 
     assert use["why"].startswith("exact")
     assert (use["schedule"]["block_m"], use["schedule"]["prefetch_bytes"]) == (3, 640)
-    assert (use["schedule"]["rows_outside"], use["compute_path"]) == (1, schedule.compute_path)
+    assert (use["schedule"]["loop_order"], use["compute_path"]) == ("mn", schedule.compute_path)
     assert "exact" in command.run("generate", tiny, *ASKED).stderr
 
 

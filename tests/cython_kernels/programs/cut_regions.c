@@ -23,15 +23,15 @@ static int keeps_the_laws(const region *r, const pw_schedule *s, int64_t wanted)
                  (r->row_pieces - 1) * r->piece_rows < rows && (r->panel_pieces - 1) * r->piece_panels < panels;
     int whole = (r->row_pieces == 1 || r->piece_rows % s->mr == 0) &&
                 (r->panel_pieces == 1 || r->piece_panels % s->panels == 0);
-    int few = r->row_pieces <= wanted || (s->rows_outside && r->piece_rows + s->mr > s->block_m);
+    int few = r->row_pieces <= wanted || (s->loop_order == PW_LOOP_MN && r->piece_rows + s->mr > s->block_m);
     return covers && whole && few;
 }
 
 int main(void) {
     for (int i = 0; i < 200000; ++i) {
-        pw_schedule s = {.mr = (int32_t)drawn(1, 14), .panels = (int32_t)drawn(1, 4), .rows_outside = (int32_t)drawn(0, 1)};
+        pw_schedule s = {.mr = (int32_t)drawn(1, 14), .panels = (int32_t)drawn(1, 4), .loop_order = (int32_t)drawn(0, 1)};
         s.block_m = s.mr * (int32_t)drawn(1, 30);
-        s.block_n = s.panels * (int32_t)drawn(1, 30);
+        s.block_n = PW_PANEL * s.panels * (int32_t)drawn(1, 30);
         int64_t row = drawn(0, 40), panel = drawn(0, 40), wanted = drawn(1, 8);
         region r = {.rows = {row, row + drawn(1, 600)}, .panels = {panel, panel + drawn(1, 200)}};
         cut(&r, &s, wanted);

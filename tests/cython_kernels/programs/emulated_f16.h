@@ -49,4 +49,4 @@ static vi f16_from_bf16(vi w, vi less) {
     return w;
 }
 
-#define F16_TILES(X) DENSE_TILES(X) X(5, 1)
+#define F16_TILES(X, of...) DENSE_TILES(X, of) X(5, 1, of)

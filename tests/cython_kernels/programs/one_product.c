@@ -36,7 +36,7 @@ int main(int argc, char **argv) {
     if (!prepared || !y) return 1;
     rows.rows = prepared;
     pw_schedule schedule = {.mr = fields[8], .panels = fields[9], .block_m = fields[10], .block_n = fields[11],
-                            .block_k = fields[12], .prefetch_bytes = 512, .grid_m = 1, .grid_n = 1, .grid_k = 1};
+                            .block_k = fields[12], .prefetch_bytes = 512, .threads_m = 1, .threads_n = 1, .threads_k = 1};
     kernels->prepare_rows(&form, k, x, k, (pw_range){0, m}, prepared);
     kernels->gemm(&w, &rows, (pw_range){0, m}, (pw_range){0, pw_panels(n)}, -1, y, n, PW_STORE, &schedule);
     return fwrite(y, sizeof(float), (size_t)(m * n), stdout) == (size_t)(m * n) ? 0 : 1;

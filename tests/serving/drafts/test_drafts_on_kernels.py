@@ -10,6 +10,7 @@ import pytest
 
 from phasewise.cython_kernels import isa
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
+from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.drafts.opening import DraftSource, check_vocabularies
 from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.engine.open_engine import ModelText, open_engine
@@ -17,7 +18,6 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.grammar.guides import Grammar, GuideCompiler, TokenView
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.models.schedules import ScheduleLookup
 from phasewise.serving.pools.opening import POLICIES
 from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan

@@ -16,11 +16,11 @@ from phasewise.cython_kernels import isa
 from phasewise.cython_kernels._native import Team
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.cython_kernels.schedules import RowRange, ScheduleLookup
 from phasewise.serving.batch import SequenceSlice
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.forward import AUTO, Capacity, build_program
 from phasewise.serving.models.packed_model import Llama3Scaling, PackedModel, RopeSpec
-from phasewise.serving.models.schedules import RowRange, ScheduleLookup
 from tests.support.models.reference_forward import reference_logits, tiny_config, tiny_model
 from tests.support.tiers import examples, isas
 
@@ -144,7 +144,7 @@ def test_the_number_of_threads_changes_nothing(threads: int, isa_name: str) -> N
 
 
 @dataclass(frozen=True)
-class DefaultSchedules:
+class DefaultSchedules(ScheduleLookup):
     """An arithmetic, and nothing tuned."""
 
     k_parts: int
@@ -152,18 +152,9 @@ class DefaultSchedules:
     def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
         return None, self.k_parts
 
-    def own_path(self, weight: PackedWeight) -> str | None:
-        return None
-
-    def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
-        return []
-
-    def attention(self, kv_format: str, n: int, k: int, max_m: int) -> list[RowRange]:
-        return []
-
 
 @dataclass(frozen=True)
-class RandomSchedules:
+class RandomSchedules(ScheduleLookup):
     """Any numbers for any weight, and one arithmetic for all."""
 
     seed: int
@@ -171,9 +162,6 @@ class RandomSchedules:
 
     def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
         return None, self.k_parts
-
-    def own_path(self, weight: PackedWeight) -> str | None:
-        return None
 
     def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
         return self._ranges(np.random.default_rng((self.seed, weight.n, weight.k)), max_m)
@@ -185,13 +173,13 @@ class RandomSchedules:
         last_rows = sorted({*rng.integers(1, max_m, rng.integers(0, 20)).tolist(), max_m})
         return [RowRange(last, self._schedule(rng), "random") for last in last_rows]
 
-    def _schedule(self, rng: np.random.Generator) -> dict[str, int] | None:
+    def _schedule(self, rng: np.random.Generator) -> dict[str, Any] | None:
         if rng.random() < 0.1:
             return None
         names = ("mr", "panels", "block_m", "block_n", "block_k", "prefetch_bytes")
         wild = {name: int(rng.choice((rng.integers(0, 9), rng.integers(-(2**31), 2**31)))) for name in names}
-        grid = {name: int(rng.integers(0, 6)) for name in ("grid_m", "grid_n", "grid_k")}
-        return {**wild, **grid, "rows_outside": int(rng.integers(0, 2))}
+        grid = {name: int(rng.integers(0, 6)) for name in ("threads_m", "threads_n", "threads_k")}
+        return {**wild, **grid, "loop_order": str(rng.choice(("nm", "mn")))}
 
 
 class OwnPath(DefaultSchedules):
@@ -257,8 +245,10 @@ def test_no_cut_of_attention_changes_a_bit(
     model = make_model(name)
     plain, cut = Machine(model, 1, 512), Machine(model, threads, 512)
     numbers = dict.fromkeys(("mr", "panels", "block_m", "block_n", "block_k", "prefetch_bytes"), rows)
-    grid = dict.fromkeys(("grid_m", "grid_n", "grid_k", "rows_outside"), 1)
-    cut.program.set_attention_schedules([(SLOTS, {**numbers, **grid, "block_k": positions})])
+    grid = dict.fromkeys(("threads_m", "threads_n", "threads_k"), 1)
+    cut.program.set_attention_schedules(
+        [(SLOTS, {**numbers, **grid, "block_k": positions, "loop_order": "mn"})]
+    )
     prompts = [sliced(random_ids(n, model, n), base=500 * i) for i, n in enumerate(lengths)]
     steps = [sliced([7], n, 500 * i) for i, n in enumerate(lengths)]
 

@@ -17,10 +17,10 @@ from phasewise.cython_kernels import isa
 from phasewise.cython_kernels._native import Program, Team
 from phasewise.cython_kernels.division import Division, Teams
 from phasewise.cython_kernels.errors import GroupFailed
+from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.batch import SequenceSlice
 from phasewise.serving.models.forward import AUTO, Capacity, build_program
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.models.schedules import ScheduleLookup
 from tests.serving.models.test_forward import (
     MODELS,
     SLOTS,

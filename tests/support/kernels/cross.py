@@ -35,18 +35,18 @@ COMMON_FLAGS = [
 
 
 def isa_flags(machine: str) -> dict[str, list[str]]:
-    """What each isa/<name>.c of a machine is compiled with, by the build's own list."""
+    """What the units of each instruction set of a machine are compiled with, by the build's own list."""
     listed: dict[str, str] = json.loads((KERNELS / "isa" / "flags.json").read_text())[machine]
     return {isa: flags.split() for isa, flags in listed.items()}
 
 
-def compile_all(compiler: str, sources: dict[Path, list[str]], out: Path) -> list[Path]:
-    """Each source with its own flags, a warning being an error; the objects."""
+def compile_all(compiler: str, sources: list[Path], out: Path, *flags: str | Path) -> list[Path]:
+    """Each source with these flags, a warning being an error; the objects."""
 
     def compile_one(source: Path) -> Path:
         target = out / f"{source.stem}.o"
-        flags = [*COMMON_FLAGS, *sources[source]]
-        subprocess.run([compiler, *flags, "-I", KERNELS, "-c", source, "-o", target], check=True)
+        command = [compiler, *COMMON_FLAGS, *flags, "-I", KERNELS, "-c", source, "-o", target]
+        subprocess.run(command, check=True)
         return target
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
@@ -58,24 +58,38 @@ def link(compiler: str, objects: list[Path], program: Path, *flags: str) -> Path
     return program
 
 
+def compile_isa(compiler: str, vocabulary: Path, out: Path, *flags: str) -> list[Path]:
+    """The units of an instruction set; `vocabulary`: its isa/<name>.h, or what stands in its place."""
+    folder = out / vocabulary.stem
+    folder.mkdir()
+    return compile_all(compiler, kernel_sources(), folder, *flags, "-include", vocabulary)
+
+
+def kernel_sources() -> list[Path]:
+    """The C that is compiled for each instruction set."""
+    return sorted((KERNELS / "families").glob("*.c"))
+
+
 def common_sources() -> list[Path]:
     """The C that is compiled once, whatever the instruction set."""
-    per_isa = {KERNELS / "families", KERNELS / "families" / "rows", KERNELS / "isa"}
     return sorted(
-        path for path in KERNELS.rglob("*.c") if path.name != "_native.c" and path.parent not in per_isa
+        path
+        for path in KERNELS.rglob("*.c")
+        if path.name != "_native.c" and "families" not in path.relative_to(KERNELS).parts
     )
 
 
-def link_emulated(out: Path, isa_source: str, machine: str, wrapped: str) -> str:
-    """one_product.c with an emulated instruction set in the place of its isa/*.c, of a machine with it.
+def link_emulated(out: Path, vocabulary: str, machine: str, wrapped: str) -> str:
+    """one_product.c with an emulated instruction set in the place of its isa/*.h, of a machine with it.
 
     `wrapped`: the linker's flags for what the machine answers in place of the host. Skips without gcc.
     """
     if shutil.which("gcc") is None:
         pytest.skip("no gcc to compile the emulation with")
-    own = [HERE / f"{name}.c" for name in ("one_product", isa_source, machine)]
-    sources = [*own, KERNELS / "isa" / "portable.c", *common_sources()]
-    objects = compile_all("gcc", {path: [] for path in sources}, out)
+    own = [HERE / f"{name}.c" for name in ("one_product", machine)]
+    objects = compile_all("gcc", [*own, *common_sources()], out)
+    for header in (HERE / f"{vocabulary}.h", KERNELS / "isa" / "portable.h"):
+        objects += compile_isa("gcc", header, out)
     return str(link("gcc", objects, out / "one_product", wrapped))
 
 
@@ -86,7 +100,7 @@ class Walk:
     mr: int = 4
     panels: int = 1
     block_m: int = 64
-    block_n: int = 8
+    block_n: int = 128
     block_k: int = 128
 
 

@@ -1,4 +1,2 @@
 #define PW_ISA avx512_bf16
 #include "simd/avx512.h"
-
-#include "families/all.h"

@@ -1,4 +1,2 @@
 #define PW_ISA neon
 #include "simd/neon.h"
-
-#include "families/all.h"

@@ -1,9 +1,9 @@
-/* What the parts of the GEMM family share: the row block of quantised activations, and a micro-kernel's call. */
-#ifndef PHASEWISE_FAMILIES_GEMM_H
-#define PHASEWISE_FAMILIES_GEMM_H
+/* What the units of the GEMM family share: prepared rows, a micro-kernel's call, and whose tables of them there are. */
+#ifndef PHASEWISE_FAMILIES_GEMM_TILES_H
+#define PHASEWISE_FAMILIES_GEMM_TILES_H
 
 #include "cpu.h"
-#include "dispatch.h"
+#include "families/slots.h"
 
 /* A vector row is the 64 bytes of a panel that hold 16 columns of 1 (f32), 2 (bf16), 4 (q8) or 8 (q4) inputs. */
 enum { MAX_MR = PW_MOST_TILE, MAX_TILE_PANELS = 8, VECTORS = PW_PANEL / LANES, VECTOR_ROW_BYTES = 64 };
@@ -112,6 +112,59 @@ typedef struct {
 } tile_call;
 
 typedef void tile_kernel(const tile_call *t);
+
+/* [rows][panels]: NULL where there is no such micro-kernel. */
+typedef tile_kernel *tile_table[MAX_MR + 1][MAX_TILE_PANELS + 1];
+
+/* The micro-kernels NAME_<mr>x<panels> of a list, and their table NAME_tiles: each is tile(t, ..., mr, panels). */
+#define PW_TILE(mr, np, name, tile, ...) \
+    static void name##_##mr##x##np(const tile_call *t) { tile(t, ##__VA_ARGS__, mr, np); }
+#define PW_TILE_ENTRY(mr, np, name) [mr][np] = name##_##mr##x##np,
+#define PW_TILES(name, LIST, ...)       \
+    LIST(PW_TILE, name, __VA_ARGS__)    \
+    const tile_table ISA(name##_tiles) = {LIST(PW_TILE_ENTRY, name)};
+
+/* The ways that a product is computed: a table of micro-kernels each, or what quantised weights are unpacked to first.
+ * Blocks that are not unpacked have a table for each kind. */
+typedef enum {
+    F32, BF16_FMA, F16_FMA, BF16_AS_F16, BF16_DOT, BF16_TILE, Q8_GROUP32, Q8_GROUP16, Q8_COLUMN, Q8_COLUMN_TILE, Q4,
+    IN_BLOCKS, BLOCKWISE, STAGED_BLOCKWISE, ARITHMETICS,
+    QUANT_AS_F32 = ARITHMETICS, QUANT_AS_BF16_DOT, QUANT_AS_BF16_TILE
+} arithmetic;
+
+extern const tile_table ISA(f32_tiles), ISA(bf16_fma_tiles), ISA(bf16_dot_tiles);        /* gemm_f32.c, gemm_bf16.c */
+extern const tile_table ISA(f16_tiles), ISA(bf16_as_f16_tiles);                          /* gemm_f16.c */
+extern const tile_table ISA(bf16_amx_tiles), ISA(q8c_amx_tiles);                         /* gemm_amx.c */
+extern const tile_table ISA(sparse_bf16_amx_tiles), ISA(sparse_q8c_amx_tiles);
+extern const tile_table ISA(q8_tiles), ISA(q8g16_tiles), ISA(q4_tiles), ISA(q8c_tiles);  /* gemm_quant.c */
+extern const tile_table ISA(sparse_bf16_fma_tiles), ISA(sparse_bf16_dot_tiles);          /* gemm_sparse.c */
+extern const tile_table ISA(sparse_q8_tiles), ISA(sparse_q8g16_tiles), ISA(sparse_q8c_tiles);
+extern const tile_table ISA(block_tiles)[PW_KINDS];                                      /* gemm_blocks.c */
+extern const tile_table ISA(blockwise_tiles)[PW_KINDS], ISA(staged_blockwise_tiles)[PW_KINDS]; /* gemm_blockwise.c */
+
+/* gemm_stage.c: puts what a call reads into `bytes`, as the kernels of an arithmetic that is staged read it. */
+void ISA(stage)(arithmetic a, tile_call *t, const pw_weight *w, uint8_t *bytes);
+void ISA(stage_blockwise)(tile_call *t, const pw_weight *w, uint8_t *bytes); /* gemm_blockwise.c */
+
+enum { STAGED_BYTES = 64 << 10 };
+
+/* Nibbles become bytes where q4 rows look like q8 rows, but not on cores that unpack beside their dots: those do better
+ * with half the bytes to read. */
+PW_INLINE int stages_nibbles(void) {
+    return Q8_ACTIVATION_BYTES == 1 && !(PW_DOT_OPERANDS && pw_core()->unpacks_beside_dots);
+}
+
+/* Rows of blocks that apply sub-scales in integers: not staged, staged (gemm_blockwise.c). */
+enum { BLOCKWISE_MR = 4, BLOCKWISE_MOST_MR = LANES == 16 ? 8 : 4, STAGED_CODES_BYTES = PW_BLOCK_INPUTS * PW_PANEL };
+PW_INLINE int64_t staged_block_bytes(pw_block_format f) {
+    int64_t groups = f.inputs / f.group;
+    return STAGED_CODES_BYTES + (groups + groups / 2 + 2) * VECTOR_ROW_BYTES;
+}
+
+/* Fewer rows than TALL_MR stream weights. More come in several tiles, and their inputs are worth asking for, a few
+ * steps at a time: a core that its other hyper-thread is using as well has hardly more instructions to spare than the
+ * multiply-adds are. */
+enum { TALL_MR = 5, TALL_STEPS = 4 };
 
 /* Whose reading is the last to ask for a line of the same panels, which end there; the next ask for others. */
 PW_INLINE const uint8_t *last_read(const tile_call *t, const uint8_t *end) {

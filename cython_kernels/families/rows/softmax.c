@@ -39,12 +39,12 @@ static double sum_exponentials(int64_t n, const float *x, float shift, float *y)
     return total;
 }
 
-static void ISA(softmax)(int64_t n, const float *x, float *y) {
+void ISA(softmax)(int64_t n, const float *x, float *y) {
     double total = sum_exponentials(n, x, row_maximum(n, x), y);
     ISA(scale)(n, (float)(1.0 / total), y);
 }
 
-static double ISA(logsumexp)(int64_t n, const float *x) {
+double ISA(logsumexp)(int64_t n, const float *x) {
     float top = row_maximum(n, x);
     if (isinf(top)) return (double)top;
     return (double)top + log(sum_exponentials(n, x, top, NULL));
@@ -61,7 +61,7 @@ static int64_t first_nan(int64_t n, const float *x) {
 }
 
 /* The first NaN, else the first of the largest. One pass over memory: a block is searched while L1 holds it. */
-static int64_t ISA(argmax)(int64_t n, const float *x) {
+int64_t ISA(argmax)(int64_t n, const float *x) {
     float top = -INFINITY;
     int64_t top_start = 0;
     for (int64_t start = 0; start < n; start += SUM_BLOCK) {
@@ -105,7 +105,7 @@ static void rise(int64_t hole, float *heap, int64_t *index, float value, int64_t
     index[hole] = at;
 }
 
-static int64_t ISA(top_k)(int64_t n, const float *x, int64_t k, float *heap, int64_t *index) {
+int64_t ISA(top_k)(int64_t n, const float *x, int64_t k, float *heap, int64_t *index) {
     if (k > n) k = n;
     if (k <= 0) return 0;
     int64_t i = 0;

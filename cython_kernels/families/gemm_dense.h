@@ -1,4 +1,5 @@
-/* families/gemm_dense.c: micro-kernels of y = x W^T for f32 and bf16 weights; compiled once per ISA.
+/* families/gemm_dense.h: tiles of y = x W^T for f32 and bf16 weights (gemm_f32.c, gemm_bf16.c; gemm_sparse.c has the
+ * steps).
  *
  * Each y is one chain of k multiply-adds in the order of k (bf16_dot: pairs in the order of the ISA's dot), so
  *     |y - exact| <= gamma_(k+1) sum |x_i w_i|,   gamma_n = n u / (1 - n u), u = 2^-24   (Higham 2002, ch. 3; with
@@ -6,7 +7,10 @@
  * up to 2^-126 (k + sum |x_i| + sum |w_i|) more. PW_ADD rounds once more, 2^-24 |y|.
  *
  * bf16 by `fma`: weights are widened and meet float32 x, so that many rows may as well go through the f32 kernels. */
-#include "families/gemm.h"
+#ifndef PHASEWISE_FAMILIES_GEMM_DENSE_H
+#define PHASEWISE_FAMILIES_GEMM_DENSE_H
+
+#include "families/gemm_tiles.h"
 
 typedef enum { STEP_F32, STEP_BF16_FMA, STEP_BF16_DOT } dense_step;
 
@@ -68,11 +72,6 @@ PW_INLINE void bf16_dot_step(const row_pointers *x, int offset, const vi *w, vf 
 }
 #endif
 
-/* Fewer rows than TALL_MR stream weights. More come in several tiles, and their inputs are worth asking for, a few
- * steps at a time: a core that its other hyper-thread is using as well has hardly more instructions to spare than the
- * multiply-adds are. */
-enum { TALL_MR = 5, TALL_STEPS = 4 };
-
 /* Vector row `w` of each panel, step `step` from where the rows' pointers are. */
 PW_INLINE void dense_rows(dense_step kind, const vi *w, const row_pointers *x, int step, vf *acc, int mr, int np) {
     if (kind == STEP_F32) f32_step(x, 4 * step, w, acc, mr, np * VECTORS);
@@ -128,14 +127,4 @@ PW_INLINE void dense_tile(const tile_call *t, dense_step kind, int mr, int np) {
     end_sums(t, acc, mr, np * VECTORS);
 }
 
-#define TILE(mr, np)                                                                           \
-    static void f32_##mr##x##np(const tile_call *t) { dense_tile(t, STEP_F32, mr, np); }       \
-    static void bf16_fma_##mr##x##np(const tile_call *t) { dense_tile(t, STEP_BF16_FMA, mr, np); }
-DENSE_TILES(TILE)
-#undef TILE
-
-#ifdef PW_BF16_DOT_WORDS
-#define TILE(mr, np) static void bf16_dot_##mr##x##np(const tile_call *t) { dense_tile(t, STEP_BF16_DOT, mr, np); }
-DENSE_TILES(TILE)
-#undef TILE
 #endif

@@ -1,9 +1,13 @@
-/* families/gemm_expand.c: sparse panels (sparse.h) back to dense ones, a few vector rows at a time; compiled once per ISA.
+/* families/gemm_expand.h: sparse panels (sparse.h) back to dense ones, a few vector rows at a time.
  *
  * Expanding copies bits, so that what is computed from it is what the dense weight gives. Where the core has AVX-512
  * VBMI2 one instruction expands a vector row: it moves the kept elements to where the mask has bits. Elsewhere a
  * shuffle does so for eight elements, by the places that a table gives for eight bits of the mask. */
-#include "families/gemm.h"
+#ifndef PHASEWISE_FAMILIES_GEMM_EXPAND_H
+#define PHASEWISE_FAMILIES_GEMM_EXPAND_H
+
+#include "cpu.h"
+#include "families/gemm_tiles.h"
 #include "sparse.h"
 
 enum { EXPANDED_BYTES = 64 << 10, STREAMED_BYTES = 16 << 10 };
@@ -110,7 +114,7 @@ PW_INLINE void expand_rows_of(const sparse_panel *p, int kind, int native, int64
 }
 
 /* `count` vector rows of a panel from row `first` on, to out. */
-static void expand_rows(const sparse_panel *p, int64_t first, int64_t count, uint8_t *out) {
+static inline void expand_rows(const sparse_panel *p, int64_t first, int64_t count, uint8_t *out) {
     int native = 0;
 #ifdef PW_EXPAND_WORDS
     native = pw_cpu_expands();
@@ -122,9 +126,45 @@ static void expand_rows(const sparse_panel *p, int64_t first, int64_t count, uin
 }
 
 /* Panel `panel` of a weight. What is asked for beyond its end is that of the panel `stride` panels further. */
-static sparse_panel sparse_panel_of(const pw_weight *w, int64_t panel, int64_t stride, int64_t ahead) {
+static inline sparse_panel sparse_panel_of(const pw_weight *w, int64_t panel, int64_t stride, int64_t ahead) {
     int64_t slots = pw_sparse_slots(w->k), panels = pw_panels(w->n), end = INT64_MAX, jump = 0;
     if (panel + 1 < panels) end = (int64_t)w->offsets[(panel + 1) * slots] * PW_SLOT_UNIT;
     if (panel + stride < panels) jump = (int64_t)w->offsets[(panel + stride) * slots] * PW_SLOT_UNIT - end;
     return (sparse_panel){w->values, w->offsets + panel * slots, w->kind, w->zero_point, pw_padded_k(w->k), ahead, end, jump};
 }
+
+#ifdef PW_EXPAND_WORDS
+
+/* The panels of a tile, and the slots of them that are being read. */
+typedef struct {
+    sparse_panel panels[MAX_TILE_PANELS];
+    sparse_slot at[MAX_TILE_PANELS];
+    vi zero; /* a vector row of which nothing is kept */
+} sparse_reader;
+
+/* Slot `slot` of each panel from vector row `row` of the slot on. */
+PW_INLINE void read_slot(sparse_reader *in, int kind, int np, int64_t slot, int64_t row) {
+    PW_UNROLL for (int p = 0; p < np; ++p) in->at[p] = sparse_slot_of(&in->panels[p], kind, slot, row);
+}
+
+PW_INLINE void begin_reading(const tile_call *t, sparse_reader *in, int kind, int np) {
+    PW_UNROLL for (int p = 0; p < np; ++p) {
+        in->panels[p] = sparse_panel_of(t->sparse, t->first_panel + p, np, t->prefetch_bytes);
+        in->at[p] = (sparse_slot){0}; /* of no slot yet: an empty part of k has none */
+    }
+    in->zero = vi_set1(kind == PW_BF16 ? 0 : (int32_t)((unsigned)t->sparse->zero_point * 0x01010101u));
+}
+
+/* Vector row `row` of the slot, of each panel: one after the other, from where the slot was begun. */
+PW_INLINE void read_vector_rows(sparse_reader *in, int kind, int np, int64_t row, vi *w) {
+    PW_UNROLL for (int p = 0; p < np; ++p) {
+        sparse_slot *at = &in->at[p];
+        uint64_t mask = row_mask(kind, at->masks, row);
+        __builtin_prefetch(at->values + at->ahead);
+        w[p] = kind == PW_BF16 ? expand_words(in->zero, (uint32_t)mask, at->values) : expand_bytes(in->zero, mask, at->values);
+        at->values += kept_bytes(kind, mask);
+    }
+}
+
+#endif
+#endif

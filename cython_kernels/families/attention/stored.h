@@ -4,6 +4,8 @@
 #ifndef PHASEWISE_FAMILIES_ATTENTION_STORED_H
 #define PHASEWISE_FAMILIES_ATTENTION_STORED_H
 
+#include "ops.h"
+
 #if defined(__AVX512F__)
 PW_INLINE vf v_load_bf16(const uint16_t *p) {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)p));

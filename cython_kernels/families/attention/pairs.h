@@ -1,4 +1,4 @@
-/* Products of pairs of int16 in int32, for attention over stored keys and values (attention_pairs.c): as fast as multiply-adds
+/* Products of pairs of int16 in int32, for attention over stored keys and values (attention/pairs.c): as fast as multiply-adds
  * of float32, which multiply half as many numbers, or faster where one instruction multiplies, adds the pair and the sum
  * (VNNI). Here and not in the vocabularies, which are part of every family's name (0007).
  *
@@ -6,6 +6,8 @@
  * column, its pair times `pair`, two int16. */
 #ifndef PHASEWISE_FAMILIES_ATTENTION_PAIRS_H
 #define PHASEWISE_FAMILIES_ATTENTION_PAIRS_H
+
+#include "ops.h"
 
 #if defined(__AVX2__)
 

@@ -1,4 +1,2 @@
 #define PW_ISA avx512_vnni
 #include "simd/avx512.h"
-
-#include "families/all.h"

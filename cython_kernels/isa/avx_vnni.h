@@ -1,4 +1,2 @@
 #define PW_ISA avx_vnni
 #include "simd/avx2.h"
-
-#include "families/all.h"

@@ -15,7 +15,7 @@ static void to_f16(int32_t n, const float *x, uint16_t *out) {
         v_store_f16(out + i, saturated(v_load_n(x + i, n - i < LANES ? n - i : LANES)));
 }
 
-/* Returns the scale (families/quantise.c: byte_scale_of). */
+/* Returns the scale (families/byte_scale.h). */
 static float to_int8(int32_t n, const float *x, int8_t *out) {
     float last[LANES] = {0};
     int32_t whole = n / LANES * LANES;
@@ -108,7 +108,7 @@ static float stored(int32_t format, int32_t n, const float *x, stored_row *out) 
     return 1.0f;
 }
 
-static void ISA(store_key)(const pw_kv_head *head, int64_t slot, const float *key) {
+void ISA(store_key)(const pw_kv_head *head, int64_t slot, const float *key) {
     stored_row row;
     if (head->format == PW_KV_INT4) {
         int64_t words = pw_kv_elements(PW_KV_INT4, head->head_dim);
@@ -136,7 +136,7 @@ static void ISA(store_key)(const pw_kv_head *head, int64_t slot, const float *ke
     }
 }
 
-static void ISA(store_value)(const pw_kv_head *head, int64_t slot, const float *value) {
+void ISA(store_value)(const pw_kv_head *head, int64_t slot, const float *value) {
     stored_row row;
     if (head->format == PW_KV_INT4) {
         int64_t words = pw_kv_elements(PW_KV_INT4, head->value_dim);

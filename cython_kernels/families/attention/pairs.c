@@ -1,4 +1,4 @@
-/* Attention over keys and values of int16 and int8 by exact products of int16 (attention_pairs.h).
+/* Attention over keys and values of int16 and int8 by exact products of int16 (attention/pairs.h).
  *
  * Of a query row a unit is |q| / QUERY_NORM (2-norm), of a key and a value the scale that is stored with it; queries are
  * rounded to whole units here, keys and values were when they were stored. A score is their product, exact in int32

@@ -1,4 +1,2 @@
 #define PW_ISA neon_bf16_i8mm
 #include "simd/neon.h"
-
-#include "families/all.h"

@@ -1,4 +1,2 @@
 #define PW_ISA neon_dotprod
 #include "simd/neon.h"
-
-#include "families/all.h"

@@ -1,0 +1,598 @@
+# Flat programs: ops are added once, then a step runs in one call. Textually included by _native.pyx.
+
+from libc.math cimport sqrt
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+
+from phasewise.cython_kernels.division import columns as _columns
+
+
+cdef extern from "program/program.h" nogil:
+    enum:
+        PW_MAX_PARTS
+        PW_SCHEDULE_TABLES
+        PW_MAX_ROW_RANGES
+
+    ctypedef enum pw_opcode:
+        PW_EMBED
+        PW_LINEAR
+        PW_ATTEND
+        PW_ADJUST
+        PW_ROUTE
+        PW_EXPERTS
+        PW_COMBINE
+
+    ctypedef enum pw_source:
+        PW_FROM_ROWS
+        PW_FROM_NORM
+        PW_FROM_GATE
+        PW_FROM_ACTIVATION
+
+    ctypedef enum pw_rows:
+        PW_EVERY_ROW
+        PW_GATHERED_ROWS
+        PW_LOGIT_ROWS
+
+    ctypedef struct pw_row_range:
+        int64_t last_rows
+        bint tuned
+        pw_schedule schedule
+
+    ctypedef struct pw_part:
+        pw_weight weight
+        int64_t column
+
+    ctypedef struct pw_column_share:
+        pw_weight weight
+        int64_t column
+
+    ctypedef struct pw_experts:
+        int32_t count, chosen, normalised
+        int64_t n
+
+    ctypedef struct pw_op:
+        int32_t code, source, epilogue
+        int32_t rows, n_parts
+        pw_part parts[PW_MAX_PARTS]
+        pw_column_share shares[PW_SCHEDULE_TABLES][PW_MAX_PARTS]
+        int64_t k, out_stride, in_stride, residual, residual_stride
+        int64_t in_at "in"
+        int64_t out_at "out"
+        const float *norm
+        float eps, scale, cap
+        int32_t gate
+        const float *bias
+        const float *norm_bias
+        const float *positions
+        const float *segments
+        int32_t layer, kind
+        const float *q_norm
+        const float *k_norm
+        const float *sinks
+        pw_experts experts
+        float *tap
+
+    ctypedef struct pw_attention_kind:
+        int64_t window
+        int32_t half
+        double *inv_freq
+        double magnitude
+
+    ctypedef struct pw_shape:
+        int32_t n_layers, n_heads, n_kv_heads, head_dim
+        int64_t hidden, ffn, vocab
+        float norm_eps
+
+    ctypedef struct pw_capacity:
+        int64_t kv_slots, ring_slots, max_tokens, max_slices, max_logit_rows
+        int32_t kv_format, max_threads
+
+    ctypedef struct pw_slice:
+        int64_t first_row, n_rows, start, slot_base, first_run, n_runs, second, ring_base, ring_slots
+
+    ctypedef struct pw_step:
+        int64_t n_tokens, n_slices, n_logit_rows
+        int32_t *tokens
+        int64_t *logit_rows
+        pw_slice *slices
+        int32_t *runs
+
+    ctypedef struct pw_division:
+        int32_t ranks, own_threads
+
+    ctypedef struct pw_program:
+        pw_shape shape
+        pw_capacity capacity
+        pw_division divisions[PW_SCHEDULE_TABLES]
+        int32_t rank, n_ranks
+        long patience_ns
+        char *shared
+        char *kv
+        pw_group *group
+        int32_t n_ops, n_kinds
+        pw_op *ops
+        int64_t arena_floats, logits, outputs, n_positions
+        bint bidirectional
+        pw_step step
+        float *arena
+        int64_t kv_bytes
+
+    pw_program *pw_program_open(pw_shape shape, pw_capacity capacity)
+    int32_t pw_program_kind(pw_program *program, pw_attention_kind kind)
+    void pw_program_close(pw_program *program)
+    bint pw_program_add(pw_program *program, const pw_op *op)
+    void pw_program_path(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t path)
+    bint pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
+                             const pw_row_range *ranges)
+    pw_division pw_division_of(int32_t ranks, const int32_t *threads, int32_t rank)
+    int64_t pw_runs_each(const pw_capacity *room)
+    int64_t pw_layer_head_bytes(const pw_program *program, int64_t layer)
+    pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head)
+    int64_t pw_program_bytes(const pw_program *program)
+    int64_t pw_program_shared_bytes(const pw_program *program)
+    enum:
+        PW_PROGRESS_LAYERS
+
+    long long pw_progress_of(pw_program *program)
+    bint pw_program_seal(pw_program *program, char *shared, char *kv)
+    bint pw_program_schedule_attention(pw_program *program, int32_t table, int32_t count, const pw_row_range *ranges)
+    int pw_program_touch(pw_program *program, pw_team *team)
+
+
+cdef extern from "program/attend.h" nogil:
+    pw_schedule pw_default_attention(const pw_shape *shape, int64_t tokens, int64_t chunks, int threads)
+
+
+cdef extern from "program/executor.h" nogil:
+    enum:
+        PW_RUN_GROUP_FAILED
+        PW_RUN_LATE
+        PW_RUN_MISFIT
+
+    const char *pw_program_check(pw_program *program, int threads, int32_t table)
+    int pw_program_run(pw_program *program, pw_team *team, int32_t table)
+
+
+cdef extern from "program/move_kv.h" nogil:
+    int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t slots)
+
+
+cdef extern from "program/orders.h" nogil:
+    enum:
+        PW_OBSERVED_THREADS
+        PW_SERVED
+        PW_SERVE_ORPHANED
+
+    void pw_orders_open(pw_program *program)
+    bint pw_orders_fit(const pw_program *program, const char *shared)
+    int pw_orders_run(pw_program *program, pw_team *team, int32_t table, pw_team *resting)
+    void pw_orders_stop(pw_program *program)
+    int pw_orders_serve(pw_program *program, pw_team **teams)
+    const int32_t *pw_orders_observed(const pw_program *program, int32_t table, int32_t rank)
+    int64_t pw_orders_misplaced(const pw_program *program, int32_t table, int32_t rank)
+
+
+cdef dict SOURCES = {
+    "rows": PW_FROM_ROWS, "norm": PW_FROM_NORM, "gate": PW_FROM_GATE, "activation": PW_FROM_ACTIVATION,
+}
+GATES = {pw_gate_name(gate).decode(): gate for gate in range(PW_GATES)}
+ACTIVATIONS = {pw_activation_name(number).decode(): number for number in range(PW_ACTIVATIONS)}
+cdef dict ROWS = {"every": PW_EVERY_ROW, "gathered": PW_GATHERED_ROWS, "logits": PW_LOGIT_ROWS}
+
+
+cdef int32_t read_row_ranges(ranges, pw_row_range *found) except -1:
+    """Pairs of a last number of rows and a schedule; `found` has room for PW_MAX_ROW_RANGES."""
+    cdef int32_t count = 0
+    if len(ranges) > PW_MAX_ROW_RANGES or [last for last, _ in ranges] != sorted({last for last, _ in ranges}):
+        raise ProgramError(f"a table takes at most {PW_MAX_ROW_RANGES} schedules, in the order of their rows")
+    for last_rows, schedule in ranges:
+        found[count].last_rows, found[count].tuned = last_rows, schedule is not None
+        if schedule is not None:
+            found[count].schedule = schedule_of(schedule)
+        count += 1
+    return count
+
+
+def default_attention(shape, int64_t tokens, int64_t positions, int threads):
+    """The schedule, as default_schedule gives it, of a step with one slice: `tokens` rows, or one that sees `positions`.
+
+    shape: as for a Program. What its numbers mean: Program.set_attention_schedules.
+    """
+    cdef pw_shape s = shape
+    return fields_of(pw_default_attention(&s, tokens, (positions + PW_CHUNK - 1) // PW_CHUNK, threads))
+
+
+cdef class ProgramBuilder:
+    """A model's forward step as ops over an arena of floats: embed, linear, attend and so on, in the order of the step.
+
+    shape and capacity are mappings with the fields of pw_shape and pw_capacity (program.h), kv_format by its name;
+    inv_freq is float64 [head_dim / 2]; with shape's `window` (0: none) it is attention's kind 0, and `kind` adds others.
+    Offsets count floats from the arena's start; rows of an op are `stride` floats apart.
+
+    shape may also have `outputs`, numbers of an output row (else `vocab`), and `bidirectional`: whether tokens see
+    those after them; then every slice is a whole sequence.
+
+    division: how the steps of each table are divided over ranks, and which rank this process is (None: one rank
+    for all). patience_s: how long a rank waits for another within an op.
+    """
+
+    cdef pw_program *program
+    cdef object division
+    cdef list kept
+    cdef bint sealed
+    cdef bint has_segments
+
+    def __cinit__(self, shape, capacity, inv_freq, division=None, double patience_s=60.0, double magnitude=1.0):
+        cdef pw_shape s = shape
+        cdef pw_capacity c = {"ring_slots": 0, **capacity, "kv_format": kv_format_code(capacity["kv_format"])}
+        if not 2 <= s.head_dim <= PW_MAX_HEAD_DIM or s.head_dim % 2:
+            raise ProgramError(
+                f"attention heads of {s.head_dim} dimensions: even numbers up to {PW_MAX_HEAD_DIM} are supported")
+        if min(s.n_layers, s.n_heads, s.n_kv_heads, s.hidden, s.ffn, s.vocab) < 1 or s.n_heads % s.n_kv_heads:
+            raise ProgramError(f"a model of this shape cannot be: {shape}")
+        if min(c.kv_slots, c.max_tokens, c.max_slices, c.max_logit_rows, c.max_threads) < 1:
+            raise ProgramError(f"a program needs room for something: {capacity}")
+        if max(c.kv_slots, c.ring_slots, c.max_tokens, c.max_slices, c.max_logit_rows) > 1 << 30:
+            raise ProgramError(f"more than 2^30 slots, tokens or rows: {capacity}")
+        if c.ring_slots < 0 or c.ring_slots % 16:
+            raise ProgramError(f"{c.ring_slots} slots of rings: a multiple of 16 expected")
+        c.kv_slots = (c.kv_slots + 15) // 16 * 16
+        self.kept = []
+        self.program = pw_program_open(s, c)
+        if self.program == NULL:
+            raise ProgramError(f"no memory for the bookkeeping of {capacity}")
+        self.program.outputs = shape.get("outputs", s.vocab)
+        self.program.bidirectional = shape.get("bidirectional", False)
+        if not 1 <= self.program.outputs <= 1 << 30:
+            raise ProgramError(f"a step that gives {self.program.outputs} numbers for a row")
+        self.kind(inv_freq, shape.get("window", 0), magnitude)
+        if division is not None:
+            self._divide(division, patience_s)
+
+    cdef int _divide(self, division, double patience_s) except -1:
+        cdef int32_t threads[256]
+        cdef int32_t ranks = max((len(teams) for teams in division.teams), default=0)
+        if len(division.teams) != PW_SCHEDULE_TABLES or not 1 <= ranks <= 256 or not 0 <= division.rank < ranks:
+            raise ProgramError(f"rank {division.rank} of teams {division.teams}: 1 to 256 ranks for each of "
+                               f"{PW_SCHEDULE_TABLES} tables expected")
+        if not 0 < patience_s <= 1e6:
+            raise ProgramError(f"a patience of {patience_s} s")
+        for table, teams in enumerate(division.teams):
+            for rank, size in enumerate(teams):
+                if not 1 <= size <= PW_OBSERVED_THREADS:
+                    raise ProgramError(f"a rank with {size} threads: 1 to {PW_OBSERVED_THREADS} expected")
+                threads[rank] = size
+            self.program.divisions[table] = pw_division_of(len(teams), threads, division.rank)
+        if max(team.own_threads for team in self.program.divisions) > self.program.capacity.max_threads:
+            raise ProgramError(f"room for {self.program.capacity.max_threads} threads, where {division} has more")
+        self.division = division
+        self.program.rank, self.program.n_ranks = division.rank, ranks
+        self.program.patience_ns = <long>(patience_s * 1e9)
+        return 0
+
+    def __dealloc__(self):
+        pw_program_close(self.program)
+
+    def kind(self, inv_freq, int64_t window=0, double magnitude=1.0):
+        """Adds a kind of attention and returns its number, which `attend` takes.
+
+        inv_freq: float64 [pairs], of which a head may have head_dim / 2; empty where positions turn nothing. window:
+        positions that a token sees, 0 for all. magnitude: what cosines and sines are multiplied by.
+        """
+        cdef const double[::1] angles = np.ascontiguousarray(inv_freq, np.float64)
+        cdef pw_attention_kind kind
+        cdef double none = 0
+        if self.sealed or angles.shape[0] > self.program.shape.head_dim // 2:
+            raise ProgramError(f"{angles.shape[0]} rotation frequencies for heads of "
+                               f"{self.program.shape.head_dim} dimensions")
+        if window < 0:
+            raise ProgramError(f"a window of {window} positions")
+        memset(&kind, 0, sizeof(kind))
+        kind.window, kind.half, kind.magnitude = window, <int32_t>angles.shape[0], magnitude
+        kind.inv_freq = <double *>(&angles[0] if angles.shape[0] else &none)
+        index = pw_program_kind(self.program, kind)
+        if index < 0:
+            raise ProgramError(f"no room for another kind of attention beside {self.program.n_kinds}")
+        return index
+
+    def embed(self, packed, int64_t out, int64_t out_stride, double scale=1.0, positions=None, segments=None):
+        """Rows of a packed matrix times `scale`, one for each token of the step.
+
+        positions [n, width]: added by the token's position, and no sequence may be longer than n; segments [2, width]:
+        added by the text of a pair that the token belongs to (a slice's `second` is where the second begins).
+        """
+        cdef pw_op op
+        memset(&op, 0, sizeof(op))
+        op.code, op.n_parts = PW_EMBED, 1
+        op.parts[0].weight = weight_view(packed)
+        op.out_at, op.out_stride, op.k, op.scale = out, out_stride, packed.k, scale
+        if packed.n < self.program.shape.vocab:
+            raise ProgramError(f"an embedding of {packed.n} rows for a vocabulary of {self.program.shape.vocab}")
+        if positions is not None:
+            op.positions = self._vector(positions.reshape(-1), positions.size, "positions")
+            self.program.n_positions = positions.size // packed.k
+            if positions.size != self.program.n_positions * packed.k:
+                raise ProgramError(f"{positions.size} numbers for positions of {packed.k}")
+        if segments is not None:
+            op.segments = self._vector(segments.reshape(-1), 2 * packed.k, "segments")
+            self.has_segments = True
+        self._add(&op, [packed], 0, packed.k)
+
+    def linear(self, parts, source, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
+               norm=None, bint add=False, rows="every", residual=None, arithmetics=None, gate="silu", eps=None,
+               bias=None):
+        """Rows times weights, each weight's outputs from its own column on. Returns the op's number.
+
+        parts: [(PackedWeight, column)], all of the same k. arithmetics: [(compute path, k parts)], one for each of
+        them (None: the default path of the ISA in use, k whole). source: "rows", "norm" (with the norm's weights),
+        "gate": gate(first k) * (next k), of GATES; or "activation": `gate`, of ACTIVATIONS, of rows plus `bias`. eps: of the norm (None: the shape's). rows: "every" row of the step; those that want logits "gathered" from
+        among them into rows of their own, added to `residual` (offset, stride) if `add`; or such "logits" rows.
+        """
+        cdef pw_op op
+        memset(&op, 0, sizeof(op))
+        if not 1 <= len(parts) <= PW_MAX_PARTS or len({packed.k for packed, _ in parts}) != 1:
+            raise ProgramError(f"a linear op takes 1 to {PW_MAX_PARTS} weights of the same number of inputs")
+        op.code, op.source, op.n_parts = PW_LINEAR, SOURCES[source], len(parts)
+        op.k = parts[0][0].k
+        op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
+        op.epilogue, op.rows = PW_ADD if add else PW_STORE, ROWS[rows]
+        op.gate = ACTIVATIONS[gate] if source == "activation" else GATES[gate]
+        op.eps = self.program.shape.norm_eps if eps is None else eps
+        if bias is not None and source != "activation":
+            raise ProgramError("biases are added before an activation")
+        if (residual is not None) != (add and rows == "gathered"):
+            raise ProgramError("gathered rows are added to a residual, other rows to what is there")
+        if residual is not None:
+            op.residual, op.residual_stride = residual
+        out_width = 0
+        for i, (packed, column) in enumerate(parts):
+            path, k_parts = (None, 1) if arithmetics is None else arithmetics[i]
+            op.parts[i].weight, op.parts[i].column = weight_view(packed, path, k_parts), column
+            out_width = max(out_width, column + packed.n)
+            if column < 0:
+                raise ProgramError(f"outputs cannot begin at column {column}")
+            self._share(&op, i, packed, path, k_parts)
+        op.norm = self._vector(norm, op.k if source == "norm" else 0, "norm weights")
+        op.bias = self._vector(bias, 0 if bias is None else op.k, "biases")
+        self._add(&op, [packed for packed, _ in parts], 2 * op.k if source == "gate" else op.k, out_width)
+        return self.program.n_ops - 1
+
+    cdef int _share(self, pw_op *op, int part, packed, path, int32_t k_parts) except -1:
+        """What this rank computes of a weight, by each table; the rest is left zero."""
+        cdef pw_column_share *own
+        cdef int table
+        for table in range(PW_SCHEDULE_TABLES):
+            own, first, view = &op.shares[table][part], 0, packed
+            if self.division is not None:
+                first, _ = self.division.panels(packed, table)
+                view = self.division.weight(packed, table)
+            if view is not None:
+                own.weight, own.column = weight_view(view, path, k_parts), op.parts[part].column + first * PW_PANEL
+        return 0
+
+    def set_schedules(self, int32_t op, int32_t part, ranges, int32_t table=0):
+        """How part `part` of a linear op runs, by the number of rows; no schedule changes a result.
+
+        ranges: at most PW_MAX_ROW_RANGES pairs, ascending: the last number of rows that a schedule serves, and the schedule, a
+        mapping such as default_schedule gives (None: the default). `table`: 0 or 1, which `run` names. Of divided
+        weights, a rank's schedules are those of its own columns.
+        """
+        cdef pw_row_range[PW_MAX_ROW_RANGES] found
+        cdef int32_t count
+        self._check_part(op, part, table)
+        count = read_row_ranges(ranges, found)
+        if not pw_program_schedule(self.program, table, op, part, count, found):
+            raise ProgramError("no memory for another schedule")
+
+    def tap(self, packed, float[:, ::1] rows):
+        """Every run copies what the weight is multiplied with: float32 rows as they enter its product.
+
+        packed: a weight of a linear op. rows: float32 [as many as a run has, k], which the program then writes to.
+        """
+        cdef const void *values = <const void *><size_t>packed.values.__array_interface__["data"][0]
+        cdef int64_t least = max(self.program.capacity.max_tokens, self.program.capacity.max_logit_rows)
+        cdef int32_t i, part
+        found = False
+        if rows.shape[0] < least or rows.shape[1] != packed.k:
+            raise ProgramError(f"[{rows.shape[0]}, {rows.shape[1]}] rows for [{least}, {packed.k}] inputs")
+        for i in range(self.program.n_ops):
+            for part in range(self.program.ops[i].n_parts):
+                if self.program.ops[i].code == PW_LINEAR and self.program.ops[i].parts[part].weight.values == values:
+                    self.program.ops[i].tap, found = &rows[0, 0], True
+        if not found:
+            raise ProgramError("no linear op reads this weight")
+        self.kept.append(rows)
+
+    def set_path(self, int32_t op, int32_t part, path, int32_t table=0):
+        """Steps of one table compute part `part` of a linear op, or experts, by a compute path of their own.
+
+        The same row then has other bits under the other table. Where the ISA in use lacks the path, it is its default.
+        """
+        if self.sealed:
+            raise ProgramError("a sealed program takes no other paths")
+        self._check_part(op, part, table)
+        pw_program_path(self.program, table, op, part, path_number(path))
+
+    cdef int _check_part(self, int32_t op, int32_t part, int32_t table) except -1:
+        if not (0 <= op < self.program.n_ops and self.program.ops[op].code in (PW_LINEAR, PW_EXPERTS)
+                and 0 <= part < self.program.ops[op].n_parts and 0 <= table < PW_SCHEDULE_TABLES):
+            raise ProgramError(f"there is no weight {part} in a linear op {op}, or no table {table} of schedules")
+        return 0
+
+    def set_attention_schedules(self, ranges, int32_t table=0):
+        """The same for attention, by the rows of a step's longest slice.
+
+        Of a schedule count mr, the query rows of a tile; block_m, the query rows of a piece; and for slices of one
+        token block_k, the positions of a piece.
+        """
+        cdef pw_row_range[PW_MAX_ROW_RANGES] found
+        cdef int32_t count
+        if not 0 <= table < PW_SCHEDULE_TABLES:
+            raise ProgramError(f"there is no table {table} of schedules")
+        count = read_row_ranges(ranges, found)
+        if not pw_program_schedule_attention(self.program, table, count, found):
+            raise ProgramError("no memory for another schedule")
+
+    def attend(self, int32_t layer, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
+               bias=None, q_norm=None, k_norm=None, rows="every", int32_t kind=0, scale=None, double cap=0,
+               sinks=None):
+        """Attention of a layer: q, k and v heads side by side in a row, to the weighted values of all heads.
+
+        rows: "every", or "gathered" if only those that want logits are read afterwards; keys and values of every
+        row are kept. scale: of scores (None: 1 / sqrt(head_dim)); cap: c tanh(score / c), 0 for none; sinks: a score
+        for each head beside those of positions, without a value.
+        """
+        cdef pw_op op
+        cdef pw_shape *shape = &self.program.shape
+        memset(&op, 0, sizeof(op))
+        op.code, op.layer, op.rows = PW_ATTEND, layer, ROWS[rows]
+        op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
+        columns = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim
+        op.kind, op.cap, op.scale = kind, cap, 1 / sqrt(shape.head_dim) if scale is None else scale
+        if not 0 <= layer < shape.n_layers or not 0 <= kind < self.program.n_kinds:
+            raise ProgramError(f"layer {layer} of {shape.n_layers}, kind {kind} of {self.program.n_kinds}")
+        op.sinks = self._vector(sinks, 0 if sinks is None else shape.n_heads, "sinks")
+        op.bias = self._vector(bias, 0 if bias is None else columns, "attention biases")
+        op.q_norm = self._vector(q_norm, 0 if q_norm is None else shape.head_dim, "query norm weights")
+        op.k_norm = self._vector(k_norm, 0 if k_norm is None else shape.head_dim, "key norm weights")
+        self._add(&op, [], columns, shape.n_heads * shape.head_dim)
+
+    def adjust(self, int64_t width, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride, norm=None,
+               bias=None, double cap=0, bint add=False, rows="every", residual=None, eps=None):
+        """Rows of `width` numbers: normalised, a bias added, capped, added to what is there; as far as asked for.
+
+        rows: as for `linear`; of "gathered" rows the input is one row for each that wants logits, and the sum begins
+        with the step's row of `residual` (offset, stride).
+        """
+        cdef pw_op op
+        memset(&op, 0, sizeof(op))
+        op.code, op.k, op.cap = PW_ADJUST, width, cap
+        op.eps = self.program.shape.norm_eps if eps is None else eps
+        op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
+        op.epilogue, op.rows = PW_ADD if add else PW_STORE, ROWS[rows]
+        if (residual is not None) != (add and rows == "gathered"):
+            raise ProgramError("gathered rows are added to a residual, other rows to what is there")
+        if residual is not None:
+            op.residual, op.residual_stride = residual
+        op.norm = self._vector(norm, 0 if norm is None else width, "norm weights")
+        op.bias = self._vector(bias, 0 if bias is None else width, "biases")
+        self._add(&op, [], width, width)
+
+    def layernorm(self, int64_t width, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride, weight,
+                  norm_bias, bias=None, rows="every"):
+        """Rows of `width` numbers: a bias added, then normalised by a LayerNorm with the shape's epsilon."""
+        cdef pw_op op
+        memset(&op, 0, sizeof(op))
+        op.code, op.k, op.eps = PW_ADJUST, width, self.program.shape.norm_eps
+        op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
+        op.epilogue, op.rows = PW_STORE, ROWS[rows]
+        op.norm = self._vector(weight, width, "norm weights")
+        op.norm_bias = self._vector(norm_bias, width, "norm biases")
+        op.bias = self._vector(bias, 0 if bias is None else width, "biases")
+        self._add(&op, [], width, width)
+
+    cdef pw_experts _experts(self, experts, int64_t n) except *:
+        cdef pw_experts found
+        found.count, found.chosen, found.normalised, found.n = experts.count, experts.chosen, experts.normalised, n
+        if not 1 <= found.chosen <= found.count:
+            raise ProgramError(f"{found.chosen} of {found.count} experts")
+        return found
+
+    def route(self, experts, int64_t from_at, int64_t from_stride, rows="every"):
+        """The experts of each row, by its logits. experts: an object with count, chosen and normalised."""
+        cdef pw_op op
+        memset(&op, 0, sizeof(op))
+        op.code, op.rows, op.experts = PW_ROUTE, ROWS[rows], self._experts(experts, 0)
+        op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, from_at, from_stride
+        self._add(&op, [], experts.count, experts.count)
+
+    def experts(self, experts, packed, source, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
+                norm=None, bias=None, rows="every", arithmetic=(None, 1), gate="silu", eps=None):
+        """Products with a stack of experts' weights, after `route`. Returns the op's number.
+
+        packed: the experts' weights one below the other, each of whole panels. source: "norm" or "rows" of the step,
+        or the "gate" of pairs, whose bias [experts, 2 k] is added before. The outputs are pairs: of each row, one for
+        each of its experts. arithmetic: (compute path, k parts).
+        """
+        cdef pw_op op
+        cdef int table
+        memset(&op, 0, sizeof(op))
+        n = packed.n // experts.count
+        if packed.n % experts.count or n % PW_PANEL:
+            raise ProgramError(f"{experts.count} experts of {n} outputs: a multiple of {PW_PANEL} can run")
+        if source != "gate" and bias is not None:
+            raise ProgramError("biases are added where pairs are read")
+        path, k_parts = arithmetic
+        op.code, op.source, op.n_parts, op.k = PW_EXPERTS, SOURCES[source], 1, packed.k
+        op.rows, op.gate, op.experts = ROWS[rows], GATES[gate], self._experts(experts, n)
+        op.eps = self.program.shape.norm_eps if eps is None else eps
+        op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
+        op.parts[0].weight = weight_view(packed, path, k_parts)
+        one = _columns(packed, 0, n // PW_PANEL)
+        for table in range(PW_SCHEDULE_TABLES):
+            op.shares[table][0].weight = weight_view(one, path, k_parts)
+        op.norm = self._vector(norm, op.k if source == "norm" else 0, "norm weights")
+        op.bias = self._vector(None if bias is None else bias.reshape(-1),
+                               0 if bias is None else 2 * op.k * experts.count, "experts' biases")
+        self._add(&op, [packed], 2 * op.k if source == "gate" else op.k, n)
+        return self.program.n_ops - 1
+
+    def combine(self, experts, int64_t width, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
+                bias=None, rows="every"):
+        """Adds to each row the `width` numbers that its experts gave, and biases [experts, width], times their weights."""
+        cdef pw_op op
+        memset(&op, 0, sizeof(op))
+        op.code, op.rows, op.k, op.experts = PW_COMBINE, ROWS[rows], width, self._experts(experts, 0)
+        op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
+        op.bias = self._vector(None if bias is None else bias.reshape(-1),
+                               0 if bias is None else width * experts.count, "experts' biases")
+        self._add(&op, [], width, width)
+
+    cdef const float *_vector(self, vector, int64_t length, str name) except? NULL:
+        cdef const float[::1] view
+        if (0 if vector is None else len(vector)) != length:
+            raise ProgramError(f"{name}: {0 if vector is None else len(vector)} values where {length} belong")
+        if vector is None:
+            return NULL
+        owned = np.ascontiguousarray(vector, np.float32)
+        self.kept.append(owned)
+        view = owned
+        return &view[0]
+
+    cdef int _add(self, const pw_op *op, list weights, int64_t in_width, int64_t out_width) except -1:
+        if self.sealed:
+            raise ProgramError("a sealed program takes no more ops")
+        cdef pw_capacity *room = &self.program.capacity
+        tokens, logit_rows = room.max_tokens, room.max_logit_rows
+        whole = op.rows == PW_EVERY_ROW or op.code == PW_ATTEND
+        own_rows = op.rows == PW_LOGIT_ROWS or (op.rows == PW_GATHERED_ROWS and op.code == PW_ADJUST)
+        pairs = op.experts.chosen if op.code == PW_EXPERTS else 1
+        self._reserve(op.out_at, op.out_stride, (tokens if whole else logit_rows) * pairs, out_width)
+        if op.code != PW_EMBED:
+            read = op.experts.chosen if op.code == PW_COMBINE or op.source == PW_FROM_GATE and pairs > 1 else 1
+            self._reserve(op.in_at, op.in_stride, (logit_rows if own_rows else tokens) * read, in_width)
+        if op.residual_stride:
+            self._reserve(op.residual, op.residual_stride, tokens, out_width)
+        self.kept.append(weights)
+        if not pw_program_add(self.program, op):
+            raise ProgramError("no memory for another op")
+        return 0
+
+    cdef int _reserve(self, int64_t offset, int64_t stride, int64_t rows, int64_t width) except -1:
+        """The arena grows to hold `rows` rows."""
+        if offset < 0 or stride < width:
+            raise ProgramError("an op's rows overlap, or lie before the arena")
+        self.program.arena_floats = max(self.program.arena_floats, offset + (rows - 1) * stride + width)
+        return 0
+
+    def bytes(self):
+        """What the program runs in once it is sealed, shared memory included."""
+        return pw_program_bytes(self.program)
+
+    def shared_bytes(self):
+        """How much memory the ranks share: whole pages."""
+        return pw_program_shared_bytes(self.program)
+
+    def whole_kv_bytes(self):
+        """Bytes of all keys and values, also before the program is sealed."""
+        return self.program.shape.n_kv_heads * sum(
+            pw_layer_head_bytes(self.program, layer) for layer in range(self.program.shape.n_layers))

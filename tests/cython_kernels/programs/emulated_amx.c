@@ -1,5 +1,0 @@
-/* isa/amx.c over emulated tiles, for any CPU. */
-#define PW_ISA amx
-#include "emulated_tiles.h"
-
-#include "families/all.h"

@@ -1,5 +1,0 @@
-/* isa/avx512_fp16.c over emulated words, for any CPU. */
-#define PW_ISA avx512_fp16
-#include "emulated_f16.h"
-
-#include "families/all.h"
