@@ -230,7 +230,7 @@ static void weigh_pairs(float *scores, const span *own, int rows, span all, cons
  * which are asked for while it reads keys. */
 static void attend_tile_pairs(const pw_kv_head *head, const pw_queries *queries, int row, int rows, int64_t chunk,
                               int64_t origin, pair_chunk *data, float *scores, pw_partial out) {
-    span own[ATTEND_ROWS], all = NOTHING;
+    span own[ATTEND_ROWS] = {{0, 0}}, all = NOTHING;
     float factors[ATTEND_ROWS], units[ATTEND_ROWS];
     const float *q = queries->q + (int64_t)row * PW_ROW_STRIDE;
     for (int r = 0; r < rows; ++r) {
