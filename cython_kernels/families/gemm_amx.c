@@ -14,6 +14,8 @@
 #include "families/gemm_expand.h"
 #include "families/gemm_quant.h"
 
+__thread int pw_tile_shape;
+
 enum { TILE_BYTES = TILE_ROWS * TILE_ROW_BYTES, COLUMN_STEP_BYTES = PW_K_MULTIPLE * PW_PANEL };
 
 /* What fills tiles 4, 5 and 6, 7: activations of up to 32 rows, one or two panels. */

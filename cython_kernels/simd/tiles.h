@@ -11,23 +11,23 @@ typedef struct {
 } tile_config;
 
 /* tmm0, 1: sums of the first `upper` rows, tmm2, 3: of `lower` more; tmm4, 5: activations of either; tmm6, 7: weights.
- * Nothing is done where this is the thread's shape already. */
-static __thread int tile_shape;
+ * Nothing is done where this is the thread's shape already. One for all units: gemm_amx.c has it. */
+extern __thread int pw_tile_shape __attribute__((visibility("hidden")));
 PW_INLINE void tiles_begin(int upper, int lower) {
     static const uint8_t is_lower[8] = {0, 0, 1, 1, 0, 1, 0, 0};
     int shape = upper << 8 | lower;
-    if (tile_shape == shape) return;
+    if (pw_tile_shape == shape) return;
     tile_config c = {.palette = 1};
     for (int i = 0; i < 8; ++i) {
         c.row_bytes[i] = TILE_ROW_BYTES;
         c.rows[i] = (uint8_t)(i >= 6 ? TILE_ROWS : is_lower[i] ? lower : upper);
     }
     TILE_CONFIGURE(c);
-    tile_shape = shape;
+    pw_tile_shape = shape;
 }
 
 /* Gives the tile state back, so that the system need not save it. */
 PW_INLINE void tiles_end(void) {
-    if (tile_shape) TILE_RELEASE();
-    tile_shape = 0;
+    if (pw_tile_shape) TILE_RELEASE();
+    pw_tile_shape = 0;
 }

@@ -22,6 +22,7 @@ from phasewise.cli.present import on_one_line
 from phasewise.topology.picture import draw_svg
 from phasewise.topology.svg import escaped
 from phasewise.tuner.plans import Phase, ServicePlan, default_plan
+from phasewise.workflows.database.listing import ListedSchedules
 from phasewise.workflows.line_chart import Chart, Panel, draw_chart
 from phasewise.workflows.machine_report.facts import DatabaseReport
 from phasewise.workflows.machine_report.page import page
@@ -72,7 +73,7 @@ STORED = {"n_bytes": 1, "format": "gguf", "is_whole": True}
 PACKED = {"file_bytes": 1, "format": "q4", "is_orphan": False}
 KNOWN = {"name": "m", "file_bytes": 1, "licence": "x", "about": "x", "is_rounded": False}
 TEXTS = {
-    "db show": lambda name: db_text.print_contents(contents(name)),
+    "db show": lambda name: db_text.print_contents(contents(name), ListedSchedules()),
     "db stats": lambda name: db_text.print_table("t", [{"machine": name, "rows": 1}]),
     "bench": lambda name: row_forms.as_md([{"model": name, "t/s": "1"}]),
     "models list": lambda name: models_text.list_text(

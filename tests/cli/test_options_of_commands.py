@@ -62,6 +62,7 @@ POLICY = ("--buckets", "--window", "--refresh-every", "--fixed-buckets")
 BENCH_KV = {
     **{flag: [flag, "17"] for flag in (*POLICY, "--prompt-tokens", "--seed", "--max-sequences")},
     **{flag: [flag, "0.3"] for flag in ("--alpha", "--tau", "--reserve")},
+    "--order": ["--order", "shortest"],
 }
 HANDED = {
     "generate": Handing(
@@ -373,8 +374,9 @@ def test_help_lists_the_table() -> None:
 OF_OTHER_PROGRAMS = {
     *("--cpus", "--cpuset-cpus", "--health-cmd", "--stop-timeout"),
     *("--formats", "--kv-formats", "--help", "--target", "--offline"),
+    *("--no-index", "--find-links", "--only"),
 }
-"""Flags in guides that are of containers, of scripts in `benchmarks/`, or of every command."""
+"""Flags in guides that are of containers, of pip, of scripts in the checkout, or of every command."""
 
 
 PAGES = [page for page in sorted((ROOT / "docs" / "guide").glob("*.md")) if "coming-from" not in page.stem]

@@ -249,12 +249,12 @@ def test_a_variable_and_the_configuration_file_stand_for_runs_that_can_follow_th
     """What an embedding model cannot follow is left out, and told in one line; a flag is refused."""
     config = tmp_path / "config.toml"
     config.write_text(f'[serve]\nkv_policy = "paged"\nport = 7\nembed_model = "{places.encoder}"\n')
-    standing = {"PHASEWISE_CONFIG": str(config), "PHASEWISE_DRAFT": "lookup", "PHASEWISE_DB": "x.db"}
+    standing = {"PHASEWISE_CONFIG": str(config), "PHASEWISE_DRAFT": "lookup", "PHASEWISE_RANKS": "2"}
 
     alone = boundary.serve(places.encoder, **standing)
     assert alone.opened == boundary.serve(places.encoder, "--port", 7).opened
     assert alone.said.count("without effect: ") == 1
-    for name in ("PHASEWISE_DRAFT", "PHASEWISE_DB", "kv_policy of the configuration file"):
+    for name in ("PHASEWISE_DRAFT", "PHASEWISE_RANKS", "kv_policy of the configuration file"):
         assert name in alone.said.split("where MODEL makes vectors")[0]
     refused = boundary.serve(places.encoder, "--draft", "lookup", **standing)
     assert (refused.exit_code, refused.opened) == (2, {})

@@ -1,4 +1,5 @@
 /* The words of AVX512-FP16 in C, over the portable vocabulary: each result is rounded once, to the nearest even. */
+#pragma GCC diagnostic ignored "-Wunused-function" /* not every family has words for them */
 #include "simd/portable.h"
 
 #define PW_F16_WORDS 1
@@ -32,15 +33,15 @@ static vi f16_fma(vi acc, vi w, vi a) {
     }
     return acc;
 }
-static vi f16_add(vi a, vi b) {
+PW_INLINE vi f16_add(vi a, vi b) {
     for (int i = 0; i < 2 * LANES; ++i) {
         a = with_half(a, i, nearest_f16((double)pw_from_f16(half_of(a, i)) + (double)pw_from_f16(half_of(b, i))));
     }
     return a;
 }
-static vi f16_swapped(vi a) { return vi_or(vi_shl(a, 16), vi_shr(a, 16)); }
-static vf f16_upper(vi a) { return vi_as_vf((a >> 3) & vi_set1((int32_t)0x8FFFE000)); }
-static vi f16_from_bf16(vi w, vi less) {
+PW_INLINE vi f16_swapped(vi a) { return vi_or(vi_shl(a, 16), vi_shr(a, 16)); }
+PW_INLINE vf f16_upper(vi a) { return vi_as_vf((a >> 3) & vi_set1((int32_t)0x8FFFE000)); }
+PW_INLINE vi f16_from_bf16(vi w, vi less) {
     for (int i = 0; i < 2 * LANES; ++i) {
         uint16_t bits = half_of(w, i), magnitude = bits & 0x7FFF, away = half_of(less, i);
         magnitude = magnitude > away ? (uint16_t)((magnitude - away) << 3) : 0;

@@ -1,5 +1,6 @@
 /* The words of simd/amx.h in C, over the portable vocabulary: what each instruction computes (Intel SDM, volume 2),
  * and the faults of a real unit as an end of the process with a word on stderr. */
+#pragma GCC diagnostic ignored "-Wunused-function" /* not every family has words for them */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -12,8 +13,8 @@ typedef struct {
     uint8_t data[16][64];
 } emulated_tile;
 
-static __thread emulated_tile emulated[8];
-static __thread int emulated_configured;
+__attribute__((weak)) __thread emulated_tile emulated[8]; /* weak: one for all units */
+__attribute__((weak)) __thread int emulated_configured;
 
 static void tile_fault(const char *what) {
     fprintf(stderr, "tile unit: %s\n", what);
