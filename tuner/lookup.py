@@ -114,8 +114,10 @@ class ScheduleTable(ScheduleLookup):
             rows.setdefault((problem.family, problem.format, problem.n, problem.k), []).append(row)
         self._weights = {key: _weight(of_weight, is_default) for key, of_weight in rows.items()}
         self._ranges: dict[tuple[WeightKey, int], list[RowRange]] = {}
-        self._asked: tuple[str, str | None] = ("", None)
-        self._in_tiles = False
+        self.asked_choice = ""
+        """`--arithmetic`; empty: nothing is asked."""
+        self._asked_path: str | None = None
+        self.in_tiles = False
 
     def asked(self, choice: str, path: str | None, *, in_tiles: bool = False) -> ScheduleTable:
         """The same schedules where `--arithmetic choice` has weights with sub-scales multiplied by `path`.
@@ -124,7 +126,7 @@ class ScheduleTable(ScheduleLookup):
         unit, where there is one.
         """
         other = copy.copy(self)
-        other._asked, other._in_tiles = (choice, path), in_tiles
+        other.asked_choice, other._asked_path, other.in_tiles = choice, path, in_tiles
         return other
 
     def arithmetic_of(self, key: WeightKey) -> Arithmetic | None:
@@ -162,13 +164,13 @@ class ScheduleTable(ScheduleLookup):
 
     def own_path(self, weight: PackedWeight) -> str | None:
         has_tiles = weight.kind in ("f32", "bf16") or (weight.kind == "q8" and weight.group == 0)
-        return TILE_PATH if self._in_tiles and not has_tiles else None
+        return TILE_PATH if self.in_tiles and not has_tiles else None
 
     def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
         """Ranges for products of 1 to `max_m` rows; kept, since a model has many weights and few shapes."""
         path = self._path_for(weight)
         if path not in (None, self._tuned_arithmetic(weight)[0]):
-            return [RowRange(max_m, None, f"--arithmetic {self._asked[0]}: the default")]
+            return [RowRange(max_m, None, f"--arithmetic {self.asked_choice}: the default")]
         return self._row_ranges(("gemm", format_name(weight), weight.n, weight.k), max_m)
 
     def attention(self, kv_format: str, n: int, k: int, max_m: int) -> list[RowRange]:
@@ -182,7 +184,7 @@ class ScheduleTable(ScheduleLookup):
     def _path_for(self, weight: PackedWeight) -> str | None:
         """The path that was asked for; None where none was, or where the weight has no sub-scales."""
         blocks = BLOCKS.get(weight.kind)
-        return self._asked[1] if blocks is not None and blocks.has_subs else None
+        return self._asked_path if blocks is not None and blocks.has_subs else None
 
     def _row_ranges(self, key: WeightKey, max_m: int) -> list[RowRange]:
         if (key, max_m) not in self._ranges:

@@ -139,7 +139,7 @@ class Boundary:
     def _engine(
         self, model: Any, plans: Any, size: Any, text: ModelText, schedules: Any, drafts: Any = None
     ) -> Any:
-        multiplied = {phase: (one.in_tiles, one.choice) for phase, one in schedules.items()}
+        multiplied = {phase: (one.in_tiles, one.asked_choice) for phase, one in schedules.items()}
         drafter = None if drafts is None else "lookup" if drafts.model is None else drafts.model.name
         self.keep(
             "engine",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from phasewise.cli.present import on_one_line
 from phasewise.topology.picture import draw_svg
 from phasewise.topology.svg import escaped
 from phasewise.tuner.plans import Phase, ServicePlan, default_plan
-from phasewise.workflows.database.listing import ListedSchedules
+from phasewise.workflows.database.listing import ListedSchedules, Section
 from phasewise.workflows.line_chart import Chart, Panel, draw_chart
 from phasewise.workflows.machine_report.facts import DatabaseReport
 from phasewise.workflows.machine_report.page import page
@@ -47,6 +48,7 @@ def plan_of(name: str) -> dict[str, Any]:
         "model": name,
         "phase": "prefill",
         "ranks": None,
+        "places": None,
         "machine": name,
         "in_use": True,
         "created_at_ms": 0,
@@ -72,8 +74,9 @@ def subject(name: str) -> Any:
 STORED = {"n_bytes": 1, "format": "gguf", "is_whole": True}
 PACKED = {"file_bytes": 1, "format": "q4", "is_orphan": False}
 KNOWN = {"name": "m", "file_bytes": 1, "licence": "x", "about": "x", "is_rounded": False}
+LISTED = ListedSchedules(Counter({Section.IN_USE: 1}), [(Section.IN_USE, SimpleNamespace())])  # type: ignore[list-item]
 TEXTS = {
-    "db show": lambda name: db_text.print_contents(contents(name), ListedSchedules()),
+    "db show": lambda name: db_text.print_contents(contents(name), LISTED),
     "db stats": lambda name: db_text.print_table("t", [{"machine": name, "rows": 1}]),
     "bench": lambda name: row_forms.as_md([{"model": name, "t/s": "1"}]),
     "models list": lambda name: models_text.list_text(

@@ -103,7 +103,7 @@ def test_a_model_is_opened_as_the_variables_and_the_configuration_file_say(
     opened = phasewise.open_model(tiny)
     assert opened.weight_format == "bf16"
     prefill = opened._opened.schedules["prefill"]
-    assert (prefill.in_tiles, prefill.choice) == (True, "blocks")
+    assert (prefill.in_tiles, prefill.asked_choice) == (True, "blocks")
     assert phasewise.open_model(tiny, weight_format="f32").weight_format == "f32"
 
 

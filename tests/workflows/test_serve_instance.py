@@ -47,7 +47,7 @@ def test_weights_reach_the_instance_s_loader_and_its_engine_whole(
         return open_under(plans, ref, weights, *rest)
 
     def running(*arguments: Any) -> None:
-        multiplied.append({phase: (one.in_tiles, one.choice) for phase, one in arguments[4].items()})
+        multiplied.append({phase: (one.in_tiles, one.asked_choice) for phase, one in arguments[4].items()})
 
     monkeypatch.setattr(serve_instance, "open_under", opening)
     monkeypatch.setattr("phasewise.serving.engine.open_engine.open_engine", running)

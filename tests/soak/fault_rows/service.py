@@ -16,7 +16,7 @@ from tests.soak import raw_http
 from tests.soak.fault_rows.ranks import kill, small_budget
 from tests.soak.fault_rows.setting import Setting, expect, n_running, text_alone, wait_until_free
 from tests.soak.row_runner import Missed, Skipped
-from tests.soak.served_process import ServerProcess
+from tests.soak.served_process import ServerProcess, model_reference
 
 AT_ONCE_S = 5.0
 
@@ -83,8 +83,9 @@ def disk_full(setting: Setting) -> str:
     place.mkdir(exist_ok=True)
     full = _on_full_disk(setting, place)
     db = place / "two.db"
+    model = model_reference(setting.model, setting.folder)
     fails = setting.phasewise(
-        "db", "set-plan", setting.model, "--phase", "decode", "--cores", "0", "--db", str(db), before=full
+        "db", "set-plan", model, "--phase", "decode", "--cores", "0", "--db", str(db), before=full
     )
     last = fails.stderr.strip().splitlines()[-1] if fails.stderr.strip() else ""
     expect(

@@ -54,10 +54,10 @@ class Setting:
         cores = sorted(os.sched_getaffinity(0))[:2]
         if len(cores) < 2:
             raise Skipped("two ranks need two cores")
-        model_reference(self.model, self.folder)
+        model = model_reference(self.model, self.folder)
         for phase in ("prefill", "decode") if not path.exists() else ():
             own = [part for core in cores for part in ("--cores", str(core))]
-            self.phasewise("db", "set-plan", self.model, "--phase", phase, *own, "--db", str(path))
+            self.phasewise("db", "set-plan", model, "--phase", phase, *own, "--db", str(path))
         return path
 
     def phasewise(self, *arguments: str, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
