@@ -128,8 +128,8 @@ def test_row_operations_and_attention_have_the_bits_of_this_machine(
         _native.exponential(x),
         _native.softmax(x),
         _native.capped(x, 30.0),
-        *(_native.activated(one, x, y) for one in ("gelu", "gelu_tanh", "silu", "relu")),
-        *(_native.gated(one, x, w) for one in ("silu", "gelu_tanh", "clamped_silu")),
+        *(_native.activated(one, x, y) for one in _native.ACTIVATIONS),
+        *(_native.gated(one, x, w) for one in _native.GATES),
         _native.rope(x, y[: n // 2], w[: n // 2]),
     ]
     last = positions - rows + np.arange(rows)
