@@ -165,11 +165,12 @@ class ConfinedProcess:
         return 1000 * (self._bounds.seconds + 5.0)
 
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
+        process = self._process  # of its own: another thread may close this meanwhile
+        if process is None or process.poll() is not None:
             self.close()
-            self._process = self._started()
-            self._end = weakref.finalize(self, _finish, self._process)
-        return self._process
+            self._process = process = self._started()
+            self._end = weakref.finalize(self, _finish, process)
+        return process
 
     def _started(self) -> subprocess.Popen[bytes]:
         try:
