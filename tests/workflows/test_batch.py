@@ -157,6 +157,8 @@ def test_other_files_are_left_alone(busy: Busy, tmp_path: Path) -> None:
         answer_batch(requests, tmp_path / "none" / "out", busy.url)
     with pytest.raises(UsageError, match="no address"):
         answer_batch(requests, answers, "localhost:8000")
+    with pytest.raises(WorkflowError, match="cannot be reached"):
+        answer_batch(requests, answers, "http://127.0.0.1:1")
 
 
 @examples(200)

@@ -116,7 +116,12 @@ def endpoint_of(server: str | OwnServer, key: str | None, report: Report) -> Ite
     if isinstance(server, str):
         if urlsplit(server).scheme not in ("http", "https") or not urlsplit(server).hostname:
             raise UsageError(f"--url {server!r} is no address: give one such as http://127.0.0.1:8000")
-        yield Endpoint(server.rstrip("/").removesuffix("/v1"), key)
+        endpoint = Endpoint(server.rstrip("/").removesuffix("/v1"), key)
+        try:
+            endpoint.connect().connect()
+        except OSError as error:
+            raise WorkflowError(f"{server} cannot be reached: {error.strerror or error}") from None
+        yield endpoint
         return
     command = server.command(report)
     with tempfile.TemporaryDirectory(prefix="phasewise-batch-") as folder:

@@ -60,7 +60,7 @@ def push(
 ) -> None:
     """Add this database's rows to REMOTE, a bundle for each kind of core, and print what to pin.
 
-    Whoever signs vouches for the whole index: where REMOTE has one already, it is
+    A signature vouches for the whole index: where REMOTE has one already, it is
     checked by --digest or --allowed-signers first. Rows whose names hold this
     host's, the user's or a path stay here.
     """

@@ -30,7 +30,7 @@ Kind = TypeVar("Kind", bound=GenerationRequest)
 
 _MOST_MESSAGES = 10_000
 _MOST_TOOLS = 128
-_NOT_OFFERED = ("images", "suffix", "template")
+_NOT_OFFERED = ("images", "suffix", "template", "receipt")
 _LEVELS = ("low", "medium", "high")
 
 

@@ -30,6 +30,9 @@ from phasewise.serving.http.routes.generation_service import GenerationService, 
 Json = dict[str, Any]
 
 PATHS = frozenset({"/api/version", "/api/tags", "/api/ps", "/api/show", "/api/chat", "/api/generate"})
+_TEXTS = ("parent_model", "family", "parameter_size", "quantization_level")
+_DETAILS: Json = {"format": "phasewise", "families": [], **dict.fromkeys(_TEXTS, "")}
+"""What clients expect to be told of a model's file, which a packed model no longer is."""
 _IN_CHAT = {"prompt": "messages", "response_format": "format", "max_completion_tokens": "options"}
 _IN_GENERATE = {"messages": "prompt", "response_format": "format", "max_completion_tokens": "options"}
 """The names in these requests of fields of the requests that they are made into."""
@@ -56,7 +59,7 @@ def add_ollama(app: FastAPI, service: GenerationService) -> None:
         model = _model_of(service, (await service.read(request, OllamaShowRequest)).model)
         can = ["completion", *(["tools"] if model.dialect.knows_tools else [])]
         return {
-            "details": _details(model),
+            "details": _DETAILS,
             "model_info": {
                 "general.architecture": "phasewise",
                 "phasewise.context_length": model.context_length,
@@ -125,12 +128,7 @@ def _loaded(model: ServedModel, said: Json) -> Response:
 def _listed(model: ServedModel) -> Json:
     fingerprint = model.system_fingerprint or ""
     names = {"name": model.model_id, "model": model.model_id}
-    return {**names, "modified_at": _at(model), "size": 0, "digest": fingerprint, "details": _details(model)}
-
-
-def _details(_model: ServedModel) -> Json:
-    texts = dict.fromkeys(("parent_model", "family", "parameter_size", "quantization_level"), "")
-    return {"format": "phasewise", "families": [], **texts}
+    return {**names, "modified_at": _at(model), "size": 0, "digest": fingerprint, "details": _DETAILS}
 
 
 def _at(model: ServedModel) -> str:

@@ -127,6 +127,7 @@ def test_a_schema_is_kept(client: ollama.Client, ranks: ScriptedRanks) -> None:
         ("chat", {"options": {"temperature": -1}}, "options"),
         ("chat", {"format": "xml"}, "format"),
         ("generate", {"prompt": "a", "suffix": "b"}, "suffix"),
+        ("generate", {"prompt": "a", "receipt": True}, "receipt"),
         ("generate", {"prompt": "a", "images": ["aGk="]}, "images"),
         ("show", {"model": 1}, "model"),
     ],
