@@ -32,7 +32,7 @@ Json = dict[str, Any]
 PATHS = frozenset({"/api/version", "/api/tags", "/api/ps", "/api/show", "/api/chat", "/api/generate"})
 _TEXTS = ("parent_model", "family", "parameter_size", "quantization_level")
 _DETAILS: Json = {"format": "phasewise", "families": [], **dict.fromkeys(_TEXTS, "")}
-"""What clients expect to be told of a model's file, which a packed model no longer is."""
+"""The fields that clients expect of a model's file. A packed model has no values for most of them."""
 _IN_CHAT = {"prompt": "messages", "response_format": "format", "max_completion_tokens": "options"}
 _IN_GENERATE = {"messages": "prompt", "response_format": "format", "max_completion_tokens": "options"}
 """The names in these requests of fields of the requests that they are made into."""
