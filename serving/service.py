@@ -329,8 +329,9 @@ def _length_check(opened: Served) -> Callable[[str], None]:
 
 
 def _guides(opened: Served) -> GuideCompiler:
-    """Loaded beside the start: the first request that needs it would stall the others."""
+    """Loaded beside the start: the first request that needs it would stall the others. The process ends after
+    this thread: one that is inside llguidance when the interpreter ends is a crash."""
     guides = opened.text.guide_compiler()
     if opened.model.config.eos_token_ids:
-        threading.Thread(target=guides.warm, name="grammar-load", daemon=True).start()
+        threading.Thread(target=guides.warm, name="grammar-load").start()
     return guides

@@ -38,13 +38,14 @@ class GuideThread:
         self._wanted: dict[str, GuideWanted] = {}
         """The wanted guides that are neither compiled nor forgotten."""
         self._is_stopping = False
-        self._thread = threading.Thread(target=self._run, name="phasewise-guides", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="phasewise-guides")
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Make no more guides. The one that is being made is not waited for, and not used."""
+        """Make no more guides. The one that is being made is not waited for, and not used;
+        the process ends after it."""
         with self._changed:
             self._is_stopping = True
             self._wanted.clear()

@@ -442,7 +442,8 @@ def _with_stack(work: Callable[[], LLMatcher | str]) -> LLMatcher | str:
 
     before = threading.stack_size(_STACK_BYTES)
     try:
-        threading.Thread(target=run, name="grammar", daemon=True).start()
+        # No daemon: where the interpreter ends under one, unwinding through llguidance's frames is a crash.
+        threading.Thread(target=run, name="grammar").start()
     finally:
         threading.stack_size(before)
     return outcome.result()

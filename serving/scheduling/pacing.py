@@ -36,6 +36,7 @@ _WORSE = 1.15  # a token in a chunk may cost so many times what it costs in the 
 _BETTER = 1.05  # fewer rows must give so many times the tokens a second
 _TRIED_AGAIN_AFTER = 2048  # decode steps, after which a number of rows is tried once more
 _CHECKED_AFTER = 64  # the time of so many steps with all rows, after which one of fewer has all again
+_TRIED_COSTS = 1 / 128  # part of the time that tries of one number of rows may take
 
 
 class PacedStep(NamedTuple):
@@ -141,12 +142,11 @@ class Pacing:
         whole = self._like(n_answering)
         if n_answering < 2 or whole is None:
             return None
+        fastest_ns = min(cost.ns for cost in self._rows.values())
         for rows in _tried_below(n_answering):
-            if not self._is_newer(rows, _TRIED_AGAIN_AFTER):
+            if not self._is_known(rows, fastest_ns):
                 return rows
-        below = [
-            rows for rows in self._rows if rows < n_answering and self._is_newer(rows, _TRIED_AGAIN_AFTER)
-        ]
+        below = [rows for rows in self._rows if rows < n_answering and self._is_known(rows, fastest_ns)]
         best = max(below, key=self._rate)
         n_checked_after = int(_CHECKED_AFTER * max(1.0, self._rows[whole].ns / self._rows[best].ns))
         is_better = self._rate(best) > _BETTER * self._rate(whole)
@@ -161,6 +161,14 @@ class Pacing:
 
     def _rate(self, rows: int) -> float:
         return rows / self._rows[rows].ns
+
+    def _is_known(self, rows: int, fastest_ns: float) -> bool:
+        """True if such a step was seen of late. The longer the step, the more rarely it is tried: tries must
+        not cost more than they can win."""
+        cost = self._rows.get(rows)
+        if cost is None:
+            return False
+        return self._is_newer(rows, max(_TRIED_AGAIN_AFTER, int(cost.ns / fastest_ns / _TRIED_COSTS)))
 
     def _is_newer(self, rows: int, than_steps: int) -> bool:
         cost = self._rows.get(rows)

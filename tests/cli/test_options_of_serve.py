@@ -21,7 +21,7 @@ from phasewise.workflows.unused_options import WAYS
 from tests.cli.command_options import options_of
 from tests.cli.opened_by_serve import Boundary, Run
 from tests.support.machines.paper_machines import xeon
-from tests.support.machines.stored_plans import keep_plan
+from tests.support.machines.stored_plans import keep_embedding_plan, keep_plan
 from tests.support.models.encoder_models import write_encoder
 from tests.support.models.tiny_models import TinyShape, tiny_gguf
 
@@ -37,7 +37,7 @@ class Places:
     encoder: Path
     keys: Path
     plans: Path
-    """A database in which the prefill plan has more cores than the decode plan."""
+    """A database in which the prefill plan has more cores than the decode plan; the encoder has one."""
     folder: Path
 
 
@@ -53,6 +53,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     plans = folder / "plans.db"
     keep_plan(plans, xeon(), "tiny@native", "prefill", range(8))
     keep_plan(plans, xeon(), "tiny@native", "decode", range(4))
+    keep_embedding_plan(plans, xeon(), "bert@native", range(6))
     for phase in PHASES:
         keep_plan(folder / "ranks.db", xeon(), "tiny@native", phase, range(4), range(20, 24))
     return Places(*models, write_encoder(folder / "bert", "bert"), keys, plans, folder)

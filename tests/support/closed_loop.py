@@ -78,6 +78,7 @@ class ClosedLoop:
         self.timeline = Timeline()
         self.sent: dict[str, Sent] = {}
         self._going: dict[str, Sent] = {}
+        self._made_s: list[float] = []  # of each token of an answer, in order
         limits = SchedulerLimits(4096, max_sequences=self._places, prefix_reuse=False)
         settings = EngineSettings(limits, 200_000, tpot_ms)
         self.machine = Timed(0, steps, settings, self.timeline, self)
@@ -90,10 +91,9 @@ class ClosedLoop:
     @property
     def tokens_per_s(self) -> float:
         """Tokens of answers, over the middle of the run: clients come and go together at its ends."""
-        ends = sorted(one.end_s for one in self.sent.values())
-        low, high = ends[len(ends) // 4], ends[-len(ends) // 4]
-        counted = [one for one in self.sent.values() if low < one.end_s <= high]
-        return sum(one.request.max_tokens for one in counted) / (high - low)
+        made_s = self._made_s
+        low, high = made_s[len(made_s) // 4], made_s[-len(made_s) // 4]
+        return sum(low < at_s <= high for at_s in made_s) / (high - low)
 
     @property
     def ttfts_s(self) -> list[float]:
@@ -131,6 +131,7 @@ class ClosedLoop:
     def token_made(self, request_id: str, n_generated: int, *, is_last: bool) -> None:
         one = self._going[request_id]
         one.n_generated = n_generated
+        self._made_s.append(self.timeline.now_s)
         if n_generated == 1:
             one.first_s = self.timeline.now_s
         if is_last:

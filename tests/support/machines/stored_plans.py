@@ -1,4 +1,4 @@
-"""Service plans in a tuning database, as `db set-plan` keeps them."""
+"""Plans in a tuning database, as `db set-plan` and `tune-embed` keep them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 from phasewise.kerneldb.records import Origin, PlanRecord
 from phasewise.kerneldb.store import open_store
+from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
+from phasewise.serving.embedding.stored_plan import PHASE, placed_json
 from phasewise.topology import Machine
 from phasewise.tuner.plans import Phase, ServicePlan, machine_key, rank_on
 
@@ -14,5 +16,15 @@ from phasewise.tuner.plans import Phase, ServicePlan, machine_key, rank_on
 def keep_plan(db: Path, machine: Machine, key: str, phase: Phase, *ranks: Iterable[int]) -> None:
     """The plan of one phase; ranks: the cores of each. key: the model's name and format, `tiny@native`."""
     plan = ServicePlan(phase, tuple(rank_on(machine, tuple(cores)) for cores in ranks), "database")
+    _keep(db, machine, key, phase, plan.to_json())
+
+
+def keep_embedding_plan(db: Path, machine: Machine, key: str, *instances: Iterable[int]) -> None:
+    """instances: the cores of each."""
+    plan = EmbeddingPlan(tuple(Instance(f"cpu:{at}", tuple(cores)) for at, cores in enumerate(instances)))
+    _keep(db, machine, key, PHASE, placed_json(plan, machine))
+
+
+def _keep(db: Path, machine: Machine, key: str, phase: str, plan_json: str) -> None:
     with open_store(db) as store:
-        store.add_plan(PlanRecord(key, phase, plan.to_json(), Origin(machine_key(machine), "0", 1)))
+        store.add_plan(PlanRecord(key, phase, plan_json, Origin(machine_key(machine), "0", 1)))
