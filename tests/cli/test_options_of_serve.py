@@ -244,6 +244,14 @@ def test_a_model_is_served_once(places: Places, boundary: Boundary) -> None:
         assert not {"loaded", "engine", "service"} & set(run.opened)
 
 
+def test_a_further_model_makes_text(places: Places, boundary: Boundary) -> None:
+    run = boundary.serve(places.model, "--also", places.encoder)
+
+    assert run.exit_code == 2
+    assert f"--also {places.encoder}: it is an embedding model; serve it with --embed-model" in run.said
+    assert not {"loaded", "engine", "service"} & set(run.opened)
+
+
 def test_a_variable_and_the_configuration_file_stand_for_runs_that_can_follow_them(
     places: Places, boundary: Boundary, tmp_path: Path
 ) -> None:

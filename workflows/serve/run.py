@@ -77,7 +77,11 @@ def serve_model(
             running = settings.running
             serve_embeddings(model, weights, embeddings, running.threads, settings.db, own, address, report)
             return
-        refs = [model, *(settings.running.also or ())]
+        also = settings.running.also or ()
+        for ref in also:
+            if makes_vectors(ref, weights.weight_format, report):
+                raise UsageError(f"--also {ref}: it is an embedding model; serve it with --embed-model {ref}")
+        refs = [model, *also]
         _refuse_same_names(refs, settings, report)
         settings = _beside_embeddings(settings, report)
         sign_receipt = _sign_receipt(settings.answering)  # or why not, before a model is opened
