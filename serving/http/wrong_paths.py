@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 _OPENAI = "this server speaks OpenAI's API: POST /v1/chat/completions, or GET /v1/models for what is served"
+_OLLAMA = "of Ollama's API there are /api/chat, /api/generate, /api/show, /api/tags, /api/ps and /api/version"
 _DOCUMENT = "GET /openapi.json describes the API, and GET /v1/models lists what is served"
 _OF_TEXT = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize"}
@@ -30,6 +31,8 @@ def advice(path: str, paths: Collection[str]) -> str:
         return f"this server has no page: POST {main}; {_DOCUMENT}"
     if asked == "/v1":
         return f"it is where the API begins, the base_url of a client: {_DOCUMENT}"
+    if path.startswith("/api/") and "/api/chat" in paths:
+        return _OLLAMA
     if path.startswith(_OF_OTHER_SERVERS) and "/v1/chat/completions" in paths:
         return _OPENAI
     return _DOCUMENT

@@ -114,15 +114,20 @@ def _refuse_ended(body: UnfinishedBody) -> None:
         raise ApiError(503, message, code="bodies_too_large", closes=True)
 
 
+_OF_CURL = "application/x-www-form-urlencoded"
+_OF_BROWSERS = {"origin", "sec-fetch-site"}
+
+
 def _refuse_other_types(request: Request) -> None:
     """A page of another origin may post a form or plain text without asking; JSON it may not (CSRF).
 
-    Without Content-Type the body is taken for JSON, unless a browser sends it: that names its origin.
+    Without Content-Type, or with the one that `curl -d` sends, the body is taken for JSON, unless a browser
+    sends it: that names its origin.
     """
     given = request.headers.get("content-type")
-    if given is None and "origin" not in request.headers:
-        return
     kind = (given or "").partition(";")[0].strip().lower()
+    if (given is None or kind == _OF_CURL) and not _OF_BROWSERS & set(request.headers):
+        return
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return
     raise ApiError(

@@ -223,6 +223,9 @@ def test_what_a_page_may_post_without_asking_is_not_taken_for_json(server: FakeS
     [
         ({}, 200),
         ({"Origin": "http://evil.example"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 200),
+        ({"Origin": "null", "Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Sec-Fetch-Site": "same-site", "Content-Type": "application/x-www-form-urlencoded"}, 415),
         ({"Origin": "http://evil.example", "Content-Type": "application/json"}, 200),
         ({"Content-Type": "Application/JSON; charset=utf-8"}, 200),
         ({"Content-Type": "application/vnd.api+json"}, 200),
