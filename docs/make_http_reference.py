@@ -39,7 +39,7 @@ Streams are server-sent events. A stream of `/v1/completions` and `/v1/chat/comp
 Anthropic's clients work too, with `base_url="http://127.0.0.1:8000"`: `/v1/messages` takes and gives what their Messages API does, streams included, and refusals have its shape. Images, documents, tools that
 Anthropic's servers run, and answers that the client has begun are refused. The `thinking` of a request decides whether a model thinks whose template knows both; its budget is ignored.
 
-Ollama's clients work with `OLLAMA_HOST=http://127.0.0.1:8000`: `/api/tags`, `/api/show`, `/api/ps`, `/api/chat` and `/api/generate`, streamed as lines of JSON unless `stream` is false. Models are not pulled, made or
+Ollama's clients work with `OLLAMA_HOST=http://127.0.0.1:8000`: `/api/tags`, `/api/show`, `/api/ps`, `/api/chat` and `/api/generate` (with an embedding model `/api/embed`), streamed as lines of JSON unless `stream` is false. Models are not pulled, made or
 removed there; a name may end in `:latest`. Of `options` those that the table names have an effect. Refusals are `{"error": MESSAGE}`. A stream of lines can have no comments: clients wait for the first token.
 
 The first delta of a tool call has its id and name; its `arguments` follow in pieces of the same `index`, as they are generated. Where no grammar holds the call (its schema cannot be compiled, or `ignore_eos`), it comes whole, in one delta. A call that `max_tokens` cuts off within its arguments stays a call, with `finish_reason` `length`. Thoughts are in `reasoning_content`. `finish_reason` is `tool_calls` where an answer that ended by itself has calls.

@@ -11,7 +11,7 @@ _OF_TEXT = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize"}
     | {"/api/chat", "/api/generate", "/api/tags", "/api/show", "/tokenizer_info"}
 )
-_OF_VECTORS = frozenset({"/v1/embeddings", "/v1/rerank", "/rerank"})
+_OF_VECTORS = frozenset({"/v1/embeddings", "/v1/rerank", "/rerank", "/api/embed", "/api/embeddings"})
 _OF_OTHER_SERVERS = ("/api/", "/v1/complete", "/v2/", "/generate", "/completion", "/chat", "/embed", "/infer")
 """The first parts of the paths of Ollama, Anthropic, llama-server, text-generation-inference and KServe."""
 

@@ -1,5 +1,5 @@
-"""`/v1/embeddings`, `/v1/rerank` and TEI's `/rerank`: bodies in, tokens to the queues of all devices,
-vectors out.
+"""`/v1/embeddings`, Ollama's `/api/embed`, `/v1/rerank` and TEI's `/rerank`: bodies in, tokens to the queues
+of all devices, vectors out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 from pydantic_core import to_json
 
 from phasewise.serving.embedding.client import EmbeddingClient
@@ -35,7 +35,7 @@ from phasewise.serving.http.transport.connection import connection_of
 
 Floats = npt.NDArray[np.float32]
 
-PATHS = frozenset({"/v1/embeddings", "/v1/rerank", "/rerank"})
+PATHS = frozenset({"/v1/embeddings", "/v1/rerank", "/rerank", "/api/embed", "/api/embeddings"})
 MOST_INPUTS = 2048  # OpenAI's
 _LONG_CHARACTERS = 256 * 1024
 _N_ORDINARY = 2
@@ -68,6 +68,32 @@ class EmbeddingRequest(Strict):
     truncate: bool = Field(False, description="cut inputs that are too long; else they are refused")
 
 
+class _OllamaBody(Strict):
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    keep_alive: str | float | None = Field(None, description="ignored: models stay")
+
+    @property
+    def model_id(self) -> str:
+        """The name without the tag that every model has in Ollama's API."""
+        return self.model.removesuffix(":latest")
+
+
+class OllamaEmbedRequest(_OllamaBody):
+    """Ollama's; fields that it does not have are ignored."""
+
+    input: str | Annotated[list[str], Field(fail_fast=True, max_length=MOST_INPUTS)]
+    dimensions: Annotated[int, Field(ge=1, le=MOST_INT)] | None = None
+    truncate: bool = Field(True, description="cut inputs that are too long; else they are refused")
+
+
+class OllamaEmbeddingsRequest(_OllamaBody):
+    """Ollama's earlier one, for one text."""
+
+    prompt: str = ""
+
+
 class Document(Strict):
     text: str
 
@@ -97,6 +123,16 @@ class TeiRerankRequest(Strict):
     raw_scores: bool = False
     return_text: bool = False
     truncate: bool = False
+
+
+BODIES: tuple[type[Strict], ...] = (
+    EmbeddingRequest,
+    OllamaEmbedRequest,
+    OllamaEmbeddingsRequest,
+    RerankRequest,
+    TeiRerankRequest,
+)
+"""Of all routes here."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +187,43 @@ class EmbeddingRoutes:
         """Vectors of texts or of token ids."""
         arrived_s = time.monotonic()
         body = await self._read(request, EmbeddingRequest)
+        vectors, n_tokens = await self._embedded(request, body, arrived_s)
+        write = _base64 if body.encoding_format == "base64" else _numbers
+        written = await asyncio.to_thread(_written, vectors, write, self.model.model_id, n_tokens)
+        return Response(written, media_type="application/json")
+
+    async def ollama_embed(self, request: Request) -> Response:
+        """The same of texts, in Ollama's form."""
+        arrived_s = time.monotonic()
+        asked = await self._read(request, OllamaEmbedRequest)
+        how = {"dimensions": asked.dimensions, "truncate": asked.truncate}
+        vectors, n_tokens = await self._embedded_texts(request, asked, asked.input, arrived_s, **how)
+        duration_ns = int((time.monotonic() - arrived_s) * 1e9)
+        facts = {"total_duration": duration_ns, "load_duration": 0, "prompt_eval_count": n_tokens}
+        rows = await asyncio.to_thread(lambda: [_numbers(vector) for vector in vectors])
+        return _json({"model": asked.model, "embeddings": rows, **facts})
+
+    async def ollama_embeddings(self, request: Request) -> Response:
+        """The vector of one text, in Ollama's earlier form."""
+        arrived_s = time.monotonic()
+        asked = await self._read(request, OllamaEmbeddingsRequest)
+        vectors, _ = await self._embedded_texts(request, asked, asked.prompt, arrived_s, truncate=True)
+        return _json({"embedding": _numbers(vectors[0]) if vectors else []})
+
+    async def _embedded_texts(
+        self, request: Request, asked: _OllamaBody, texts: str | list[str], arrived_s: float, **how: Any
+    ) -> tuple[list[Floats], int]:
+        """Nothing of no text: that is how a client of Ollama loads a model."""
+        if not texts:
+            self._check_model(asked.model_id)
+            return [], 0
+        body = EmbeddingRequest(model=asked.model_id, input=texts, **how)
+        return await self._embedded(request, body, arrived_s)
+
+    async def _embedded(
+        self, request: Request, body: EmbeddingRequest, arrived_s: float
+    ) -> tuple[list[Floats], int]:
+        """Vectors, and the tokens of all inputs."""
         self._check_model(body.model)
         if self.model.scores:
             raise bad_request(f"{self.model.model_id} is a reranker: use /v1/rerank", "model")
@@ -173,11 +246,7 @@ class EmbeddingRoutes:
         vectors = await self._vectors(request, inputs, arrived_s)
         if body.dimensions is not None:
             vectors = [truncated(vector, body.dimensions) for vector in vectors]
-        n_tokens = sum(len(one.ids) for one in inputs)
-        write = _base64 if body.encoding_format == "base64" else _numbers
-        model_id = self.model.model_id
-        written = await asyncio.to_thread(_written, vectors, write, model_id, n_tokens)
-        return Response(written, media_type="application/json")
+        return vectors, sum(len(one.ids) for one in inputs)
 
     async def rerank(self, request: Request) -> Response:
         """Scores from 0 to 1 of documents for a query, the best first."""
@@ -299,6 +368,16 @@ def add_routes(app: FastAPI, routes: EmbeddingRoutes) -> None:
     async def embeddings(request: Request) -> Response:
         """Vectors of texts or of token ids."""
         return await routes.embeddings(request)
+
+    @app.post("/api/embed")
+    async def ollama_embed(request: Request) -> Response:
+        """Vectors of texts, in Ollama's form."""
+        return await routes.ollama_embed(request)
+
+    @app.post("/api/embeddings")
+    async def ollama_embeddings(request: Request) -> Response:
+        """The vector of one text, in Ollama's earlier form."""
+        return await routes.ollama_embeddings(request)
 
     @app.post("/v1/rerank")
     async def rerank(request: Request) -> Response:

@@ -6,6 +6,7 @@ answers; this says it. Its schemas of what is taken are those that check it.
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -28,7 +29,7 @@ from phasewise.serving.http.requests.schemas import (
     TokenizeRequest,
 )
 from phasewise.serving.http.routes.embedding_openapi import embedding_answers, embedding_paths
-from phasewise.serving.http.routes.embeddings import EmbeddingRequest, RerankRequest, TeiRerankRequest
+from phasewise.serving.http.routes.embeddings import BODIES as EMBEDDING_BODIES
 
 Json = dict[str, Any]
 
@@ -44,7 +45,6 @@ _GENERATION: tuple[type[BaseModel], ...] = (
     OllamaGenerateRequest,
     OllamaShowRequest,
 )
-_EMBEDDING: tuple[type[BaseModel], ...] = (EmbeddingRequest, RerankRequest, TeiRerankRequest)
 _POST_REFUSALS = (400, 401, 404, 408, 413, 415, 429, 431, 500, 503)
 
 REFUSALS = {
@@ -71,7 +71,7 @@ def describe(app: FastAPI, *, generates: bool = True, embeds: bool = False) -> N
 
 def document(*, generates: bool, embeds: bool) -> Json:
     """The document of a server that answers, embeds, or both."""
-    kinds = [*(_GENERATION if generates else ()), *(_EMBEDDING if embeds else ())]
+    kinds = [*(_GENERATION if generates else ()), *(EMBEDDING_BODIES if embeds else ())]
     _, bodies = models_json_schema(
         [(kind, "validation") for kind in kinds],
         ref_template="#/components/schemas/{model}",
@@ -89,7 +89,7 @@ def document(*, generates: bool, embeds: bool) -> Json:
                 "parameters": [_NAME],
             },
             **(_generation_paths() if generates else {}),
-            **(embedding_paths(_refusals(*_POST_REFUSALS)) if embeds else {}),
+            **(embedding_paths(partial(_refusals, *_POST_REFUSALS)) if embeds else {}),
         },
         "components": {
             "schemas": {**bodies["$defs"], **_answers(), **(embedding_answers() if embeds else {})},

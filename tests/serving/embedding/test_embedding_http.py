@@ -97,6 +97,28 @@ def test_the_official_client_reads_both_forms(server: EmbeddingServer) -> None:
     assert by_default.usage.prompt_tokens == floats.usage.prompt_tokens > 0
 
 
+def test_the_client_of_ollama_gets_the_same_vectors(server: EmbeddingServer) -> None:
+    ollama = pytest.importorskip("ollama")
+    client = ollama.Client(host=server.url)
+    texts = ["the cat sat", "a dog."]
+    expected = vectors(post(server, input=texts))
+
+    many = client.embed("tiny:latest", texts)
+    short = client.embed("tiny", texts[0], dimensions=3, options={"num_ctx": 9})
+    earlier = client.embeddings("tiny", texts[1])
+
+    assert np.array(many["embeddings"], np.float32).tobytes() == expected.tobytes()
+    assert many["prompt_eval_count"] == sum(len(one.ids) for one in server.text.tokens(texts))
+    assert np.float32(short["embeddings"][0]).tobytes() == truncated(expected[0], 3).tobytes()
+    assert np.float32(earlier["embedding"]).tobytes() == expected[1].tobytes()
+    assert client.embed("tiny", "")["embeddings"] == []
+    assert client.embed("tiny", "the cat " * 5000)["embeddings"]
+    with pytest.raises(ollama.ResponseError, match="tokens"):
+        client.embed("tiny", "the cat " * 5000, truncate=False)
+    with pytest.raises(ollama.ResponseError, match="not served"):
+        client.embed("another", "the cat")
+
+
 def test_dimensions_are_the_first_numbers_with_length_one(server: EmbeddingServer) -> None:
     whole = vectors(post(server, input="the cat"))[0]
 

@@ -154,7 +154,7 @@ def test_a_wrong_path_has_one_sentence_that_helps(server: FakeServer, path: str,
         ("/", "POST /v1/embeddings"),
         ("/v1/chat/completions", "makes vectors and no text: POST /v1/embeddings"),
         ("/v1/responses", "makes vectors and no text"),
-        ("/api/embed", "/openapi.json"),
+        ("/api/embedding", "/openapi.json"),
         ("/embeddings", "use /v1/embeddings"),
     ],
 )
