@@ -73,4 +73,4 @@ def test_more_clients_get_no_less_whatever_steps_take(
     drawn_s = itertools.accumulate(factors, lambda before, factor: before * factor, initial=first_s)
     decode_s = [min(step_s, 4 * rows * first_s) for step_s, rows in zip(drawn_s, ROWS, strict=True)]
 
-    assert_more_clients_get_no_less(loops(steps_of(decode_s, 0.0, token_s), lengths), 0.9)
+    assert_more_clients_get_no_less(loops(steps_of(decode_s, 0.0, token_s), lengths), 0.85)
