@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from phasewise.serving.engine.messages import Answer, Failure
-from phasewise.serving.http.answers.openai_objects import AnswerReading, Choice, Json
+from phasewise.serving.engine.messages import Answer
+from phasewise.serving.http.answers.openai_objects import Choice, Json
+from phasewise.serving.http.answers.part_events import KnownBefore, PartEvents
 from phasewise.serving.http.answers.sse_events import encode
 from phasewise.serving.http.errors import ApiError
-from phasewise.serving.tools.parts import (
-    Begun,
-    Call,
-    Part,
-    Piece,
-    PlainReader,
-    Reader,
-    Reasoning,
-    Text,
-    parsed,
-)
+from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reasoning, Text, parsed
 
 
-@dataclass(frozen=True)
-class Messaging:
+@dataclass(frozen=True, kw_only=True)
+class Messaging(KnownBefore):
     """The parts of one message that are known before it is made.
 
     is_capped: True if the answer was given `max_tokens`, False if the rest of the model's context.
     """
 
     message_id: str
-    model_id: str
-    n_prompt: int
     is_capped: bool
-    reading: AnswerReading | None
-
-    def open(self) -> Reader:
-        return self.reading.open() if self.reading else PlainReader()
 
     def call_id(self) -> str:
         return f"toolu_{uuid.uuid4().hex[:24]}"
@@ -79,9 +64,8 @@ _NOT_ENDED: Json = {"stop_reason": None, "stop_sequence": None}
 def whole(messaging: Messaging, choices: Sequence[Choice]) -> bytes:
     """The message as one object."""
     (choice,) = choices
-    reader = messaging.open()
     content: list[Json] = []
-    for part in [*reader.feed(choice.text), *reader.finish()]:
+    for part in messaging.parts(choice):
         _add(content, part, messaging.call_id)
     has_called = False
     for block in content:
@@ -123,43 +107,16 @@ def _opened(part: Part, name: str, call_id: Callable[[], str]) -> Json:
     return {"type": "tool_use", "id": call_id(), "name": name, "input": {}}
 
 
-class MessageEvents:
+class MessageEvents(PartEvents):
     """The events of one message. The first waits for a token: only then is it known what was cached."""
 
     def __init__(self, messaging: Messaging) -> None:
+        super().__init__(messaging)
         self._messaging = messaging
-        self._reader = messaging.open()
-        self._choice = Choice()
         self._has_begun = self._has_called = False
         self._index = -1
         self._open: str | None = None
         """The type of the block that is open."""
-
-    def opening(self) -> bytes:
-        """Nothing: see the class."""
-        return b""
-
-    def of(self, pieces: Iterable[tuple[int, Answer]]) -> bytes:
-        """(0, piece)."""
-        out: list[str] = []
-        for _, piece in pieces:
-            self._choice.add(piece)
-            self._choice.text = ""  # it has been said
-            self._choice.tokens.clear()
-            if not self._has_begun:
-                self._has_begun = True
-                usage = self._messaging.usage(piece.n_cached, 0)
-                out.append(_event("message_start", message=self._messaging.message([], _NOT_ENDED, usage)))
-            parts = self._reader.feed(piece.text)
-            if piece.finish_reason is not None:
-                parts += self._reader.finish()
-            for part in parts:
-                out += self._of_part(part)
-        return "".join(out).encode()
-
-    def of_text(self, outs: Iterable[Answer | Failure]) -> bytes | None:
-        """None: blocks are numbered, so every piece goes the long way."""
-        return None
 
     def failed(self, error: ApiError) -> bytes:
         """In place of the rest."""
@@ -172,6 +129,14 @@ class MessageEvents:
         ending = self._messaging.ending(self._choice, has_called=self._has_called)
         out.append(_event("message_delta", delta=ending, usage=usage))
         return "".join([*out, _event("message_stop")]).encode()
+
+    def _written(self, piece: Answer, parts: Sequence[Part]) -> Iterator[str]:
+        if not self._has_begun:
+            self._has_begun = True
+            usage = self._messaging.usage(piece.n_cached, 0)
+            yield _event("message_start", message=self._messaging.message([], _NOT_ENDED, usage))
+        for part in parts:
+            yield from self._of_part(part)
 
     def _of_part(self, part: Part) -> list[str]:
         match part:

@@ -6,38 +6,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from phasewise.serving.engine.messages import Answer, Failure
-from phasewise.serving.http.answers.openai_objects import AnswerReading, Choice, Json
+from phasewise.serving.engine.messages import Answer
+from phasewise.serving.http.answers.openai_objects import Choice, Json
+from phasewise.serving.http.answers.part_events import KnownBefore, PartEvents
 from phasewise.serving.http.answers.sse_events import encode
 from phasewise.serving.http.errors import ApiError
-from phasewise.serving.tools.parts import (
-    Begun,
-    Call,
-    Part,
-    Piece,
-    PlainReader,
-    Reader,
-    Reasoning,
-    Text,
-    parsed,
-)
+from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reasoning, Text, parsed
 
 MEDIA_TYPE = "application/x-ndjson"
 
 
-@dataclass(frozen=True)
-class OllamaAnswering:
+@dataclass(frozen=True, kw_only=True)
+class OllamaAnswering(KnownBefore):
     """The parts of one answer that are known before it is made. `is_chat`: its text is a message's."""
 
-    model_id: str
-    n_prompt: int
     began_ns: int
     """On `time.perf_counter_ns`."""
     is_chat: bool
-    reading: AnswerReading | None
-
-    def open(self) -> Reader:
-        return self.reading.open() if self.reading else PlainReader()
 
     def line(self, said: Json, *, done: bool = False) -> Json:
         """A line with `content`, `thinking` and `tool_calls`, each where there is any."""
@@ -99,35 +84,13 @@ def _call(name: str, arguments: str) -> Json:
     return {"tool_calls": [{"function": {"name": name, "arguments": parsed(arguments) or {}}}]}
 
 
-class OllamaLines:
+class OllamaLines(PartEvents):
     """The lines of one answer."""
 
     def __init__(self, answering: OllamaAnswering) -> None:
+        super().__init__(answering)
         self._answering = answering
-        self._reader = answering.open()
         self._said = _Said()
-        self._choice = Choice()
-
-    def opening(self) -> bytes:
-        """Nothing comes before the first piece."""
-        return b""
-
-    def of(self, pieces: Iterable[tuple[int, Answer]]) -> bytes:
-        """(0, piece)."""
-        out: list[str] = []
-        for _, piece in pieces:
-            self._choice.add(piece)
-            self._choice.text = ""  # it has been said
-            self._choice.tokens.clear()
-            is_last = piece.finish_reason is not None
-            parts = [*self._reader.feed(piece.text), *(self._reader.finish() if is_last else ())]
-            said = self._said.of(parts, is_last=is_last)
-            out += [f"{encode(self._answering.line(one))}\n" for one in said]
-        return "".join(out).encode()
-
-    def of_text(self, outs: Iterable[Answer | Failure]) -> bytes | None:
-        """None: each line has its time."""
-        return None
 
     def failed(self, error: ApiError) -> bytes:
         """In place of the rest."""
@@ -137,14 +100,17 @@ class OllamaLines:
         """After the last piece."""
         return f"{encode(self._answering.last({}, self._choice))}\n".encode()
 
+    def _written(self, piece: Answer, parts: Sequence[Part]) -> Iterator[str]:
+        for said in self._said.of(parts, is_last=piece.finish_reason is not None):
+            yield f"{encode(self._answering.line(said))}\n"
+
 
 def whole(answering: OllamaAnswering, choices: Sequence[Choice]) -> bytes:
     """The answer as one object."""
     (choice,) = choices
-    reader = answering.open()
     said: Json = {}
-    for one in _Said().of([*reader.feed(choice.text), *reader.finish()], is_last=True):
-        for name, value in one.items():
+    for fields in _Said().of(answering.parts(choice), is_last=True):
+        for name, value in fields.items():
             said[name] = said[name] + value if name in said else value
     return encode(answering.last(said, choice)).encode()
 

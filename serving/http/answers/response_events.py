@@ -4,38 +4,33 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from phasewise.serving.engine.messages import Answer, Failure
-from phasewise.serving.http.answers.openai_objects import AnswerReading, Choice, Json
+from phasewise.serving.engine.messages import Answer
+from phasewise.serving.http.answers.openai_objects import Choice, Json
+from phasewise.serving.http.answers.part_events import KnownBefore, PartEvents
 from phasewise.serving.http.answers.sse_events import encode
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.requests.response_schemas import ResponsesRequest
-from phasewise.serving.tools.parts import Begun, Call, Part, Piece, PlainReader, Reader, Reasoning, Text
+from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reasoning, Text
 
 _ARGUMENTS = "response.function_call_arguments"
 
 
-@dataclass(frozen=True)
-class Responding:
+@dataclass(frozen=True, kw_only=True)
+class Responding(KnownBefore):
     """The parts of one response. `count`: tokens of a text. `keep`: is told the answer as a message, and
     the whole response as it is written.
     """
 
     response_id: str
     body: ResponsesRequest
-    model_id: str
     sampling: Json
-    n_prompt: int
-    reading: AnswerReading | None
     system_fingerprint: str | None
     count: Callable[[str], int]
     keep: Callable[[Json, str], None]
-
-    def open(self) -> Reader:
-        return self.reading.open() if self.reading else PlainReader()
 
     def call_id(self) -> str:
         return self.reading.call_id() if self.reading else f"call_{uuid.uuid4().hex[:24]}"
@@ -96,11 +91,7 @@ class _Output:
         if isinstance(part, Begun):
             return self._begin(part.name), True
         last = self.items[-1] if self.items else None
-        if isinstance(part, Piece):
-            assert last is not None
-            last.text += part.text
-            return last, False
-        if last is not None and last.kind is type(part):
+        if last is not None and (isinstance(part, Piece) or last.kind is type(part)):
             last.text += part.text
             return last, False
         prefix = "rs" if isinstance(part, Reasoning) else "msg"
@@ -135,54 +126,30 @@ class _Output:
 def whole(responding: Responding, choices: Sequence[Choice]) -> bytes:
     """The response as one object."""
     (choice,) = choices
-    reader = responding.open()
     output = _Output(responding.call_id)
-    for part in [*reader.feed(choice.text), *reader.finish()]:
+    for part in responding.parts(choice):
         output.add(part)
     written = encode(_Response(responding).ended(output, choice))
     responding.keep(output.as_message(), written)
     return written.encode()
 
 
-class ResponseEvents:
+class ResponseEvents(PartEvents):
     """The events of one response."""
 
     def __init__(self, responding: Responding) -> None:
+        super().__init__(responding)
         self._responding = responding
         self._response = _Response(responding)
-        self._reader = responding.open()
         self._output = _Output(responding.call_id)
-        self._choice = Choice()
         self._n_events = 0
         self._open: _Item | None = None
 
     def opening(self) -> bytes:
         """Before the first piece."""
         begun = self._response.begun()
-        return "".join(
-            [
-                self._event("response.created", response=begun),
-                self._event("response.in_progress", response=begun),
-            ]
-        ).encode()
-
-    def of(self, pieces: Iterable[tuple[int, Answer]]) -> bytes:
-        """(0, piece)."""
-        out: list[str] = []
-        for _, piece in pieces:
-            self._choice.add(piece)
-            self._choice.text = ""  # the output has it
-            self._choice.tokens.clear()
-            parts = self._reader.feed(piece.text)
-            if piece.finish_reason is not None:
-                parts += self._reader.finish()
-            for part in parts:
-                out += self._of_part(part)
-        return "".join(out).encode()
-
-    def of_text(self, outs: Iterable[Answer | Failure]) -> bytes | None:
-        """None: every piece is numbered, so it goes the long way."""
-        return None
+        names = ("response.created", "response.in_progress")
+        return "".join(self._event(name, response=begun) for name in names).encode()
 
     def failed(self, error: ApiError) -> bytes:
         """In place of the rest."""
@@ -196,6 +163,10 @@ class ResponseEvents:
         response = self._response.ended(self._output, self._choice)
         self._responding.keep(self._output.as_message(), encode(response))
         return "".join([*out, self._event(f"response.{response['status']}", response=response)]).encode()
+
+    def _written(self, piece: Answer, parts: Sequence[Part]) -> Iterator[str]:
+        for part in parts:
+            yield from self._of_part(part)
 
     def _of_part(self, part: Part) -> list[str]:
         item, is_new = self._output.add(part)
@@ -246,12 +217,7 @@ class ResponseEvents:
         return {"item_id": item.item_id, "output_index": self._output.items.index(item)}
 
     def _place(self, item: _Item | None = None) -> dict[str, Any]:
-        item = item or self._output.items[-1]
-        return {
-            "item_id": item.item_id,
-            "output_index": self._output.items.index(item),
-            "content_index": 0,
-        }
+        return {**self._called_at(item or self._output.items[-1]), "content_index": 0}
 
     def _event(self, name: str, /, **fields: Any) -> str:
         said = encode({"type": name, "sequence_number": self._n_events, **fields})

@@ -90,6 +90,8 @@ async def _choices(client: EngineClient, reply: Reply, request: Request) -> list
     finally:
         leaving.cancel()
         stream.close()
+    for index, choice in enumerate(choices):  # the first of a prompt has its numbers
+        choice.prompt = choices[index - index % reply.n_choices_per_prompt].prompt
     return choices
 
 

@@ -6,33 +6,29 @@ Images, documents, tools that run on the server, and answers that the client has
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import Discriminator, Field, Tag
 
-from phasewise.serving.http.errors import bad_request, from_validation
+from phasewise.serving.http.errors import bad_request
 from phasewise.serving.http.requests.schemas import (
     MOST_INT,
+    MOST_MESSAGES,
+    MOST_PARTS,
+    MOST_TOOLS,
+    AnswerRequest,
     AnswerTokens,
     ChatRequest,
     FunctionName,
-    StopText,
+    StopTexts,
     Strict,
+    TopP,
     kind_of,
 )
 
 Json = dict[str, Any]
 
-_MOST_BLOCKS = 1024
-_MOST_MESSAGES = 10_000
-_MOST_TOOLS = 128
-_NOT_OFFERED = ("container", "mcp_servers", "output_format", "receipt", "fallbacks")
-_WITHOUT_EFFECT = frozenset(
-    {"service_tier", "context_management", "inference_geo", "betas", "cache_control", *_NOT_OFFERED}
-)
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -61,7 +57,7 @@ class CallBlock(Strict):
 
 Texts = Annotated[
     Annotated[str, Tag("str")]
-    | Annotated[list[TextBlock], Field(fail_fast=True, max_length=_MOST_BLOCKS), Tag("list of dict")],
+    | Annotated[list[TextBlock], Field(fail_fast=True, max_length=MOST_PARTS), Tag("list of dict")],
     Discriminator(kind_of),
 ]
 
@@ -82,7 +78,7 @@ class Message(Strict):
     role: Literal["user", "assistant", "system"]
     content: Annotated[
         Annotated[str, Tag("str")]
-        | Annotated[list[Block], Field(fail_fast=True, max_length=_MOST_BLOCKS), Tag("list of dict")],
+        | Annotated[list[Block], Field(fail_fast=True, max_length=MOST_PARTS), Tag("list of dict")],
         Discriminator(kind_of),
     ]
 
@@ -119,22 +115,20 @@ class OutputConfig(Strict):
     format: OutputFormat | None = None
 
 
-class CountTokensRequest(Strict):
+class CountTokensRequest(AnswerRequest):
     """The prompt of a request. The tokens that it would have are counted."""
 
-    model_config = ConfigDict(extra="allow")
+    not_offered = ("container", "mcp_servers", "output_format", "receipt", "fallbacks")
+    without_effect = frozenset(
+        {"service_tier", "context_management", "inference_geo", "betas", "cache_control"}
+    )
 
     model: str
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=_MOST_MESSAGES)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     system: Texts | None = None
-    tools: Annotated[list[ClientTool], Field(fail_fast=True, max_length=_MOST_TOOLS)] | None = None
+    tools: Annotated[list[ClientTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = Field(None, description="without it the model does not think first")
-
-    def ignored(self) -> tuple[str, ...]:
-        """Fields that this server does not know, as a header can name them."""
-        names = (name for name in self.model_extra or () if name not in _WITHOUT_EFFECT)
-        return tuple(sorted(name for name in names if _PLAIN_NAME.fullmatch(name))[:16])
 
 
 class MessagesRequest(CountTokensRequest):
@@ -142,10 +136,10 @@ class MessagesRequest(CountTokensRequest):
         description="the most; an answer that fills the model's context before ends with "
         "`model_context_window_exceeded`"
     )
-    stop_sequences: Annotated[list[StopText], Field(fail_fast=True, max_length=16)] | None = None
+    stop_sequences: StopTexts | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=0, le=MOST_INT)] | None = None
     metadata: dict[str, Any] | None = Field(None, description="ignored")
     output_config: OutputConfig | None = Field(
@@ -155,12 +149,10 @@ class MessagesRequest(CountTokensRequest):
 
 def chat_of(body: CountTokensRequest) -> ChatRequest:
     """The chat request that a request means. ApiError where there is none."""
-    field = next((name for name in _NOT_OFFERED if (body.model_extra or {}).get(name)), None)
-    if field is not None:
-        raise bad_request(f"{field} is not supported by this server", field, "unsupported_parameter")
-    out = _prompt_of(body)
+    body.refuse_unsupported()
+    fields = _prompt_of(body)
     if isinstance(body, MessagesRequest):
-        out |= {
+        fields |= {
             "temperature": body.temperature,
             "top_p": body.top_p,
             "top_k": body.top_k,
@@ -168,10 +160,7 @@ def chat_of(body: CountTokensRequest) -> ChatRequest:
             "stream": body.stream,
             **_of_output(body.output_config or OutputConfig(), thinks=_thinks(body)),
         }
-    try:
-        return ChatRequest.model_validate({name: value for name, value in out.items() if value is not None})
-    except ValidationError as error:
-        raise from_validation(error) from error
+    return ChatRequest.of(fields)
 
 
 def _prompt_of(body: CountTokensRequest) -> Json:

@@ -9,45 +9,48 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from phasewise.serving.http.errors import bad_request, from_validation
+from phasewise.serving.http.errors import bad_request
 from phasewise.serving.http.requests.schemas import (
     MOST_INT,
+    MOST_MESSAGES,
+    MOST_TOOLS,
+    AnswerRequest,
     ChatRequest,
     CompletionRequest,
     FunctionName,
-    GenerationRequest,
-    StopText,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    StopTexts,
     Strict,
+    Temperature,
     Tool,
+    TopP,
 )
 
 Json = dict[str, Any]
-Kind = TypeVar("Kind", bound=GenerationRequest)
 
-_MOST_MESSAGES = 10_000
-_MOST_TOOLS = 128
-_NOT_OFFERED = ("images", "suffix", "template", "receipt")
 _LEVELS = ("low", "medium", "high")
 
 
 class OllamaOptions(Strict):
     """Those that change an answer here; others are ignored."""
 
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    temperature: Temperature | None = None
     top_k: Annotated[int, Field(ge=-1, le=MOST_INT)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: TopP | None = None
+    min_p: MinP | None = None
     seed: int | None = None
     num_predict: Annotated[int, Field(ge=-2, le=MOST_INT)] | None = None
     """0 and below: no limit but the context."""
-    stop: Annotated[list[StopText], Field(fail_fast=True, max_length=16)] | None = None
-    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    stop: StopTexts | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
 
 
 class OllamaFunction(Strict):
@@ -68,8 +71,8 @@ class OllamaMessage(Strict):
     tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True, max_length=128)] | None = None
 
 
-class _Asked(Strict):
-    model_config = ConfigDict(extra="allow")
+class _Asked(AnswerRequest):
+    not_offered = ("images", "suffix", "template", "receipt")
 
     model: str
     stream: bool | None = Field(None, description="true unless stated")
@@ -84,13 +87,6 @@ class _Asked(Strict):
         asked = self.options.num_predict if self.options else None
         return asked if asked is not None and asked > 0 else None
 
-    def refuse_what_is_not_offered(self) -> None:
-        """ApiError for what would change the answer and cannot be done."""
-        given = self.model_extra or {}
-        field = next((name for name in _NOT_OFFERED if given.get(name)), None)
-        if field is not None:
-            raise bad_request(f"{field} is not supported by this server", field, "unsupported_parameter")
-
     def common(self) -> Json:
         """The fields that chats and completions share."""
         options = self.options or OllamaOptions()
@@ -104,8 +100,8 @@ class _Asked(Strict):
 
 
 class OllamaChatRequest(_Asked):
-    messages: Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=_MOST_MESSAGES)] | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=_MOST_TOOLS)] | None = None
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=MOST_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
 
 
 class OllamaGenerateRequest(_Asked):
@@ -125,29 +121,22 @@ class OllamaShowRequest(Strict):
 
 def chat_of(body: OllamaChatRequest) -> ChatRequest:
     """The chat request that a request means. ApiError where there is none."""
-    body.refuse_what_is_not_offered()
+    body.refuse_unsupported()
     if any((message.model_extra or {}).get("images") for message in body.messages or ()):
         raise bad_request("messages: this server reads text alone; leave images out", "messages")
     out = {**body.common(), **_thinking(body.think), "messages": list(_messages(body.messages or ()))}
-    return _checked(ChatRequest, {**out, "tools": body.tools or None})
+    return ChatRequest.of({**out, "tools": body.tools or None})
 
 
 def prompt_of(body: OllamaGenerateRequest, *, has_template: bool) -> ChatRequest | CompletionRequest:
     """The request that a prompt means: a chat where the model has a template. ApiError if there is none."""
-    body.refuse_what_is_not_offered()
+    body.refuse_unsupported()
     if body.raw or not has_template:
-        return _checked(CompletionRequest, {**body.common(), "prompt": f"{body.system or ''}{body.prompt}"})
+        return CompletionRequest.of({**body.common(), "prompt": f"{body.system or ''}{body.prompt}"})
     messages = [{"role": "user", "content": body.prompt}]
     if body.system is not None:
         messages.insert(0, {"role": "system", "content": body.system})
-    return _checked(ChatRequest, {**body.common(), **_thinking(body.think), "messages": messages})
-
-
-def _checked(kind: type[Kind], out: Json) -> Kind:
-    try:
-        return kind.model_validate({name: value for name, value in out.items() if value is not None})
-    except ValidationError as error:
-        raise from_validation(error) from error
+    return ChatRequest.of({**body.common(), **_thinking(body.think), "messages": messages})
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> Iterator[Json]:

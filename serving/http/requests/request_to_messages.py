@@ -123,6 +123,7 @@ def _choices(
     space: str,
     prompt_logprobs: int | None,
 ) -> Sequence[Submit]:
+    """The first choice alone computes the numbers of their prompt, where its answer is not streamed."""
     _refuse_too_long(prompt, max_tokens, model)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     first = Submit(
@@ -136,8 +137,9 @@ def _choices(
         receipt=body.receipt,
         prompt_logprobs=prompt_logprobs,
     )
+    other = first if body.stream or max_tokens == 0 else replace(first, prompt_logprobs=None)
     return [first] + [
-        replace(first, request_id=f"{request_id}-{choice}", sampling=_reseeded(sampling, choice))
+        replace(other, request_id=f"{request_id}-{choice}", sampling=_reseeded(sampling, choice))
         for choice in range(1, body.n or 1)
     ]
 
@@ -154,9 +156,7 @@ def _reseeded(sampling: SamplingParams, choice: int) -> SamplingParams:
 def _refuse(body: CompletionRequest | ChatRequest, model: ServedModel) -> None:
     if body.model not in model.names:
         raise unknown_model(body.model, model.model_id)
-    field = body.unsupported()
-    if field is not None:
-        raise bad_request(f"{field} is not supported by this server", field, "unsupported_parameter")
+    body.refuse_unsupported()
     if body.receipt and not model.gives_receipts:
         raise bad_request(
             "receipt is not supported by this server: start it with --receipts",

@@ -6,23 +6,27 @@ background work and templates stored elsewhere are refused by name.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import Discriminator, Field, Tag
 
-from phasewise.serving.http.errors import ApiError, bad_request, from_validation
+from phasewise.serving.http.errors import ApiError, bad_request
 from phasewise.serving.http.requests.schemas import (
+    MOST_PARTS,
+    MOST_TOOLS,
+    AnswerRequest,
     AnswerTokens,
     CacheSalt,
     ChatRequest,
     FunctionName,
     JsonObjectFormat,
     Strict,
+    Temperature,
     TextFormat,
+    TopP,
     kind_of,
 )
 
@@ -37,15 +41,7 @@ age.
 _MOST_ITEMS = 10_000
 _ENTRY_CHARACTERS = 200
 """The bytes that a response, or a message, takes beside its texts, more or less."""
-_MOST_PARTS = 1024
 _MOST_ID = 80  # characters of what is repeated
-_NOT_OFFERED = ("background", "conversation", "prompt", "max_tool_calls", "top_logprobs", "receipt")
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_WITHOUT_EFFECT = frozenset(
-    {"user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "include"}
-    | {"stream_options"}
-    | set(_NOT_OFFERED)
-)
 
 
 class TextPart(Strict):
@@ -55,7 +51,7 @@ class TextPart(Strict):
 
 Parts = Annotated[
     Annotated[str, Tag("str")]
-    | Annotated[list[TextPart], Field(fail_fast=True, max_length=_MOST_PARTS), Tag("list of dict")],
+    | Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_PARTS), Tag("list of dict")],
     Discriminator(kind_of),
 ]
 
@@ -81,7 +77,7 @@ class ResultItem(Strict):
 
 class ReasoningItem(Strict):
     type: Literal["reasoning"]
-    content: Annotated[list[TextPart], Field(fail_fast=True, max_length=_MOST_PARTS)] | None = None
+    content: Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_PARTS)] | None = None
 
 
 def _item_kind(value: object) -> str:
@@ -136,13 +132,17 @@ class ReasoningSettings(Strict):
     summary: str | None = None
 
 
-class ResponsesRequest(Strict):
-    model_config = ConfigDict(extra="allow")
+class ResponsesRequest(AnswerRequest):
+    not_offered = ("background", "conversation", "prompt", "max_tool_calls", "top_logprobs", "receipt")
+    without_effect = frozenset(
+        {"user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+        | {"include", "stream_options"}
+    )
 
     model: str
     input: Annotated[Annotated[str, Tag("str")] | Annotated[Items, Tag("list")], Discriminator(_input_kind)]
     instructions: str | None = None
-    tools: Annotated[list[ResponseTool], Field(fail_fast=True, max_length=128)] | None = None
+    tools: Annotated[list[ResponseTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("str")]
@@ -152,8 +152,8 @@ class ResponsesRequest(Strict):
         | None
     ) = None
     parallel_tool_calls: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     max_output_tokens: AnswerTokens | None = None
     stream: bool | None = None
     store: bool | None = Field(None, description="false: previous_response_id cannot name this response")
@@ -164,24 +164,17 @@ class ResponsesRequest(Strict):
     truncation: Literal["disabled", "auto"] | None = Field(None, description="auto is the same as disabled")
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
 
-    def ignored(self) -> tuple[str, ...]:
-        """Fields that this server does not know, as a header can name them."""
-        names = (name for name in self.model_extra or () if name not in _WITHOUT_EFFECT)
-        return tuple(sorted(name for name in names if _PLAIN_NAME.fullmatch(name))[:16])
-
 
 def chat_of(body: ResponsesRequest, before: Sequence[Json]) -> ChatRequest:
     """The chat request that a request means; `before`: messages of the responses that it continues.
 
     ApiError where there is none.
     """
-    field = next((name for name in _NOT_OFFERED if (body.model_extra or {}).get(name)), None)
-    if field is not None:
-        raise bad_request(f"{field} is not supported by this server", field, "unsupported_parameter")
+    body.refuse_unsupported()
     messages = [*before, *messages_of(body.input)]
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
-    out: Json = {
+    fields: Json = {
         "model": body.model,
         "messages": messages,
         "temperature": body.temperature,
@@ -195,10 +188,7 @@ def chat_of(body: ResponsesRequest, before: Sequence[Json]) -> ChatRequest:
         "response_format": _format(body.text),
         "cache_salt": body.cache_salt,
     }
-    try:
-        return ChatRequest.model_validate({name: value for name, value in out.items() if value is not None})
-    except ValidationError as error:
-        raise from_validation(error) from error
+    return ChatRequest.of(fields)
 
 
 def messages_of(items: str | Sequence[Any]) -> list[Json]:

@@ -10,7 +10,7 @@ mistake of it written down, while all answers wait.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -19,18 +19,20 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    ValidationError,
     WithJsonSchema,
     model_validator,
 )
 
 from phasewise.serving.grammar.grammar_limits import MOST_CHOICES, MOST_TEXT_CHARACTERS
+from phasewise.serving.http.errors import bad_request, from_validation
 
 _MOST_PROMPTS = 1024
 _MOST_STOPS = 16
-_MOST_MESSAGES = 10_000
-_MOST_PARTS = 1024
+MOST_MESSAGES = 10_000
+MOST_PARTS = 1024
 _MOST_BIASES = 4096
-_MOST_TOOLS = 128
+MOST_TOOLS = 128
 _MOST_CALLS = 128
 MOST_INT = 2**31 - 1
 MOST_LOGPROBS = 20
@@ -63,11 +65,15 @@ def _biases(given: dict[str, Any]) -> dict[int, float]:
 AnswerTokens = Annotated[int, Field(ge=1, le=MOST_INT)]
 ChoiceText = Annotated[str, Field(min_length=1, max_length=MOST_TEXT_CHARACTERS)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
+StopTexts = Annotated[list[StopText], Field(fail_fast=True, max_length=_MOST_STOPS)]
 Stop = Annotated[
-    Annotated[StopText, Tag("str")]
-    | Annotated[list[StopText], Field(fail_fast=True, max_length=_MOST_STOPS), Tag("list of str")],
-    Discriminator(kind_of),
+    Annotated[StopText, Tag("str")] | Annotated[StopTexts, Tag("list of str")], Discriminator(kind_of)
 ]
+Temperature = Annotated[float, Field(ge=0, le=100)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 CacheSalt = Annotated[
     str,
     Field(
@@ -148,56 +154,72 @@ class StructuredOutputs(Strict):
         return sum(given)
 
 
-_NOT_OFFERED = (
-    *("functions", "function_call", "audio", "web_search_options", "prediction", "suffix"),
-    *("use_beam_search", "prompt_embeds", "stop_token_ids", "min_tokens", "bad_words"),
-    *(
-        "allowed_token_ids",
-        "length_penalty",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-    ),
-    *("continue_final_message", "logits_processors", "return_token_ids"),
-)
-"""Fields of OpenAI or vLLM that would change the answer. Others that are not known here are ignored."""
-
-
-_WITHOUT_EFFECT = frozenset(
-    (
-        *_NOT_OFFERED,
-        *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"),
-        *("prompt_cache_retention", "add_generation_prompt", "skip_special_tokens", "moderation"),
-    )
-)
-"""Fields of OpenAI or vLLM that change no answer here, or whose values above changed none."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MOST_NAMED = 16
 
 
-class GenerationRequest(Strict):
-    """The fields that completions and chat share. The last nine fields are extensions."""
+class AnswerRequest(Strict):
+    """A request for an answer. It may have fields that are not known here."""
 
     model_config = ConfigDict(extra="allow")
 
+    not_offered: ClassVar[tuple[str, ...]]
+    """Fields of the API that would change the answer. Others that are not known here are ignored."""
+    without_effect: ClassVar[frozenset[str]] = frozenset()
+    """Fields of the API that change no answer here."""
+
+    def unsupported(self) -> str | None:
+        """The name of a field that asks for what is not offered."""
+        given = self.model_extra or {}
+        return next((name for name in self.not_offered if given.get(name)), None)
+
+    def refuse_unsupported(self) -> None:
+        """ApiError for what would change the answer and cannot be done."""
+        field = self.unsupported()
+        if field is not None:
+            raise bad_request(f"{field} is not supported by this server", field, "unsupported_parameter")
+
+    def ignored(self) -> tuple[str, ...]:
+        """Fields that this server does not know, as a header can name them: a few, each a plain name."""
+        silent = self.without_effect.union(self.not_offered)
+        names = (name for name in self.model_extra or () if name not in silent)
+        return tuple(sorted(name for name in names if _PLAIN_NAME.fullmatch(name))[:_MOST_NAMED])
+
+
+class GenerationRequest(AnswerRequest):
+    """The fields that completions and chat share. The last nine fields are extensions."""
+
+    not_offered = (
+        *("functions", "function_call", "audio", "web_search_options", "prediction", "suffix"),
+        *("use_beam_search", "prompt_embeds", "stop_token_ids", "min_tokens", "bad_words"),
+        *("allowed_token_ids", "length_penalty", "guided_json", "guided_regex", "guided_choice"),
+        *("guided_grammar", "continue_final_message", "logits_processors", "return_token_ids"),
+    )
+    without_effect = frozenset(
+        (
+            *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
+            *("verbosity", "prompt_cache_retention", "add_generation_prompt", "skip_special_tokens"),
+            "moderation",
+        )
+    )
+
     model: str
     max_tokens: AnswerTokens | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: int | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     top_k: Annotated[int, Field(ge=-1, le=MOST_INT)] | None = Field(None, description="0 and -1: no limit")
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     ignore_eos: bool = False
     cache_salt: CacheSalt | None = None
     receipt: bool = Field(
@@ -208,16 +230,13 @@ class GenerationRequest(Strict):
         description="vLLM's: log-probabilities of the prompt's tokens, and of so many likeliest ones",
     )
 
-    def unsupported(self) -> str | None:
-        """The name of a field that asks for what is not offered."""
-        given = self.model_extra or {}
-        return next((name for name in _NOT_OFFERED if given.get(name)), None)
-
-    def ignored(self) -> tuple[str, ...]:
-        """Fields that this server does not know, as a header can name them: a few, each a plain name."""
-        names = (name for name in self.model_extra or () if name not in _WITHOUT_EFFECT)
-        plain = [name for name in names if _PLAIN_NAME.fullmatch(name)]
-        return tuple(sorted(plain)[:_MOST_NAMED])
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Self:
+        """The request of those fields that have a value. ApiError where they make none."""
+        try:
+            return cls.model_validate({name: value for name, value in fields.items() if value is not None})
+        except ValidationError as error:
+            raise from_validation(error) from error
 
 
 class CompletionRequest(GenerationRequest):
@@ -247,7 +266,7 @@ class ContentPart(Strict):
 
 Content = Annotated[
     Annotated[str, Tag("str")]
-    | Annotated[list[ContentPart], Field(fail_fast=True, max_length=_MOST_PARTS), Tag("list of dict")],
+    | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MOST_PARTS), Tag("list of dict")],
     Discriminator(kind_of),
 ]
 
@@ -325,8 +344,8 @@ ToolChoice = Annotated[
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=_MOST_MESSAGES)]
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=_MOST_TOOLS)] | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = Field(None, description="auto unless stated")
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
@@ -349,9 +368,9 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
     messages: (
-        Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=_MOST_MESSAGES)] | None
+        Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)] | None
     ) = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=_MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     add_special_tokens: bool = Field(True, description="for a text: the tokens that the model begins with")
     return_token_strs: bool = False
 

@@ -323,23 +323,23 @@ def _add_responses(app: FastAPI, service: GenerationService) -> None:
         with naming(_IN_RESPONSES):
             chat = await service.bodies.convert(request, lambda: chat_of(body, before))
             requests, facts = await service.preparation.prepare(request, chat, chat_requests, model)
-        (one,) = requests
-        response_id = f"resp_{one.request_id.split('-')[1]}"
+        (asked,) = requests
+        response_id = f"resp_{asked.request_id.split('-')[1]}"
 
         def keep(answer: dict[str, Any], written: str) -> None:
             if body.store is not False:
                 store.put(client, response_id, [*before, *messages_of(body.input), answer], written)
 
         responding = Responding(
-            response_id,
-            body,
-            model.model_id,
-            {"temperature": one.sampling.temperature, "top_p": one.sampling.top_p},
-            len(one.prompt_token_ids),
-            reading_of(chat, model, one),
-            model.system_fingerprint,
-            lambda text: len(model.encode(text, False)),
-            keep,
+            model_id=model.model_id,
+            n_prompt=len(asked.prompt_token_ids),
+            reading=reading_of(chat, model, asked),
+            response_id=response_id,
+            body=body,
+            sampling={"temperature": asked.sampling.temperature, "top_p": asked.sampling.top_p},
+            system_fingerprint=model.system_fingerprint,
+            count=lambda text: len(model.encode(text, False)),
+            keep=keep,
         )
         form = Form(partial(whole, responding), partial(ResponseEvents, responding))
         reply = replace(reply_of(chat, requests, facts, ChatRendering("", model)), form=form)

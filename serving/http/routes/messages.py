@@ -42,13 +42,13 @@ def add_messages(app: FastAPI, service: GenerationService) -> None:
         with naming(_NAMES):
             chat = await service.bodies.convert(request, lambda: chat_of(body))
             requests, facts = await service.prepare_within(request, chat, body.max_tokens, model)
-        (one,) = requests
+        (asked,) = requests
         messaging = Messaging(
-            f"msg_{one.request_id.split('-')[1]}",
-            model.model_id,
-            len(one.prompt_token_ids),
-            one.max_tokens is not None,
-            reading_of(chat, model, one),
+            model_id=model.model_id,
+            n_prompt=len(asked.prompt_token_ids),
+            reading=reading_of(chat, model, asked),
+            message_id=f"msg_{asked.request_id.split('-')[1]}",
+            is_capped=asked.max_tokens is not None,
         )
         form = Form(partial(whole, messaging), partial(MessageEvents, messaging))
         reply = replace(reply_of(chat, requests, facts, ChatRendering("", model)), form=form)

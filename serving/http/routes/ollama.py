@@ -78,7 +78,7 @@ def add_ollama(app: FastAPI, service: GenerationService) -> None:
             return _loaded(model, {"message": {"role": "assistant", "content": ""}})
         with naming(_IN_CHAT):
             chat = await service.bodies.convert(request, lambda: chat_of(body))
-            return await _answer(service, request, chat, body.most_tokens, model, began_ns, is_chat=True)
+            return await _answer(service, request, body, chat, model, began_ns)
 
     @app.post("/api/generate")
     async def ollama_generate(request: Request) -> Response:
@@ -91,27 +91,31 @@ def add_ollama(app: FastAPI, service: GenerationService) -> None:
         has_template = model.encode_chat is not None
         with naming({} if body.raw or not has_template else _IN_GENERATE):
             prompt = prompt_of(body, has_template=has_template)
-            return await _answer(service, request, prompt, body.most_tokens, model, began_ns, is_chat=False)
+            return await _answer(service, request, body, prompt, model, began_ns)
 
 
 async def _answer(
     service: GenerationService,
     request: Request,
-    body: ChatRequest | CompletionRequest,
-    most_tokens: int | None,
+    body: OllamaChatRequest | OllamaGenerateRequest,
+    made: ChatRequest | CompletionRequest,
     model: ServedModel,
     began_ns: int,
-    *,
-    is_chat: bool,
 ) -> Response:
-    body = body.model_copy(update={"model": model.model_id})
-    requests, facts = await service.prepare_within(request, body, most_tokens, model)
-    (one,) = requests
-    reading = reading_of(body, model, one) if isinstance(body, ChatRequest) else None
-    answering = OllamaAnswering(model.model_id, len(one.prompt_token_ids), began_ns, is_chat, reading)
+    """`made`: the request that `body` means."""
+    made = made.model_copy(update={"model": model.model_id})
+    requests, facts = await service.prepare_within(request, made, body.most_tokens, model)
+    (asked,) = requests
+    answering = OllamaAnswering(
+        model_id=model.model_id,
+        n_prompt=len(asked.prompt_token_ids),
+        reading=reading_of(made, model, asked) if isinstance(made, ChatRequest) else None,
+        began_ns=began_ns,
+        is_chat=isinstance(body, OllamaChatRequest),
+    )
     form = Form(partial(whole, answering), partial(OllamaLines, answering), MEDIA_TYPE)
-    reply = replace(reply_of(body, requests, facts, ChatRendering("", model)), form=form)
-    return await service.answer(reply, request)
+    reply = replace(reply_of(made, requests, facts, ChatRendering("", model)), form=form)
+    return await service.answer(reply, request, body.ignored())
 
 
 def _model_of(service: GenerationService, name: str) -> ServedModel:

@@ -28,6 +28,16 @@ def asked(running: tuple[FakeServer, ScriptedRanks], path: str = "chat", **field
     return httpx.post(f"{running[0].url}/api/{path}", json=body, timeout=60)
 
 
+def test_fields_that_say_nothing_here_are_named_in_a_header(
+    running: tuple[FakeServer, ScriptedRanks],
+) -> None:
+    for path, fields in (("chat", {}), ("generate", {"prompt": "hi"}), ("chat", {"stream": True})):
+        answer = asked(running, path, **fields, context=[1], keep_alive=5, suffix="", **{"no name": 1})
+        named = {"context", "messages"} if path == "generate" else {"context"}
+        assert answer.headers["X-Ignored-Fields"] == ",".join(sorted(named))
+    assert "X-Ignored-Fields" not in asked(running).headers
+
+
 def test_models_are_listed_and_shown(client: ollama.Client) -> None:
     assert [one.model for one in client.list().models] == ["fake"]
     assert [one.model for one in client.ps().models] == ["fake"]

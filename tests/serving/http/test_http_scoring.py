@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phasewise.serving.engine.messages import Submit
 from phasewise.serving.http.answers.scoring import text_offsets
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from tests.support.servers.fake_engine import VOCAB_SIZE, next_letter
@@ -153,6 +154,28 @@ def test_prompt_logprobs_as_vllm_tells_them(server: FakeServer, n_top: int) -> N
             assert len(place) == max(1, n_top) + (own["rank"] > n_top > 0)
             ranks = sorted(one["rank"] for one in place.values())
             assert ranks[:n_top] == list(range(1, n_top + 1))
+
+
+def test_a_prompt_s_numbers_are_computed_for_one_of_its_choices(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Submit] = []
+    submit = server.engine.submit
+
+    def listed(message: Submit) -> None:
+        sent.append(message)
+        submit(message)
+
+    monkeypatch.setattr(server.engine, "submit", listed)
+    asked: dict[str, Any] = {"model": "fake", "prompt": ["abc", "xyz"], "n": 3, "max_tokens": 2}
+
+    answer = httpx.post(f"{server.url}/v1/completions", json={**asked, "prompt_logprobs": 2}).json()
+
+    assert [message.prompt_logprobs for message in sent] == [2, None, None] * 2
+    told = [choice["prompt_logprobs"] for choice in answer["choices"]]
+    assert all(told)
+    assert told == [told[0]] * 3 + [told[3]] * 3
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
 def test_echo_and_prompt_logprobs_take_their_own_numbers(server: FakeServer) -> None:
