@@ -97,7 +97,7 @@ test-soak: build setup test-asan  ## hours: twenty times the examples, ASan, fuz
 	$(if $(TRACE),$(BIN)/python -m tests.soak.soak --trace $(TRACE),@echo "no soak: make test-soak TRACE=CSV")
 
 test-cores: build setup  ## the kernels by the defaults of every kind of core (PHASEWISE_CORE), one after the other
-	for core in $$($(BIN)/python -c "from phasewise.cython_kernels import core; print(*core.names())"); do \
+	for core in $$($(BIN)/python -c "from tests.support.kernels import core; print(*core.names())"); do \
 		echo "cores treated as $$core"; \
 		PHASEWISE_CORE=$$core $(BIN)/python -m pytest -q tests/cython_kernels $(ARGS) || exit 1; done
 

@@ -249,20 +249,6 @@ def quantise(w: Array, bits: int, symmetric: bool) -> QuantRows:
     return QuantRows(q, scales, mins, zero_point, group, bits)
 
 
-def quantise_columns(w: Array) -> QuantRows:
-    """float32 [n, k] to eight bits with one float32 scale for each output: 127 is its largest magnitude.
-
-    Values must be finite (ValueError).
-    """
-    rows = np.asarray(w, dtype=np.float32)
-    if not np.isfinite(rows).all():
-        raise ValueError("a weight is not finite")
-    scales = np.abs(rows).max(axis=1, keepdims=True) / np.float32(127)
-    steps = np.divide(rows, scales, out=np.zeros_like(rows), where=scales != 0)
-    q = (np.clip(np.rint(steps), -127, 127) + 128).astype(np.uint8)
-    return QuantRows(q, scales, None, 128, COLUMN_GROUP, 8)
-
-
 def dequantise(rows: QuantRows) -> Array:
     """float32 [n, k]: scale * (q - zero_point), then + min, each in float32."""
     k = rows.q.shape[1]

@@ -27,7 +27,6 @@ from phasewise.cluster.real.handing_over.receiver import ReceiveFailed, Receiver
 from phasewise.cluster.real.handing_over.sender import BlockLink, LinkBroken, Sender
 from phasewise.cluster.real.instance_messages import (
     Aim,
-    Asked,
     Beat,
     CannotStart,
     Drop,
@@ -48,7 +47,7 @@ from phasewise.cluster.real.instance_messages import (
 )
 from phasewise.cython_kernels._native import KvMemory
 from phasewise.serving.engine.engine_thread import EngineThread
-from phasewise.serving.engine.messages import Abort, Aimed, Answer, Compute, Delivery, Expect, Failure, Submit
+from phasewise.serving.engine.messages import Abort, Aimed, Answer, Compute, Delivery, Expect, Failure
 from phasewise.serving.engine.open_engine import OpenEngine
 from phasewise.serving.errors import RanksError, ServingError
 from phasewise.serving.grammar.guide_thread import GuideThread, GuideWanted
@@ -194,7 +193,7 @@ class _Instance:
 
     def _begin(self, take: Take, guide: Guide | None) -> None:
         """Here or on the thread of guides."""
-        request = _request(take.asked, guide)
+        request = take.asked.to_request(guide)
         if take.part == "whole":
             self._thread.send(request)
         elif take.part == "prompt":
@@ -356,24 +355,6 @@ class _Posts:
         if key not in self._mapped:
             self._mapped[key] = map_place(place, share.shape)
         return self._mapped[key]
-
-
-def _request(asked: Asked, guide: Guide | None) -> Submit:
-    return Submit(
-        asked.request_id,
-        asked.prompt_token_ids,
-        asked.max_tokens,
-        asked.sampling,
-        asked.stop,
-        asked.ignore_eos,
-        asked.estimate,
-        guide,
-        asked.cache_space,
-        asked.client,
-        asked.shown,
-        receipt=asked.receipt,
-        prompt_logprobs=asked.prompt_logprobs,
-    )
 
 
 def _codec(opened: OpenEngine, share: KvShare) -> Codec:

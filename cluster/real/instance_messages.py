@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -11,7 +11,7 @@ from phasewise.serving import errors
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.messages import Answer, EngineLoad, Failure, Placed, StepStats, Submit
 from phasewise.serving.errors import RequestError, ServingError, StepFailed
-from phasewise.serving.grammar.guides import GuideRecipe
+from phasewise.serving.grammar.guides import Guide, GuideRecipe
 from phasewise.serving.pools.contract import Estimate, Placement
 from phasewise.serving.ranks.kv_share import KvPlace, KvShape
 from phasewise.serving.sampling.sampling import SamplingParams
@@ -49,21 +49,16 @@ class Asked:
     @classmethod
     def of(cls, request: Submit, request_id: str) -> Asked:
         guide = None if request.guide is None else request.guide.recipe
-        return cls(
-            request_id,
-            request.prompt_token_ids,
-            request.max_tokens,
-            request.sampling,
-            request.stop,
-            request.ignore_eos,
-            request.estimate,
-            guide,
-            request.cache_space,
-            request.client,
-            request.shown,
-            request.receipt,
-            request.prompt_logprobs,
-        )
+        return cls(request_id=request_id, guide=guide, **_same_fields(request))
+
+    def to_request(self, guide: Guide | None) -> Submit:
+        return Submit(request_id=self.request_id, guide=guide, **_same_fields(self))
+
+
+def _same_fields(request: Submit | Asked) -> dict[str, Any]:
+    """The fields that both have with the same value."""
+    names = (own.name for own in fields(Asked) if own.name not in ("request_id", "guide"))
+    return {name: getattr(request, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +154,8 @@ class Failed:
         return cls(failure.request_id, type(error).__name__, str(error), param)
 
     def to_failure(self, request_id: str) -> Failure:
-        found = getattr(errors, self.error, None)
-        kind = found if isinstance(found, type) and issubclass(found, ServingError) else StepFailed
+        named = getattr(errors, self.error, None)
+        kind = named if isinstance(named, type) and issubclass(named, ServingError) else StepFailed
         if issubclass(kind, RequestError):
             return Failure(request_id, kind(self.message, self.param))
         return Failure(request_id, kind(self.message))

@@ -115,18 +115,6 @@ def cheapest(search: Search, guess: Sequence[float]) -> BestCell:
     return BestCell(best, search.objective(best), outcome, len(search.outcomes), search.frontier())
 
 
-def whole_grid(search: Search) -> BestCell:
-    """The same answer by running every cell: what the search is tested against."""
-    sides = [range(1, search.most + 1)] * len(search.weights)
-    feasible = [cell for cell in product(*sides) if search.outcome(cell).is_feasible]
-    if not feasible:
-        raise ClusterError(_none_keeps(search))
-    best = min(feasible, key=lambda cell: _rank(search, cell))
-    return BestCell(
-        best, search.objective(best), search.outcome(best), len(search.outcomes), search.frontier()
-    )
-
-
 def _rank(search: Search, cell: Cell) -> tuple[float, float, Cell]:
     return round(search.objective(cell), 9), search.outcome(cell).tightness, cell
 

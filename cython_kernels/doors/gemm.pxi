@@ -14,14 +14,8 @@ from phasewise.cython_kernels.errors import IsaError, WeightError
 cdef extern from "gemm.h" nogil:
     enum:
         PW_FMA
-        PW_F32
-        PW_BF16
-        PW_Q8
-        PW_Q4
         PW_PANEL
-        PW_KINDS
         PW_PATHS
-        PW_MAX_K_PARTS
         PW_MOST_TILE
 
     ctypedef enum pw_epilogue:
@@ -57,7 +51,6 @@ cdef extern from "gemm.h" nogil:
     pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads)
     int64_t pw_now_ns()
     const char *pw_path_name(int path)
-    pw_range pw_k_part(const pw_weight *w, int32_t part)
     void pw_share(const pw_schedule *s, const pw_weight *w, int64_t m, int32_t thread, pw_range *rows, pw_range *panels)
 
 

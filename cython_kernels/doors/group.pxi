@@ -2,7 +2,6 @@
 
 from libc.stdint cimport int64_t, uint32_t, uintptr_t
 from libc.string cimport memcpy
-from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from phasewise.cython_kernels.errors import GroupError
 
@@ -107,12 +106,6 @@ cdef int _check_message(const float[::1] message, _Rows rows) except -1:
     return 0
 
 
-cdef int64_t _now_ns() noexcept nogil:
-    cdef timespec now
-    clock_gettime(CLOCK_MONOTONIC, &now)
-    return now.tv_sec * <int64_t>1000000000 + now.tv_nsec
-
-
 # ---- the group -----------------------------------------------------------------------------------------------------
 
 cdef class Group:
@@ -135,6 +128,11 @@ cdef class Group:
             raise GroupError(f"a group begins at a multiple of {PW_GROUP_ALIGNMENT} bytes in memory")
         self.group = <pw_group *>&self.memory[0]
         self.ranks = ranks
+
+    cdef int _write_and_meet(self, int rank, _Rows rows, const float *message, long timeout_ns) noexcept nogil:
+        """The rank writes its message anew, and all ranks meet."""
+        memcpy(rows.pointers[rank], message, sizeof(float) * rows.floats)
+        return pw_group_barrier(self.group, rank, rows.count, timeout_ns)
 
     cdef int _check_rank(self, int rank, int ranks) except -1:
         if pw_group_ranks(self.group) != self.ranks:
@@ -222,15 +220,14 @@ cdef class Group:
         _check_message(message, rows)
         with nogil:
             for i in range(ns.shape[0]):
-                memcpy(rows.pointers[rank], &message[0], sizeof(float) * rows.floats)
-                status = pw_group_barrier(self.group, rank, n, timeout_ns)
+                status = self._write_and_meet(rank, rows, &message[0], timeout_ns)
                 if status != PW_GROUP_OK:
                     break
-                began = _now_ns()
+                began = pw_now_ns()
                 status = pw_all_reduce(self.group, rank, n, rows.pointers, rows.floats, number, timeout_ns)
                 if status != PW_GROUP_OK:
                     break
-                ns[i] = _now_ns() - began
+                ns[i] = pw_now_ns() - began
         _check_group(status, f"{kind} all-reduce of rank {rank}", timeout_s)
 
     def time_copies(self, int rank, buffers, const float[::1] message, float[::1] target, int64_t[::1] ns,
@@ -245,11 +242,10 @@ cdef class Group:
         _check_message(target, rows)
         with nogil:
             for i in range(ns.shape[0]):
-                memcpy(rows.pointers[rank], &message[0], sizeof(float) * rows.floats)
-                status = pw_group_barrier(self.group, rank, n, timeout_ns)
+                status = self._write_and_meet(rank, rows, &message[0], timeout_ns)
                 if status != PW_GROUP_OK:
                     break
-                began = _now_ns()
+                began = pw_now_ns()
                 memcpy(&target[0], rows.pointers[rank], sizeof(float) * rows.floats)
-                ns[i] = _now_ns() - began
+                ns[i] = pw_now_ns() - began
         _check_group(status, f"copy of rank {rank}", timeout_s)

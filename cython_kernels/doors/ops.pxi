@@ -230,15 +230,20 @@ def rmsnorm(const float[::1] x, const float[::1] weight, float eps):
     return out
 
 
+cdef _bias_of(bias, int64_t n):
+    """As an array; zeros, which are not read, where there is none."""
+    return np.zeros(n, np.float32) if bias is None else np.ascontiguousarray(bias, np.float32)
+
+
 def layernorm(const float[::1] x, bias, const float[::1] weight, const float[::1] norm_bias, float eps):
     """(t - mean(t)) / sqrt(var(t) + eps) * weight + norm_bias of t = x + bias, float32 [n]; bias may be None."""
     n = x.shape[0]
-    before = np.zeros(n, np.float32) if bias is None else np.ascontiguousarray(bias, np.float32)
-    if n < 1 or weight.shape[0] != n or norm_bias.shape[0] != n or len(before) != n:
-        raise ValueError(f"a row of {n}, a weight of {weight.shape[0]} and biases of {norm_bias.shape[0]}, {len(before)}")
+    cdef const float[::1] added = _bias_of(bias, n)
+    if n < 1 or weight.shape[0] != n or norm_bias.shape[0] != n or added.shape[0] != n:
+        raise ValueError(
+            f"a row of {n}, a weight of {weight.shape[0]} and biases of {norm_bias.shape[0]}, {added.shape[0]}")
     out = np.empty(n, dtype=np.float32)
     cdef float[::1] y = out
-    cdef const float[::1] added = before
     cdef pw_norm norm = pw_norm(&weight[0], &norm_bias[0], eps)
     cdef const float *first = NULL
     if bias is not None:
@@ -250,12 +255,11 @@ def layernorm(const float[::1] x, bias, const float[::1] weight, const float[::1
 def activated(str activation, const float[::1] x, bias=None):
     """act(x + bias) by an activation of ACTIVATIONS, float32 [n]."""
     n = x.shape[0]
-    before = np.zeros(n, np.float32) if bias is None else np.ascontiguousarray(bias, np.float32)
-    if n < 1 or len(before) != n:
-        raise ValueError(f"a row of {n} and a bias of {len(before)}")
+    cdef const float[::1] added = _bias_of(bias, n)
+    if n < 1 or added.shape[0] != n:
+        raise ValueError(f"a row of {n} and a bias of {added.shape[0]}")
     out = np.empty(n, dtype=np.float32)
     cdef float[::1] y = out
-    cdef const float[::1] added = before
     cdef const float *first = NULL
     if bias is not None:
         first = &added[0]
@@ -272,11 +276,6 @@ def rope(const float[::1] x, const float[::1] cosine, const float[::1] sine, flo
     cdef pw_turn turn = pw_turn(&cosine[0], &sine[0], factor)
     _ops().rope(cosine.shape[0], &turn, &x[0], &y[0])
     return out
-
-
-def silu_gate(const float[::1] gate, const float[::1] up):
-    """gate / (1 + exp(-gate)) * up, float32 [n]."""
-    return gated("silu", gate, up)
 
 
 def gated(str activation, const float[::1] gate, const float[::1] up):

@@ -104,17 +104,16 @@ cdef class Program(ProgramBuilder):
         problem = pw_program_check(self.program, team.size, table)
         if problem != NULL:
             raise ValueError(f"this step cannot be run: {problem.decode()}")
-        cdef timespec began, ended
+        cdef int64_t began
         with nogil:
-            clock_gettime(CLOCK_MONOTONIC, &began)
+            began = pw_now_ns()
             if self.program.shared:
                 status = pw_orders_run(self.program, members, table, last)
             else:
                 if last != NULL:
                     pw_team_rest(last)
                 status = pw_program_run(self.program, members, table)
-            clock_gettime(CLOCK_MONOTONIC, &ended)
-        self.native_ns += (ended.tv_sec - began.tv_sec) * 1_000_000_000 + ended.tv_nsec - began.tv_nsec
+            self.native_ns += pw_now_ns() - began
         _check_run(status)
         return self.program.step.n_logit_rows
 

@@ -1,7 +1,6 @@
 # Flat programs: ops are added once, then a step runs in one call. Textually included by _native.pyx.
 
 from libc.math cimport sqrt
-from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from phasewise.cython_kernels.division import columns as _columns
 
@@ -179,6 +178,15 @@ ACTIVATIONS = {pw_activation_name(number).decode(): number for number in range(P
 cdef dict ROWS = {"every": PW_EVERY_ROW, "gathered": PW_GATHERED_ROWS, "logits": PW_LOGIT_ROWS}
 
 
+cdef pw_op _op_of(int32_t code, rows, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride) except *:
+    """An op of nothing else."""
+    cdef pw_op op
+    memset(&op, 0, sizeof(op))
+    op.code, op.rows = code, ROWS[rows]
+    op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
+    return op
+
+
 cdef int32_t read_row_ranges(ranges, pw_row_range *found) except -1:
     """Pairs of a last number of rows and a schedule; `found` has room for PW_MAX_ROW_RANGES."""
     cdef int32_t count = 0
@@ -300,20 +308,18 @@ cdef class ProgramBuilder:
         positions [n, width]: added by the token's position, and no sequence may be longer than n; segments [2, width]:
         added by the text of a pair that the token belongs to (a slice's `second` is where the second begins).
         """
-        cdef pw_op op
-        memset(&op, 0, sizeof(op))
-        op.code, op.n_parts = PW_EMBED, 1
+        cdef pw_op op = _op_of(PW_EMBED, "every", 0, 0, out, out_stride)
+        op.n_parts, op.k, op.scale = 1, packed.k, scale
         op.parts[0].weight = weight_view(packed)
-        op.out_at, op.out_stride, op.k, op.scale = out, out_stride, packed.k, scale
         if packed.n < self.program.shape.vocab:
             raise ProgramError(f"an embedding of {packed.n} rows for a vocabulary of {self.program.shape.vocab}")
         if positions is not None:
-            op.positions = self._vector(positions.reshape(-1), positions.size, "positions")
+            op.positions = self._vector(positions, positions.size, "positions")
             self.program.n_positions = positions.size // packed.k
             if positions.size != self.program.n_positions * packed.k:
                 raise ProgramError(f"{positions.size} numbers for positions of {packed.k}")
         if segments is not None:
-            op.segments = self._vector(segments.reshape(-1), 2 * packed.k, "segments")
+            op.segments = self._vector(segments, 2 * packed.k, "segments")
             self.has_segments = True
         self._add(&op, [packed], 0, packed.k)
 
@@ -327,22 +333,15 @@ cdef class ProgramBuilder:
         "gate": gate(first k) * (next k), of GATES; or "activation": `gate`, of ACTIVATIONS, of rows plus `bias`. eps: of the norm (None: the shape's). rows: "every" row of the step; those that want logits "gathered" from
         among them into rows of their own, added to `residual` (offset, stride) if `add`; or such "logits" rows.
         """
-        cdef pw_op op
-        memset(&op, 0, sizeof(op))
+        cdef pw_op op = _op_of(PW_LINEAR, rows, from_at, from_stride, out, out_stride)
         if not 1 <= len(parts) <= PW_MAX_PARTS or len({packed.k for packed, _ in parts}) != 1:
             raise ProgramError(f"a linear op takes 1 to {PW_MAX_PARTS} weights of the same number of inputs")
-        op.code, op.source, op.n_parts = PW_LINEAR, SOURCES[source], len(parts)
-        op.k = parts[0][0].k
-        op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
-        op.epilogue, op.rows = PW_ADD if add else PW_STORE, ROWS[rows]
+        op.source, op.n_parts, op.k = SOURCES[source], len(parts), parts[0][0].k
         op.gate = ACTIVATIONS[gate] if source == "activation" else GATES[gate]
         op.eps = self.program.shape.norm_eps if eps is None else eps
         if bias is not None and source != "activation":
             raise ProgramError("biases are added before an activation")
-        if (residual is not None) != (add and rows == "gathered"):
-            raise ProgramError("gathered rows are added to a residual, other rows to what is there")
-        if residual is not None:
-            op.residual, op.residual_stride = residual
+        self._add_to(&op, add, residual)
         out_width = 0
         for i, (packed, column) in enumerate(parts):
             path, k_parts = (None, 1) if arithmetics is None else arithmetics[i]
@@ -352,9 +351,18 @@ cdef class ProgramBuilder:
                 raise ProgramError(f"outputs cannot begin at column {column}")
             self._share(&op, i, packed, path, k_parts)
         op.norm = self._vector(norm, op.k if source == "norm" else 0, "norm weights")
-        op.bias = self._vector(bias, 0 if bias is None else op.k, "biases")
+        op.bias = self._optional(bias, op.k, "biases")
         self._add(&op, [packed for packed, _ in parts], 2 * op.k if source == "gate" else op.k, out_width)
         return self.program.n_ops - 1
+
+    cdef int _add_to(self, pw_op *op, bint add, residual) except -1:
+        """The op's rows are added to what is there, or gathered ones to `residual` (offset, stride)."""
+        op.epilogue = PW_ADD if add else PW_STORE
+        if (residual is not None) != (add and op.rows == PW_GATHERED_ROWS):
+            raise ProgramError("gathered rows are added to a residual, other rows to what is there")
+        if residual is not None:
+            op.residual, op.residual_stride = residual
+        return 0
 
     cdef int _share(self, pw_op *op, int part, packed, path, int32_t k_parts) except -1:
         """What this rank computes of a weight, by each table; the rest is left zero."""
@@ -441,19 +449,16 @@ cdef class ProgramBuilder:
         row are kept. scale: of scores (None: 1 / sqrt(head_dim)); cap: c tanh(score / c), 0 for none; sinks: a score
         for each head beside those of positions, without a value.
         """
-        cdef pw_op op
+        cdef pw_op op = _op_of(PW_ATTEND, rows, from_at, from_stride, out, out_stride)
         cdef pw_shape *shape = &self.program.shape
-        memset(&op, 0, sizeof(op))
-        op.code, op.layer, op.rows = PW_ATTEND, layer, ROWS[rows]
-        op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
         columns = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim
-        op.kind, op.cap, op.scale = kind, cap, 1 / sqrt(shape.head_dim) if scale is None else scale
+        op.layer, op.kind, op.cap, op.scale = layer, kind, cap, 1 / sqrt(shape.head_dim) if scale is None else scale
         if not 0 <= layer < shape.n_layers or not 0 <= kind < self.program.n_kinds:
             raise ProgramError(f"layer {layer} of {shape.n_layers}, kind {kind} of {self.program.n_kinds}")
-        op.sinks = self._vector(sinks, 0 if sinks is None else shape.n_heads, "sinks")
-        op.bias = self._vector(bias, 0 if bias is None else columns, "attention biases")
-        op.q_norm = self._vector(q_norm, 0 if q_norm is None else shape.head_dim, "query norm weights")
-        op.k_norm = self._vector(k_norm, 0 if k_norm is None else shape.head_dim, "key norm weights")
+        op.sinks = self._optional(sinks, shape.n_heads, "sinks")
+        op.bias = self._optional(bias, columns, "attention biases")
+        op.q_norm = self._optional(q_norm, shape.head_dim, "query norm weights")
+        op.k_norm = self._optional(k_norm, shape.head_dim, "key norm weights")
         self._add(&op, [], columns, shape.n_heads * shape.head_dim)
 
     def adjust(self, int64_t width, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride, norm=None,
@@ -463,31 +468,21 @@ cdef class ProgramBuilder:
         rows: as for `linear`; of "gathered" rows the input is one row for each that wants logits, and the sum begins
         with the step's row of `residual` (offset, stride).
         """
-        cdef pw_op op
-        memset(&op, 0, sizeof(op))
-        op.code, op.k, op.cap = PW_ADJUST, width, cap
-        op.eps = self.program.shape.norm_eps if eps is None else eps
-        op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
-        op.epilogue, op.rows = PW_ADD if add else PW_STORE, ROWS[rows]
-        if (residual is not None) != (add and rows == "gathered"):
-            raise ProgramError("gathered rows are added to a residual, other rows to what is there")
-        if residual is not None:
-            op.residual, op.residual_stride = residual
-        op.norm = self._vector(norm, 0 if norm is None else width, "norm weights")
-        op.bias = self._vector(bias, 0 if bias is None else width, "biases")
+        cdef pw_op op = _op_of(PW_ADJUST, rows, from_at, from_stride, out, out_stride)
+        op.k, op.cap, op.eps = width, cap, self.program.shape.norm_eps if eps is None else eps
+        self._add_to(&op, add, residual)
+        op.norm = self._optional(norm, width, "norm weights")
+        op.bias = self._optional(bias, width, "biases")
         self._add(&op, [], width, width)
 
     def layernorm(self, int64_t width, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride, weight,
                   norm_bias, bias=None, rows="every"):
         """Rows of `width` numbers: a bias added, then normalised by a LayerNorm with the shape's epsilon."""
-        cdef pw_op op
-        memset(&op, 0, sizeof(op))
-        op.code, op.k, op.eps = PW_ADJUST, width, self.program.shape.norm_eps
-        op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
-        op.epilogue, op.rows = PW_STORE, ROWS[rows]
+        cdef pw_op op = _op_of(PW_ADJUST, rows, from_at, from_stride, out, out_stride)
+        op.k, op.eps = width, self.program.shape.norm_eps
         op.norm = self._vector(weight, width, "norm weights")
         op.norm_bias = self._vector(norm_bias, width, "norm biases")
-        op.bias = self._vector(bias, 0 if bias is None else width, "biases")
+        op.bias = self._optional(bias, width, "biases")
         self._add(&op, [], width, width)
 
     cdef pw_experts _experts(self, experts, int64_t n) except *:
@@ -499,10 +494,8 @@ cdef class ProgramBuilder:
 
     def route(self, experts, int64_t from_at, int64_t from_stride, rows="every"):
         """The experts of each row, by its logits. experts: an object with count, chosen and normalised."""
-        cdef pw_op op
-        memset(&op, 0, sizeof(op))
-        op.code, op.rows, op.experts = PW_ROUTE, ROWS[rows], self._experts(experts, 0)
-        op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, from_at, from_stride
+        cdef pw_op op = _op_of(PW_ROUTE, rows, from_at, from_stride, from_at, from_stride)
+        op.experts = self._experts(experts, 0)
         self._add(&op, [], experts.count, experts.count)
 
     def experts(self, experts, packed, source, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
@@ -513,47 +506,48 @@ cdef class ProgramBuilder:
         or the "gate" of pairs, whose bias [experts, 2 k] is added before. The outputs are pairs: of each row, one for
         each of its experts. arithmetic: (compute path, k parts).
         """
-        cdef pw_op op
+        cdef pw_op op = _op_of(PW_EXPERTS, rows, from_at, from_stride, out, out_stride)
         cdef int table
-        memset(&op, 0, sizeof(op))
         n = packed.n // experts.count
         if packed.n % experts.count or n % PW_PANEL:
             raise ProgramError(f"{experts.count} experts of {n} outputs: a multiple of {PW_PANEL} can run")
         if source != "gate" and bias is not None:
             raise ProgramError("biases are added where pairs are read")
         path, k_parts = arithmetic
-        op.code, op.source, op.n_parts, op.k = PW_EXPERTS, SOURCES[source], 1, packed.k
-        op.rows, op.gate, op.experts = ROWS[rows], GATES[gate], self._experts(experts, n)
+        op.source, op.n_parts, op.k = SOURCES[source], 1, packed.k
+        op.gate, op.experts = GATES[gate], self._experts(experts, n)
         op.eps = self.program.shape.norm_eps if eps is None else eps
-        op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
         op.parts[0].weight = weight_view(packed, path, k_parts)
         one = _columns(packed, 0, n // PW_PANEL)
         for table in range(PW_SCHEDULE_TABLES):
             op.shares[table][0].weight = weight_view(one, path, k_parts)
         op.norm = self._vector(norm, op.k if source == "norm" else 0, "norm weights")
-        op.bias = self._vector(None if bias is None else bias.reshape(-1),
-                               0 if bias is None else 2 * op.k * experts.count, "experts' biases")
+        op.bias = self._optional(bias, 2 * op.k * experts.count, "experts' biases")
         self._add(&op, [packed], 2 * op.k if source == "gate" else op.k, n)
         return self.program.n_ops - 1
 
     def combine(self, experts, int64_t width, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
                 bias=None, rows="every"):
         """Adds to each row the `width` numbers that its experts gave, and biases [experts, width], times their weights."""
-        cdef pw_op op
-        memset(&op, 0, sizeof(op))
-        op.code, op.rows, op.k, op.experts = PW_COMBINE, ROWS[rows], width, self._experts(experts, 0)
-        op.in_at, op.in_stride, op.out_at, op.out_stride = from_at, from_stride, out, out_stride
-        op.bias = self._vector(None if bias is None else bias.reshape(-1),
-                               0 if bias is None else width * experts.count, "experts' biases")
+        cdef pw_op op = _op_of(PW_COMBINE, rows, from_at, from_stride, out, out_stride)
+        op.k, op.experts = width, self._experts(experts, 0)
+        op.bias = self._optional(bias, width * experts.count, "experts' biases")
         self._add(&op, [], width, width)
 
-    cdef const float *_vector(self, vector, int64_t length, str name) except? NULL:
-        cdef const float[::1] view
-        if (0 if vector is None else len(vector)) != length:
-            raise ProgramError(f"{name}: {0 if vector is None else len(vector)} values where {length} belong")
-        if vector is None:
+    cdef const float *_optional(self, numbers, int64_t length, str name) except? NULL:
+        if numbers is None:
             return NULL
-        owned = np.ascontiguousarray(vector, np.float32)
+        return self._vector(numbers, length, name)
+
+    cdef const float *_vector(self, numbers, int64_t length, str name) except? NULL:
+        """All numbers of an array, in memory that the program keeps. None has no numbers."""
+        cdef const float[::1] view
+        size = 0 if numbers is None else np.size(numbers)
+        if size != length:
+            raise ProgramError(f"{name}: {size} values where {length} belong")
+        if numbers is None:
+            return NULL
+        owned = np.ascontiguousarray(numbers, np.float32).reshape(-1)
         self.kept.append(owned)
         view = owned
         return &view[0]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from phasewise.serving.batch import Batch
+from phasewise.serving.drafts.step_costs import StepCosts
 from phasewise.serving.sampling.sampling import FloatVector, Sampler
 from phasewise.serving.scheduling.scheduler_terms import DraftRoom
 
@@ -22,6 +23,35 @@ class Draft(NamedTuple):
 
 
 NO_DRAFT = Draft()
+
+
+Known = TypeVar("Known")
+
+
+class DraftMemory(Generic[Known]):
+    """A Drafter's costs, and what it knows of each request. `begun`: knowledge of a new one."""
+
+    def __init__(self, costs: StepCosts, begun: Callable[[], Known]) -> None:
+        self._costs = costs
+        self._begun = begun
+        self._known: dict[str, Known] = {}
+
+    def observe(self, n_rows: int, duration_ns: int) -> None:
+        """As Drafter.observe."""
+        self._costs.observe(n_rows, duration_ns)
+
+    def ended(self, request_id: str) -> None:
+        """As Drafter.ended."""
+        self._known.pop(request_id, None)
+
+    def lost(self) -> None:
+        """As Drafter.lost."""
+        self._known.clear()
+
+    def _of(self, request_id: str) -> Known:
+        if request_id not in self._known:
+            self._known[request_id] = self._begun()
+        return self._known[request_id]
 
 
 class Drafter(Protocol):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.drafts.agreement import Agreement
-from phasewise.serving.drafts.contract import MOST_DRAFTED, NO_DRAFT, Draft
+from phasewise.serving.drafts.contract import MOST_DRAFTED, NO_DRAFT, Draft, DraftMemory
 from phasewise.serving.drafts.lengths import choose_lengths
 from phasewise.serving.drafts.repeats import MOST_MATCHED, Repeats
 from phasewise.serving.drafts.step_costs import StepCosts
@@ -48,56 +48,42 @@ class _Known:
 
     def chances(self, most: int) -> list[float]:
         """Chances of the next drafts, each with all before it."""
-        n_matched, chance, found = self.repeats.n_matched, 1.0, []
+        n_matched, chance, chances = self.repeats.n_matched, 1.0, []
         if n_matched:
             rate = self.agreement.rate
             for n in range(n_matched, n_matched + min(most, MOST_DRAFTED)):
                 chance *= rate(_KIND_OF[n])
                 if chance < _LEAST_CHANCE:
                     break
-                found.append(chance)
-        return found
+                chances.append(chance)
+        return chances
 
 
-class LookupDrafter:
+class LookupDrafter(DraftMemory[_Known]):
     """A Drafter without a model. `most_rows`: of one step."""
 
     def __init__(self, costs: StepCosts, most_rows: int) -> None:
-        self._costs = costs
+        agreement = Agreement(_FIRST_RATES)
+        super().__init__(costs, lambda: _Known(agreement.of_request()))
         self._most_rows = most_rows
-        self._agreement = Agreement(_FIRST_RATES)
-        self._known: dict[str, _Known] = {}
-
-    def observe(self, n_rows: int, duration_ns: int) -> None:
-        """As Drafter.observe."""
-        self._costs.observe(n_rows, duration_ns)
 
     def computed(self, batch: Batch) -> None:
         """Nothing is computed of prompts."""
 
     def draft(self, batch: Batch, rooms: Sequence[DraftRoom], samplers: Sequence[Sampler]) -> list[Draft]:
         """As Drafter.draft."""
-        known = [self._read(room.sequence) for room in rooms]
+        requests = [self._read(room.sequence) for room in rooms]
         if not self._costs.is_known or len(rooms) >= self._most_rows:
             return [NO_DRAFT] * len(rooms)
-        chances = [one.chances(room.most) for one, room in zip(known, rooms, strict=True)]
+        chances = [request.chances(room.most) for request, room in zip(requests, rooms, strict=True)]
         most_rows = min(self._most_rows, self._costs.most_rows)
         lengths = choose_lengths(chances, self._costs.cost_ns, most_rows)
         return [
-            Draft(one.repeats.following(n)) if n else NO_DRAFT for one, n in zip(known, lengths, strict=True)
+            Draft(request.repeats.following(n)) if n else NO_DRAFT
+            for request, n in zip(requests, lengths, strict=True)
         ]
 
-    def ended(self, request_id: str) -> None:
-        """As Drafter.ended."""
-        self._known.pop(request_id, None)
-
-    def lost(self) -> None:
-        """As Drafter.lost."""
-        self._known.clear()
-
     def _read(self, sequence: LiveSequence) -> _Known:
-        known = self._known.get(sequence.request_id)
-        if known is None:
-            known = self._known[sequence.request_id] = _Known(self._agreement.of_request())
-        known.read(sequence)
-        return known
+        request = self._of(sequence.request_id)
+        request.read(sequence)
+        return request

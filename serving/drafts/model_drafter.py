@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.drafts.agreement import Agreement
-from phasewise.serving.drafts.contract import MOST_DRAFTED, NO_DRAFT, Draft
+from phasewise.serving.drafts.contract import MOST_DRAFTED, NO_DRAFT, Draft, DraftMemory
 from phasewise.serving.drafts.draft_ranks import DraftRanks
 from phasewise.serving.drafts.lengths import LEAST_GAIN
 from phasewise.serving.drafts.step_costs import StepCosts
@@ -100,7 +100,7 @@ class _Row:
             self.chances.append(chances)
 
 
-class ModelDrafter:
+class ModelDrafter(DraftMemory[_Drafted]):
     """A Drafter with a model. most_rows: of one step of the model that is served, whose logits have
     `vocab_size` columns; the draft model's may have fewer or more.
     """
@@ -115,20 +115,15 @@ class ModelDrafter:
     ) -> None:
         self._ranks = ranks
         self._clock_ns = clock_ns
-        self._costs = costs
+        agreement = Agreement((_FIRST_RATE,))
+        super().__init__(costs, lambda: _Drafted(agreement.of_request()))
         self._most_rows = most_rows
         self._vocab_size = vocab_size
         self._draft_costs = StepCosts()
-        self._agreement = Agreement((_FIRST_RATE,))
-        self._known: dict[str, _Drafted] = {}
         self._rng = np.random.default_rng()
         self._pays = True
         self._is_trying = False
         self._saved_ns = 0.0  # for the next trial
-
-    def observe(self, n_rows: int, duration_ns: int) -> None:
-        """As Drafter.observe."""
-        self._costs.observe(n_rows, duration_ns)
 
     def computed(self, batch: Batch) -> None:
         """The same of the same prompts, while drafts pay."""
@@ -136,12 +131,12 @@ class ModelDrafter:
         slices = []
         for name, piece in zip(batch.request_ids, batch.slices, strict=True):
             is_new = name not in self._known
-            known = self._of(name)
-            if is_new or piece.start < known.n_known:
-                known.n_known, known.draft = piece.start, ()  # copied, or begun again in another block
-            if self._pays and piece.start == known.n_known:
+            drafted = self._of(name)
+            if is_new or piece.start < drafted.n_known:
+                drafted.n_known, drafted.draft = piece.start, ()  # copied, or begun again in another block
+            if self._pays and piece.start == drafted.n_known:
                 slices.append(piece._replace(wants_logits=False))
-                known.n_known += len(piece.token_ids)
+                drafted.n_known += len(piece.token_ids)
         if slices:
             self._ranks.forward(Batch("prefill", tuple(slices)))
 
@@ -160,20 +155,6 @@ class ModelDrafter:
         return [
             Draft(tuple(row.token_ids), tuple(row.chances)) if row.token_ids else NO_DRAFT for row in rows
         ]
-
-    def ended(self, request_id: str) -> None:
-        """As Drafter.ended."""
-        self._known.pop(request_id, None)
-
-    def lost(self) -> None:
-        """As Drafter.lost."""
-        self._known.clear()
-
-    def _of(self, request_id: str) -> _Drafted:
-        known = self._known.get(request_id)
-        if known is None:
-            known = self._known[request_id] = _Drafted(self._agreement.of_request())
-        return known
 
     def _copy(self, batch: Batch) -> None:
         for copy in batch.copies:

@@ -132,10 +132,7 @@ def read_all(file: SourceFile, max_bytes: int = MAX_JSON_BYTES) -> str:
 
 def parse_json_object(text: str | bytes, what: str) -> dict[str, Any]:
     """A JSON object without duplicate keys; `what` names it in the error."""
-    try:
-        value = json.loads(text, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{what} is not valid JSON: {error}") from error
+    value = _parsed(text, what)
     if not isinstance(value, dict):
         raise ModelError(f"{what} holds {type(value).__name__}: a JSON object expected")
     return value
@@ -143,13 +140,17 @@ def parse_json_object(text: str | bytes, what: str) -> dict[str, Any]:
 
 def parse_json_list(text: str | bytes, what: str, most: int) -> list[Any]:
     """A JSON list of at most `most` entries; `what` names it in the error."""
-    try:
-        value = json.loads(text, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{what} is not valid JSON: {error}") from error
+    value = _parsed(text, what)
     if not isinstance(value, list) or len(value) > most:
         raise ModelError(f"{what} holds {type(value).__name__}: a list of at most {most} entries expected")
     return value
+
+
+def _parsed(text: str | bytes, what: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{what} is not valid JSON: {error}") from error
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -26,10 +26,10 @@ from phasewise.serving.tools.tool_format import (
     Function,
     ToolFormat,
     Wanted,
-    arguments_rule,
     grammar_of,
     literal,
     mark,
+    rules_of_calls,
 )
 
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
@@ -58,13 +58,11 @@ class GptOss(ToolFormat):
 
     def grammar(self, wanted: Wanted, control: Mapping[str, int]) -> str:
         """One call: its end ends the turn."""
-        functions = wanted.functions
         rules = [("call", f"{mark(CHANNEL, control)} {literal(f'commentary {_CALLED}')} called")]
-        rules.append(("called", " | ".join(f"call_{at}" for at in range(len(functions)))))
         middle = f'" "? {mark(CONSTRAIN, control)} "json" {mark(MESSAGE, control)}'
-        for at, function in enumerate(functions):
-            rules.append((f"call_{at}", f"{literal(function.name)} {middle} arguments_{at}"))
-            rules.append((f"arguments_{at}", arguments_rule(function)))
+        rules += rules_of_calls(
+            "called", wanted.functions, lambda called, rest: f"{literal(called.name)} {middle} {rest}"
+        )
         head = f'{mark(CHANNEL, control)} "analysis" {mark(MESSAGE, control)}'
         tail = f'{mark(ENDS[0], control)} {mark(START, control)} "assistant"'
         rules.append(("thought", f"{head} THOUGHT {tail}"))
@@ -99,9 +97,9 @@ class _ChannelReader(BufferedReader):
         if self._is_first and not _may_be_header(self._buffer):
             self._kind, self._is_first = Text, False  # a model that writes no header
             return True
-        at = self._buffer.find(MESSAGE)
-        header = self._buffer[: max(at, 0)] if at >= 0 else self._buffer
-        if at < 0:
+        header_end = self._buffer.find(MESSAGE)
+        header = self._buffer[: max(header_end, 0)] if header_end >= 0 else self._buffer
+        if header_end < 0:
             if len(header) > _LONGEST_HEADER:
                 parts.append(Text(header))
                 self._buffer = ""
@@ -109,7 +107,7 @@ class _ChannelReader(BufferedReader):
                 self._buffer = ""  # a header that was cut off says nothing
             return False
         self._is_first = False
-        self._buffer = self._buffer[at + len(MESSAGE) :]
+        self._buffer = self._buffer[header_end + len(MESSAGE) :]
         recipient = _RECIPIENT.search(header)
         if recipient is not None:
             self._kind, self._called, self._body = Call, recipient[1], ""
@@ -141,8 +139,7 @@ class _ChannelReader(BufferedReader):
         if self._coming is not None:
             parts += self._coming.feed(said)[0]
         elif is_over:
-            found = _call(self._called, self._body, self._names)
-            parts.append(found or Text(self._body))
+            parts.append(_call(self._called, self._body, self._names) or Text(self._body))
         if is_over:
             self._kind = self._coming = None
 
@@ -150,7 +147,8 @@ class _ChannelReader(BufferedReader):
 def _may_be_header(text: str) -> bool:
     beginning = text.lstrip()
     return any(
-        beginning.startswith(one) or one.startswith(beginning) for one in (CHANNEL, START, _CALLED, CONSTRAIN)
+        beginning.startswith(sign) or sign.startswith(beginning)
+        for sign in (CHANNEL, START, _CALLED, CONSTRAIN)
     )
 
 

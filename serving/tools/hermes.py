@@ -11,11 +11,11 @@ from phasewise.serving.tools.tool_format import (
     Function,
     ToolFormat,
     Wanted,
-    arguments_rule,
     grammar_of,
-    literal,
+    json_call,
     mark,
     repeated,
+    rules_of_calls,
 )
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
@@ -36,8 +36,8 @@ class Hermes(ToolFormat):
 
     def reader(self, names: frozenset[str], *, is_held: bool = False) -> Reader:
         def calls_of(_head: str, value: Any) -> list[Call]:
-            found = call_of(value, names)
-            return [] if found is None else [found]
+            called = call_of(value, names)
+            return [] if called is None else [called]
 
         begins = held_begins(names) if is_held else None
         return MarkedReader(OPENING, CLOSING, re.compile(r"\s*"), calls_of, begins)
@@ -45,9 +45,5 @@ class Hermes(ToolFormat):
     def grammar(self, wanted: Wanted, control: Mapping[str, int]) -> str:
         opening, closing = mark(OPENING, control), mark(CLOSING, control)
         rules = [("call", f"{opening} SPACE? body SPACE? {closing}"), ("SPACE", r"/[ \n]{1,2}/")]
-        rules.append(("body", " | ".join(f"body_{at}" for at in range(len(wanted.functions)))))
-        for at, function in enumerate(wanted.functions):
-            head = literal(f'{{"name": "{function.name}", "arguments": ')
-            rules.append((f"body_{at}", f'{head} arguments_{at} "}}"'))
-            rules.append((f"arguments_{at}", arguments_rule(function)))
+        rules += rules_of_calls("body", wanted.functions, json_call)
         return grammar_of(repeated("call", "SPACE?", wanted.most_calls), rules, wanted)

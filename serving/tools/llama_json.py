@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from phasewise.serving.tools.parts import (
     BufferedReader,
@@ -23,10 +24,10 @@ from phasewise.serving.tools.tool_format import (
     Function,
     ToolFormat,
     Wanted,
-    arguments_rule,
     grammar_of,
-    literal,
+    json_call,
     repeated,
+    rules_of_calls,
 )
 
 PYTHON_TAG = "<|python_tag|>"
@@ -51,11 +52,7 @@ class LlamaJson(ToolFormat):
         return _JsonAnswerReader(names, is_held=is_held)
 
     def grammar(self, wanted: Wanted, control: Mapping[str, int]) -> str:
-        rules = [("call", " | ".join(f"call_{at}" for at in range(len(wanted.functions))))]
-        for at, function in enumerate(wanted.functions):
-            head = literal(f'{{"name": "{function.name}", "parameters": ')
-            rules.append((f"call_{at}", f'{head} arguments_{at} "}}"'))
-            rules.append((f"arguments_{at}", arguments_rule(function)))
+        rules = rules_of_calls("call", wanted.functions, partial(json_call, key="parameters"))
         tag = f"<[{control[PYTHON_TAG]}]>? " if PYTHON_TAG in control else ""
         return grammar_of(tag + repeated("call", '"; "', wanted.most_calls), rules, wanted)
 
@@ -91,20 +88,20 @@ class _JsonAnswerReader(BufferedReader):
                 break
             begun = self._begins("", self._buffer, start) if self._begins else None
             if begun is not None:
-                call_begun, at, self._coming = begun
+                call_begun, arguments_at, self._coming = begun
                 parts.append(call_begun)
-                self._buffer, self._gap, self._json = self._buffer[at:], _BETWEEN, JsonEnd()
+                self._buffer, self._gap, self._json = self._buffer[arguments_at:], _BETWEEN, JsonEnd()
                 continue
             end = self._json.find(self._buffer, start)
             if end is None:
                 if final:
                     break
                 return parts
-            found = call_of(parsed(self._buffer[start:end]), self._names, ("parameters", "arguments"))
-            if found is None:
+            called = call_of(parsed(self._buffer[start:end]), self._names, ("parameters", "arguments"))
+            if called is None:
                 self._is_text = True
                 break
-            parts.append(found)
+            parts.append(called)
             self._buffer, self._gap, self._json = self._buffer[end:], _BETWEEN, JsonEnd()
         if self._buffer:
             parts.append(Text(self._buffer))

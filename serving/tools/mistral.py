@@ -22,11 +22,12 @@ from phasewise.serving.tools.tool_format import (
     Function,
     ToolFormat,
     Wanted,
-    arguments_rule,
     grammar_of,
+    json_call,
     literal,
     mark,
     repeated,
+    rules_of_calls,
 )
 
 OPENING, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -53,39 +54,36 @@ class Mistral(ToolFormat):
 
     def reader(self, names: frozenset[str], *, is_held: bool = False) -> Reader:
         def calls_of(head: str, value: Any) -> list[Call]:
-            found = _HEAD.fullmatch(head)
-            assert found is not None
-            if found[1] is not None:
-                one = call(found[1], value) if found[1] in names and isinstance(value, dict) else None
-                return [] if one is None else [one]
+            parts = _HEAD.fullmatch(head)
+            assert parts is not None
+            if parts[1] is not None:
+                called = call(parts[1], value) if parts[1] in names and isinstance(value, dict) else None
+                return [] if called is None else [called]
             listed = value if isinstance(value, list) else [value]
-            calls = [call_of(one, names) for one in listed]
-            return [one for one in calls if one is not None] if all(calls) else []
+            calls = [call_of(item, names) for item in listed]
+            return [called for called in calls if called is not None] if all(calls) else []
 
         listed_begins = held_begins(names)
 
         def begins(head: str, text: str, at: int) -> Beginning | None:
-            found = _HEAD.fullmatch(head)
-            if found is None or found[1] is None:
+            parts = _HEAD.fullmatch(head)
+            if parts is None or parts[1] is None:
                 return listed_begins(head, text, at)
-            is_one = found[1] in names and text.startswith("{", at)
-            return (Begun(found[1]), at, NamedArguments()) if is_one else None
+            is_one = parts[1] in names and text.startswith("{", at)
+            return (Begun(parts[1]), at, NamedArguments()) if is_one else None
 
         return MarkedReader(OPENING, "", _HEAD, calls_of, begins if is_held else None)
 
     def grammar(self, wanted: Wanted, control: Mapping[str, int]) -> str:
-        opening, functions = mark(OPENING, control), wanted.functions
-        rules = [("call", " | ".join(f"call_{at}" for at in range(len(functions))))]
-        for at, function in enumerate(functions):
-            rules.append((f"arguments_{at}", arguments_rule(function)))
-            if self._is_named:
-                head = f"{opening} {literal(function.name)} {mark(ARGUMENTS, control)}"
-                rules.append((f"call_{at}", f"{head} arguments_{at}"))
-            else:
-                head = literal(f'{{"name": "{function.name}", "arguments": ')
-                rules.append((f"call_{at}", f'{head} arguments_{at} "}}"'))
+        opening, middle = mark(OPENING, control), mark(ARGUMENTS, control)
         if self._is_named:
+
+            def named_call(function: Function, arguments: str) -> str:
+                return f"{opening} {literal(function.name)} {middle} {arguments}"
+
+            rules = rules_of_calls("call", wanted.functions, named_call)
             return grammar_of(repeated("call", "", wanted.most_calls), rules, wanted)
+        rules = rules_of_calls("call", wanted.functions, json_call)
         calls = repeated("call", '", "', wanted.most_calls)
         return grammar_of(f'{opening} " "? "[" {calls} "]"', rules, wanted)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -116,6 +116,23 @@ def grammar_of(start: str, rules: Iterable[tuple[str, str]], wanted: Wanted) -> 
         lines.append(f"document: {wanted.or_document}")
     lines += [f"{name}: {body}" for name, body in rules]
     return "\n".join(lines) + "\n"
+
+
+def rules_of_calls(
+    name: str, functions: Sequence[Function], written: Callable[[Function, str], str]
+) -> list[tuple[str, str]]:
+    """Rule `name`: a call of any function. `written`: a function's call, given the rule of its arguments."""
+    rules = [(name, " | ".join(f"{name}_{number}" for number in range(len(functions))))]
+    for number, function in enumerate(functions):
+        rules.append((f"{name}_{number}", written(function, f"arguments_{number}")))
+        rules.append((f"arguments_{number}", arguments_rule(function)))
+    return rules
+
+
+def json_call(function: Function, arguments: str, key: str = "arguments") -> str:
+    """A call as a JSON object: its name, and its arguments under `key`."""
+    head = literal(f'{{"name": "{function.name}", "{key}": ')
+    return f'{head} {arguments} "}}"'
 
 
 def repeated(rule: str, separator: str, most: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ from tests.support.kernels.cross import (
     HERE,
     KERNELS,
     Walk,
+    assert_bound,
+    assert_no_walk_changes_a_bit,
     common_sources,
     compile_all,
     compile_isa,
@@ -173,15 +176,8 @@ def test_products_have_the_bits_of_this_machine(one_product: str, isa: str, name
 @pytest.mark.parametrize("isa", RUNGS)
 def test_products_keep_their_bound(one_product: str, isa: str, fmt: str) -> None:
     """The same derived bounds as every instruction set of the machine at hand (gemm_reference.py)."""
-    rng = np.random.default_rng(7)
-    for n, k, m, walk in SHAPES:
-        w = make_weight(fmt, n, k, rng)
-        x = rng.standard_normal((m, k), dtype=np.float32)
-        exact, bound = expected(x, w, path="bf16_dot" if w.kind == "bf16" else None)
-
-        got = product([EMULATOR, "-cpu", "max", one_product, isa], w, x, walk)
-
-        assert (np.abs(got - exact) <= bound).all()
+    multiply = partial(product, [EMULATOR, "-cpu", "max", one_product, isa])
+    assert_bound(multiply, fmt, SHAPES, path="bf16_dot" if fmt == "bf16" else None)
 
 
 @needs_emulator
@@ -227,15 +223,12 @@ def test_both_paths_of_bf16_keep_the_bound(one_product: str, path: int) -> None:
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("isa", RUNGS)
 def test_the_walk_changes_no_bit(one_product: str, isa: str, fmt: str) -> None:
-    rng = np.random.default_rng(8)
-    w = make_weight(fmt, 80, 352, rng)
-    x = rng.standard_normal((21, 352), dtype=np.float32)
-    command = [EMULATOR, "-cpu", "max", one_product, isa]
-    row_by_row = product(command, w, x, Walk(mr=1))
-
-    for mr, panels, block_k in ((6, 1, 64), (3, 2, 352), (2, 3, 32), (5, 4, 96)):
-        walk = Walk(mr=mr, panels=panels, block_m=7, block_n=48, block_k=block_k)
-        assert np.array_equal(product(command, w, x, walk), row_by_row)
+    multiply = partial(product, [EMULATOR, "-cpu", "max", one_product, isa])
+    walks = [
+        Walk(mr, panels, 7, 48, block_k)
+        for mr, panels, block_k in ((6, 1, 64), (3, 2, 352), (2, 3, 32), (5, 4, 96))
+    ]
+    assert_no_walk_changes_a_bit(multiply, fmt, walks, m=21)
 
 
 @needs_emulator

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -115,13 +114,7 @@ def test_a_rank_that_is_killed_leaves_nobody_waiting(kind: str) -> None:
                     reduce_without_end(group, rows, rank, kind)
                 assert time.monotonic() - began < LONG_S
 
-            ranks = rank_processes.start(3, work)
-            time.sleep(0.02 * rng.random())
-            ranks.kill(victim)
-            codes = ranks.ended()
-
-            assert codes.pop(victim) == -signal.SIGKILL
-            assert codes == [0, 0]
+            rank_processes.assert_killed_leaves_nobody_waiting(victim, work, 0.02 * rng.random())
 
 
 def reduce_without_end(group: Group, rows: np.ndarray, rank: int, kind: str) -> None:

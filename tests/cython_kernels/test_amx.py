@@ -10,19 +10,23 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 import pytest
 
 from phasewise.cython_kernels import _native, isa, sparse
 from phasewise.cython_kernels.packing import PackedWeight
-from tests.support.kernels.cross import Walk, link_emulated, product
-from tests.support.kernels.gemm_reference import DENSITIES, FORMATS, Array, expected, make_weight, pruned
+from tests.support.kernels.cross import (
+    Product,
+    Walk,
+    assert_bound,
+    assert_no_walk_changes_a_bit,
+    link_emulated,
+    product,
+    product_here,
+)
+from tests.support.kernels.gemm_reference import DENSITIES, FORMATS, Array, make_weight, pruned
 
-Product = Callable[..., Array]
 TILED = ("bf16", "q8 column")
 INT8_DOT, INT8_TILE = map(_native.path_names().index, ("int8_dot", "int8_tile"))
 SHAPES = (
@@ -48,11 +52,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _on_the_real_unit(w: PackedWeight, x: Array, walk: Walk, path: int = -1, k_parts: int = 1) -> Array:
-    schedule: dict[str, Any] = asdict(walk) | {"prefetch_bytes": 512, "loop_order": "nm"}
-    schedule |= {"threads_m": 1, "threads_n": 1, "threads_k": 1}
-    name = None if path < 0 else _native.path_names()[path]
-    with isa.using("amx"):
-        return np.asarray(_native.gemm(x, w, schedule=schedule, path=name, k_parts=k_parts))
+    return product_here("amx", w, x, walk, None if path < 0 else _native.path_names()[path], k_parts)
 
 
 @pytest.fixture(params=[pytest.param("emulated", marks=pytest.mark.slow), "real"])
@@ -68,26 +68,17 @@ def multiply(request: pytest.FixtureRequest) -> Product:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_products_keep_their_bound(multiply: Product, fmt: str) -> None:
-    rng = np.random.default_rng(3)
-    for n, k, m, walk in SHAPES:
-        w = make_weight(fmt, n, k, rng)
-        x = rng.standard_normal((m, k), dtype=np.float32)
-        exact, bound = expected(x, w, path="bf16_tile" if fmt == "bf16" else None)
-
-        assert (np.abs(multiply(w, x, walk) - exact) <= bound).all()
+    assert_bound(multiply, fmt, SHAPES, path="bf16_tile" if fmt == "bf16" else None)
 
 
 @pytest.mark.parametrize("fmt", TILED)
 @pytest.mark.parametrize("k_parts", [1, 3])
 def test_the_walk_changes_no_bit(multiply: Product, fmt: str, k_parts: int) -> None:
-    rng = np.random.default_rng(4)
-    w = make_weight(fmt, 80, 352, rng)
-    x = rng.standard_normal((37, 352), dtype=np.float32)
-    row_by_row = multiply(w, x, Walk(mr=1), k_parts=k_parts)
-
-    for mr, panels, block_k in ((32, 2, 64), (17, 1, 352), (16, 2, 32), (5, 4, 96)):
-        walk = Walk(mr=mr, panels=panels, block_m=35, block_n=48, block_k=block_k)
-        assert np.array_equal(multiply(w, x, walk, k_parts=k_parts), row_by_row)
+    walks = [
+        Walk(mr, panels, 35, 48, block_k)
+        for mr, panels, block_k in ((32, 2, 64), (17, 1, 352), (16, 2, 32), (5, 4, 96))
+    ]
+    assert_no_walk_changes_a_bit(multiply, fmt, walks, k_parts=k_parts)
 
 
 @pytest.mark.parametrize("k_parts", [1, 2])

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phasewise.cython_kernels import _native, core, isa
+from phasewise.cython_kernels import _native, isa
 from phasewise.cython_kernels.errors import IsaError
+from tests.support.kernels import core
 from tests.support.kernels.gemm_reference import FORMATS, make_weight
 
 KERNELS = Path(__file__).parents[2] / "cython_kernels"
@@ -22,7 +23,7 @@ ROWS = (1, 2, 5, 9, 17, 40, 70)
 
 def run_with(wanted: str) -> subprocess.CompletedProcess[str]:
     code = (
-        "from phasewise.cython_kernels import core;"
+        "from tests.support.kernels import core;"
         "from phasewise.topology import core_signature, read_machine;"
         "print(core.active()); print(core_signature(read_machine()))"
     )

@@ -6,9 +6,7 @@ The emulated words (emulated_f16.h) round as the instructions do, so both give t
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,10 +14,17 @@ import pytest
 from phasewise.cython_kernels import _native, isa, packing
 from phasewise.cython_kernels.errors import WeightError
 from phasewise.cython_kernels.packing import PackedWeight
-from tests.support.kernels.cross import Walk, link_emulated, product
+from tests.support.kernels.cross import (
+    Product,
+    Walk,
+    assert_bound,
+    assert_no_walk_changes_a_bit,
+    link_emulated,
+    product,
+    product_here,
+)
 from tests.support.kernels.gemm_reference import Array, expected, make_weight
 
-Product = Callable[..., Array]
 NAME, PATH = "avx512_fp16", "f16_fma"
 BF16_DOT = "bf16_dot"
 HERE_TOO = NAME in isa.usable()
@@ -43,10 +48,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _on_the_instructions(w: PackedWeight, x: Array, walk: Walk, k_parts: int = 1) -> Array:
-    schedule: dict[str, Any] = asdict(walk) | {"prefetch_bytes": 512, "loop_order": "nm"}
-    schedule |= {"threads_m": 1, "threads_n": 1, "threads_k": 1}
-    with isa.using(NAME):
-        return np.asarray(_native.gemm(x, w, schedule=schedule, path=PATH, k_parts=k_parts))
+    return product_here(NAME, w, x, walk, PATH, k_parts)
 
 
 @pytest.fixture(params=[pytest.param("emulated", marks=pytest.mark.slow), "real"])
@@ -62,13 +64,7 @@ def multiply(request: pytest.FixtureRequest) -> Product:
 
 @pytest.mark.parametrize("k_parts", [1, 3])
 def test_products_keep_their_bound(multiply: Product, k_parts: int) -> None:
-    rng = np.random.default_rng(3)
-    for n, k, m, walk in SHAPES:
-        w = make_weight("bf16", n, k, rng)
-        x = rng.standard_normal((m, k), dtype=np.float32)
-        exact, bound = expected(x, w, k_parts, path=PATH)
-
-        assert (np.abs(multiply(w, x, walk, k_parts=k_parts) - exact) <= bound).all()
+    assert_bound(multiply, "bf16", SHAPES, k_parts, PATH)
 
 
 @pytest.mark.parametrize("weights", [1.0, 2.0**-126, 2.0**-100, 2.0**100, 2.0**120])
@@ -89,15 +85,13 @@ def test_any_scale_of_both_keeps_the_bound(multiply: Product, weights: float, ro
     assert np.isinf(got[np.abs(exact) - bound > np.finfo(np.float32).max]).all()
 
 
-def test_the_walk_changes_no_bit(multiply: Product) -> None:
-    rng = np.random.default_rng(5)
-    w = make_weight("bf16", 80, 352, rng)
-    x = rng.standard_normal((37, 352), dtype=np.float32)
-    for k_parts in (1, 3):
-        row_by_row = multiply(w, x, Walk(mr=1), k_parts=k_parts)
-        for mr, panels, block_k in ((14, 2, 64), (9, 3, 352), (6, 4, 32), (5, 1, 96), (32, 8, 1)):
-            walk = Walk(mr=mr, panels=panels, block_m=35, block_n=48, block_k=block_k)
-            assert np.array_equal(multiply(w, x, walk, k_parts=k_parts), row_by_row)
+@pytest.mark.parametrize("k_parts", [1, 3])
+def test_the_walk_changes_no_bit(multiply: Product, k_parts: int) -> None:
+    walks = [
+        Walk(mr, panels, 35, 48, block_k)
+        for mr, panels, block_k in ((14, 2, 64), (9, 3, 352), (6, 4, 32), (5, 1, 96), (32, 8, 1))
+    ]
+    assert_no_walk_changes_a_bit(multiply, "bf16", walks, k_parts=k_parts)
 
 
 @pytest.mark.skipif(not HERE_TOO, reason="this machine has no float16 instructions to compare with")

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.cython_kernels import _native, core, isa, packing
+from phasewise.cython_kernels import _native, isa, packing
 from phasewise.cython_kernels.blocks import BLOCKS
 from phasewise.cython_kernels.errors import WeightError
-from tests.support.kernels.gemm_reference import expected, random_blocks
+from tests.support.kernels import core
+from tests.support.kernels.gemm_reference import assert_bound_and_bits, random_blocks
 from tests.support.tiers import examples
 
 WAYS = [(name, kind) for name in isa.usable() for kind in BLOCKS]
@@ -89,15 +90,8 @@ def test_products_keep_their_bound_and_their_bits(
     k = whole(kind, k)
     w = packing.pack_blocks(random_blocks(kind, n, k, rng))
     x = rng.standard_normal((m, k), dtype=np.float32)
-    with isa.using(name):
-        schedule = _native.default_schedule(w, m, path=path)
-        schedule |= {"mr": mr, "panels": panels, "block_k": block_k, "prefetch_bytes": prefetch}
-        together = _native.gemm(x, w, schedule, path=path, k_parts=k_parts)
-        alone = np.concatenate([_native.gemm(row[None], w, path=path, k_parts=k_parts) for row in x])
-    y, bound = expected(x, w, path=path)
-
-    assert np.array_equal(together, alone)
-    assert (np.abs(together - y) <= bound).all()
+    fields = {"mr": mr, "panels": panels, "block_k": block_k, "prefetch_bytes": prefetch}
+    assert_bound_and_bits(name, w, x, path, k_parts, **fields)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)

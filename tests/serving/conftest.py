@@ -1,4 +1,4 @@
-"""A server whose model answers by a script, for the tests of tools and of responses."""
+"""Servers over a fake engine, and over one whose model answers by a script."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ if TYPE_CHECKING:  # imported where it is used: most tests of this room need nei
 
     from tests.support.servers.fake_server import FakeServer
     from tests.support.servers.scripted_engine import ScriptedRanks
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    """A server over the fake engine, without limits of its own."""
+    from tests.support.servers.fake_server import fake_server
+
+    with fake_server() as running:
+        yield running
+        running.wait_until_idle()
 
 
 @pytest.fixture(scope="module")

@@ -146,20 +146,20 @@ class Reply:
         """Tokens of all prompts, each once, and of all answers. `counts`: of each choice."""
         firsts = self.requests[:: self.n_choices_per_prompt]
         n_prompt = sum(len(request.prompt_token_ids) for request in firsts)
-        n_generated = sum(one.n_generated for one in counts)
+        n_generated = sum(used.n_generated for used in counts)
         usage: Json = {
             "prompt_tokens": n_prompt,
             "completion_tokens": n_generated,
             "total_tokens": n_prompt + n_generated,
             "prompt_tokens_details": {
-                "cached_tokens": sum(one.n_cached for one in counts[:: self.n_choices_per_prompt])
+                "cached_tokens": sum(used.n_cached for used in counts[:: self.n_choices_per_prompt])
             },
         }
-        drafts = [one.drafts for one in counts if one.drafts is not None]
+        drafts = [used.drafts for used in counts if used.drafts is not None]
         if drafts:
             usage["completion_tokens_details"] = {
-                "accepted_prediction_tokens": sum(one.accepted for one in drafts),
-                "rejected_prediction_tokens": sum(one.rejected for one in drafts),
+                "accepted_prediction_tokens": sum(each.accepted for each in drafts),
+                "rejected_prediction_tokens": sum(each.rejected for each in drafts),
             }
         return usage
 

@@ -31,8 +31,8 @@ class KnownBefore:
 class PartEvents(ABC):
     """The events of one answer, written from its parts as its text is read."""
 
-    def __init__(self, known: KnownBefore) -> None:
-        self._reader = known.open()
+    def __init__(self, facts: KnownBefore) -> None:
+        self._reader = facts.open()
         self._choice = Choice()
 
     def opening(self) -> bytes:

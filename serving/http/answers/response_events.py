@@ -110,9 +110,9 @@ class _Output:
         if thought := self._joined(Reasoning):
             out["reasoning_content"] = thought
         calls = [
-            {"id": one.call_id, "type": "function", "function": {"name": one.name, "arguments": one.text}}
-            for one in self.items
-            if one.kind is Call
+            {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.text}}
+            for item in self.items
+            if item.kind is Call
         ]
         return {**out, "tool_calls": calls} if calls else out
 
@@ -120,7 +120,7 @@ class _Output:
         return self._joined(Reasoning)
 
     def _joined(self, kind: type[Part]) -> str:
-        return "".join(one.text for one in self.items if one.kind is kind)
+        return "".join(item.text for item in self.items if item.kind is kind)
 
 
 def whole(responding: Responding, choices: Sequence[Choice]) -> bytes:
@@ -262,7 +262,7 @@ class _Response:
     def ended(self, output: _Output, choice: Choice) -> Json:
         """The whole of it."""
         cut = choice.finish_reason == "length"
-        items = [one.to_json("completed") for one in output.items]
+        items = [item.to_json("completed") for item in output.items]
         if cut and items:
             items[-1]["status"] = "incomplete"
         n_prompt = self._responding.n_prompt

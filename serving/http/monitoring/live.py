@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,14 +84,11 @@ class LiveView:
         buckets = load.pool.buckets if load and load.pool else ()
         out["buckets"] = [
             {
-                "name": one.name,
-                "bound_tokens": one.bound_tokens,
-                "blocks_used": one.blocks_used,
-                "slots_used": one.slots_used,
+                "name": bucket.name,
+                "bound_tokens": bucket.bound_tokens,
+                "blocks_used": bucket.blocks_used,
+                "slots_used": bucket.slots_used,
             }
-            for one in buckets
+            for bucket in buckets
         ]
         return out
-
-
-Facts = Callable[[], MachineFacts]

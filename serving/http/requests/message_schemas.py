@@ -255,8 +255,8 @@ def _text(content: str | Sequence[TextBlock]) -> str:
 
 def _tool(tool: ClientTool) -> Json:
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    known = {name: value for name, value in function.items() if value is not None}
-    return {"type": "function", "function": known | ({} if tool.strict is None else {"strict": tool.strict})}
+    stated = {name: value for name, value in function.items() if value is not None}
+    return {"type": "function", "function": stated | ({} if tool.strict is None else {"strict": tool.strict})}
 
 
 def _choice(choice: ToolChoice | None) -> Json:

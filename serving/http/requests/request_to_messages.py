@@ -97,7 +97,7 @@ def chat_requests(body: ChatRequest, model: ServedModel, sender: RequestOrigin |
         body.prompt_logprobs,
     )
     shown = model.dialect.shown if is_read(body, model) else frozenset()
-    return [replace(one, shown=shown) for one in choices]
+    return [replace(choice, shown=shown) for choice in choices]
 
 
 def within_context(requests: Sequence[Submit], most_tokens: int | None, model: ServedModel) -> list[Submit]:
@@ -110,7 +110,7 @@ def within_context(requests: Sequence[Submit], most_tokens: int | None, model: S
         room = model.context_length - len(request.prompt_token_ids)
         return most_tokens if most_tokens is not None and most_tokens <= room else None
 
-    return [replace(one, max_tokens=most(one)) for one in requests]
+    return [replace(request, max_tokens=most(request)) for request in requests]
 
 
 def _choices(
@@ -182,7 +182,7 @@ def _refuse_empty(body: CompletionRequest) -> None:
 def _scored(body: CompletionRequest) -> int | None:
     """The number of likeliest tokens that are told of each place of the prompt; None: it is not scored."""
     echoed = body.logprobs if body.echo else None
-    wanted = [one for one in (echoed, body.prompt_logprobs) if one is not None]
+    wanted = [number for number in (echoed, body.prompt_logprobs) if number is not None]
     return max(wanted, default=None)
 
 
@@ -223,7 +223,7 @@ def tokenized(body: TokenizeRequest, model: ServedModel, patience: Patience) -> 
     ids = _tokens_of(body, model, patience)
     out: dict[str, Any] = {"count": len(ids), "max_model_len": model.context_length, "tokens": ids}
     if body.return_token_strs:
-        out["token_strs"] = [model.piece(one).decode("utf-8", "replace") for one in ids]
+        out["token_strs"] = [model.piece(token_id).decode("utf-8", "replace") for token_id in ids]
     return to_json(out)
 
 

@@ -293,7 +293,7 @@ class ResponseStore:
         self._n_stored += 1
         self._n_characters += size
         while self._n_stored > MOST_STORED:
-            self._drop_oldest(max(self._kept, key=lambda one: len(self._kept[one])))
+            self._drop_oldest(max(self._kept, key=lambda owner: len(self._kept[owner])))
         while self._n_characters > MOST_STORED_CHARACTERS:
             self._drop_oldest(max(self._kept, key=self._characters_of))
 
@@ -334,7 +334,7 @@ class ResponseStore:
                 self._drop_oldest(client)
 
     def _characters_of(self, client: str) -> int:
-        return sum(one.n_characters for one in self._kept[client].values())
+        return sum(stored.n_characters for stored in self._kept[client].values())
 
     def _drop_oldest(self, client: str) -> None:
         self._drop(client, next(iter(self._kept[client])))

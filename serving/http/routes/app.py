@@ -137,9 +137,9 @@ def create_app(
     add_ollama(app, service)
     _add_receipts(app, service)
     _add_tokens(app, service)
-    cards: list[NamedCard] = [(one.names, partial(_card, one)) for one in (model, *others)]
+    cards: list[NamedCard] = [(each.names, partial(_card, each)) for each in (model, *others)]
     if embeddings is not None:
-        names = frozenset(name for one in (model, *others) for name in one.names)
+        names = frozenset(name for each in (model, *others) for name in each.names)
         cards.append(_add_embeddings(app, embeddings, limits, life, metrics, names))
     _add_models(app, cards)
     if surroundings.page is not None:

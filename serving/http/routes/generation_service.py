@@ -108,22 +108,21 @@ class GenerationService:
             body: ChatRequest | CompletionRequest, model: ServedModel, sender: RequestOrigin
         ) -> list[Submit]:
             if isinstance(body, ChatRequest):
-                made = chat_requests(body, model, sender)
+                requests = chat_requests(body, model, sender)
             else:
-                made = completion_requests(body, model, sender)
-            return within_context(made, most_tokens, model)
+                requests = completion_requests(body, model, sender)
+            return within_context(requests, most_tokens, model)
 
         return await self.preparation.prepare(request, body, make, model)
 
     def model_of(self, name: str | None) -> ServedModel:
         """The one that a request names; without a name the first. ApiError where there is none."""
-        found = (one for one in self.models if name is None or name in one.names)
-        model = next(found, None)
+        model = next((model for model in self.models if name is None or name in model.names), None)
         if model is None and self.embedder is not None and name in self.embedder.names:
             path = "/v1/rerank" if self.embedder.scores else "/v1/embeddings"
             raise other_purpose(str(name), "makes vectors and no text", path)
         if model is None:
-            raise unknown_model(str(name), ", ".join(one.model_id for one in self.models))
+            raise unknown_model(str(name), ", ".join(model.model_id for model in self.models))
         return model
 
     def refuse_unless_open(self) -> None:

@@ -48,7 +48,7 @@ def add_ollama(app: FastAPI, service: GenerationService) -> None:
 
     async def models() -> Json:
         """The models that are served. All are loaded."""
-        return {"models": [_listed(one) for one in service.models]}
+        return {"models": [_listed(model) for model in service.models]}
 
     app.add_api_route("/api/tags", models, methods=["GET"])
     app.add_api_route("/api/ps", models, methods=["GET"])
@@ -98,23 +98,23 @@ async def _answer(
     service: GenerationService,
     request: Request,
     body: OllamaChatRequest | OllamaGenerateRequest,
-    made: ChatRequest | CompletionRequest,
+    meant: ChatRequest | CompletionRequest,
     model: ServedModel,
     began_ns: int,
 ) -> Response:
-    """`made`: the request that `body` means."""
-    made = made.model_copy(update={"model": model.model_id})
-    requests, facts = await service.prepare_within(request, made, body.most_tokens, model)
+    """`meant`: the request that `body` means."""
+    meant = meant.model_copy(update={"model": model.model_id})
+    requests, facts = await service.prepare_within(request, meant, body.most_tokens, model)
     (asked,) = requests
     answering = OllamaAnswering(
         model_id=model.model_id,
         n_prompt=len(asked.prompt_token_ids),
-        reading=reading_of(made, model, asked) if isinstance(made, ChatRequest) else None,
+        reading=reading_of(meant, model, asked) if isinstance(meant, ChatRequest) else None,
         began_ns=began_ns,
         is_chat=isinstance(body, OllamaChatRequest),
     )
     form = Form(partial(whole, answering), partial(OllamaLines, answering), MEDIA_TYPE)
-    reply = replace(reply_of(made, requests, facts, ChatRendering("", model)), form=form)
+    reply = replace(reply_of(meant, requests, facts, ChatRendering("", model)), form=form)
     return await service.answer(reply, request, body.ignored())
 
 

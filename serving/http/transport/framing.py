@@ -72,11 +72,6 @@ class Framing:
     def add(self, data: bytes | memoryview) -> None:
         self.unread += data
 
-    @property
-    def in_head(self) -> bool:
-        """True if what comes next belongs to the head of a request."""
-        return self._chunks is None and not self._sized
-
     def next_piece(self) -> bytes | None:
         """A whole head, or some of a body as h11 reads it; None: more has to come first."""
         if not self.unread:
@@ -137,10 +132,10 @@ class Framing:
         line = head[: head.index(b"\r\n")]
         if not _REQUEST_LINE.fullmatch(line):
             raise _not_http("its first line is not METHOD TARGET HTTP/1.1")
-        found: dict[bytes, list[bytes]] = {}
+        fields: dict[bytes, list[bytes]] = {}
         for name, value in _FRAMING_FIELD.findall(head):
-            found.setdefault(name.lower(), []).append(value.strip(b" \t"))
-        lengths, codings = found.get(b"content-length", []), found.get(b"transfer-encoding", [])
+            fields.setdefault(name.lower(), []).append(value.strip(b" \t"))
+        lengths, codings = fields.get(b"content-length", []), fields.get(b"transfer-encoding", [])
         if codings:
             if lengths:
                 raise _not_http("it has both Content-Length and Transfer-Encoding")
@@ -157,31 +152,31 @@ class Framing:
     def _next_chunks(self, body: _Chunks) -> bytes | None:
         """All chunks that have come, up to a bound, as one; the last as it is, without trailers."""
         parts: list[bytes] = []
-        n_bytes = at = 0
+        n_bytes = offset = 0
         end = len(self.unread)
         for _ in range(_CHUNKS_A_PIECE):
             if body.in_trailers or n_bytes >= PIECE_BYTES:
                 break
             if body.left_in_chunk == 0:
-                line = self._chunk_line(at)
+                line = self._chunk_line(offset)
                 if line is None:
                     break
-                at = line.end()
+                offset = line.end()
                 body.left_in_chunk = int(line[1], 16)
                 if body.left_in_chunk == 0:
                     body.in_trailers = True
                     break
                 self._count(body)
                 body.left_in_chunk += 2  # its CR LF
-            part = self.unread[at : at + min(body.left_in_chunk, PIECE_BYTES)]
-            at += len(part)
+            part = self.unread[offset : offset + min(body.left_in_chunk, PIECE_BYTES)]
+            offset += len(part)
             body.left_in_chunk -= len(part)
             data = self._without_end(part, body.left_in_chunk)
             parts.append(data)
             n_bytes += len(data)
-            if at >= end:
+            if offset >= end:
                 break
-        del self.unread[:at]
+        del self.unread[:offset]
         body.n_bytes += n_bytes
         piece = b"%x\r\n%b\r\n" % (n_bytes, b"".join(parts)) if n_bytes else b""
         if body.in_trailers and self._skip_trailers(body):
@@ -189,18 +184,21 @@ class Framing:
             piece += b"0\r\n\r\n"
         return piece or None
 
-    def _chunk_line(self, at: int) -> re.Match[bytes] | None:
-        line = _CHUNK_LINE.match(self.unread, at, at + _MAX_CHUNK_LINE_BYTES)
+    def _chunk_line(self, offset: int) -> re.Match[bytes] | None:
+        line = _CHUNK_LINE.match(self.unread, offset, offset + _MAX_CHUNK_LINE_BYTES)
         if line is None and (
-            len(self.unread) - at >= _MAX_CHUNK_LINE_BYTES
-            or b"\n" in self.unread[at:]
-            or not self._may_be_size(at)
+            len(self.unread) - offset >= _MAX_CHUNK_LINE_BYTES
+            or b"\n" in self.unread[offset:]
+            or not self._may_be_size(offset)
         ):
             raise _not_http("a chunk does not begin with its size")
         return line
 
-    def _may_be_size(self, at: int) -> bool:
-        return at >= len(self.unread) or re.match(rb"[0-9A-Fa-f]", self.unread[at : at + 1]) is not None
+    def _may_be_size(self, offset: int) -> bool:
+        return (
+            offset >= len(self.unread)
+            or re.match(rb"[0-9A-Fa-f]", self.unread[offset : offset + 1]) is not None
+        )
 
     @staticmethod
     def _without_end(part: bytearray, left: int) -> bytes:

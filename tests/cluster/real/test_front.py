@@ -56,6 +56,15 @@ def divided(server: ScriptedServer, prompt: ScriptedInstance, token: ScriptedIns
     return attempt.asked.request_id
 
 
+def aimed(server: ScriptedServer) -> tuple[ScriptedInstance, ScriptedInstance, str]:
+    """The instances of a divided request, and its attempt, which the prompt's knows where to write."""
+    prompt, token = running(server)
+    attempt = divided(server, prompt, token)
+    token.place(attempt)
+    prompt.hear(Aim)
+    return prompt, token, attempt
+
+
 def test_a_divided_request_from_its_arrival_to_its_end() -> None:
     """The prompt's block is freed when everything has arrived, and answers carry the request's own id."""
     with scripted_front() as server:
@@ -82,10 +91,7 @@ def test_a_divided_request_from_its_arrival_to_its_end() -> None:
 
 def test_a_block_is_given_back_only_when_the_other_instance_has_stopped_writing() -> None:
     with scripted_front() as server:
-        prompt, token = running(server)
-        attempt = divided(server, prompt, token)
-        token.place(attempt)
-        prompt.hear(Aim)
+        prompt, token, attempt = aimed(server)
         server.front.send(Abort("r"))
 
         assert prompt.hear(Drop).request_id == attempt
@@ -97,10 +103,7 @@ def test_a_block_is_given_back_only_when_the_other_instance_has_stopped_writing(
 def test_a_block_is_given_back_when_the_instance_that_may_write_has_ended() -> None:
     """And not before: the process is killed first."""
     with scripted_front() as server:
-        prompt, token = running(server)
-        attempt = divided(server, prompt, token)
-        token.place(attempt)
-        prompt.hear(Aim)
+        prompt, token, attempt = aimed(server)
         prompt.ended = "it was killed by SIGKILL"
 
         assert token.hear(Drop).request_id == attempt
@@ -134,10 +137,7 @@ def test_an_answer_that_has_begun_ends_with_its_instance() -> None:
 
 def test_a_hand_over_that_fails_is_counted_and_runs_again_as_a_whole() -> None:
     with scripted_front() as server:
-        prompt, token = running(server)
-        attempt = divided(server, prompt, token)
-        token.place(attempt)
-        prompt.hear(Aim)
+        prompt, token, attempt = aimed(server)
         token.say(HandOverFailed(attempt, "sequence", "frame 3 came where 2 was expected"))
 
         prompt.hear(Drop)
@@ -153,10 +153,7 @@ def has_failed(load: EngineLoad | None) -> bool:
 def test_hand_overs_are_counted_where_prometheus_reads_them() -> None:
     """Divided requests, failures by reason, and frames that running instances threw away."""
     with scripted_front() as server:
-        prompt, token = running(server)
-        attempt = divided(server, prompt, token)
-        token.place(attempt)
-        prompt.hear(Aim)
+        prompt, token, attempt = aimed(server)
         token.say(Beat(1, False, 0, {"stale": 3}))
         token.say(HandOverFailed(attempt, "range", "position 900 of a prompt of 100 tokens"))
         prompt.hear(Drop)
@@ -176,10 +173,7 @@ def test_hand_overs_are_counted_where_prometheus_reads_them() -> None:
 
 def test_a_prompt_that_is_computed_and_never_arrives_is_given_up_in_time() -> None:
     with scripted_front(hand_over_s=0.2) as server:
-        prompt, token = running(server)
-        attempt = divided(server, prompt, token)
-        token.place(attempt)
-        prompt.hear(Aim)
+        prompt, token, attempt = aimed(server)
         prompt.tell(computed=[attempt])
 
         assert prompt.hear(Drop).request_id == attempt

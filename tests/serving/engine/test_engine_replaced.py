@@ -165,13 +165,18 @@ def running(ranks: FakeRanks, most: int = 5) -> Iterator[tuple[EngineThread, Hea
     assert thread.stop()
 
 
+def answered(thread: EngineThread, heard: Heard, name: str) -> None:
+    """Ask, and wait for the end of the answer."""
+    thread.send(ask(name))
+    assert eventually(lambda: heard.ended(name))
+
+
 def test_a_rank_that_dies_while_nobody_asks_is_replaced_at_once() -> None:
     ranks = FakeRanks()
     with running(ranks) as (thread, heard):
         ranks.lose()
         assert eventually(lambda: ranks.n_reopened == 1 and thread.state == "running")
-        thread.send(ask("r"))
-        assert eventually(lambda: heard.ended("r"))
+        answered(thread, heard, "r")
 
     assert text_of(heard.of("r")) == "bcdef"
     assert (thread.n_ranks_replaced, thread.n_requests_rerun) == (1, 0)
@@ -182,8 +187,7 @@ def test_a_rank_that_dies_in_the_first_step_is_not_noticed_by_the_client() -> No
     deaths = iter([True])
     ranks.before_step = lambda: next(deaths, None) and ranks.lose()
     with running(ranks) as (thread, heard):
-        thread.send(ask("r"))
-        assert eventually(lambda: heard.ended("r"))
+        answered(thread, heard, "r")
 
     assert text_of(heard.of("r")) == "bcdef"
     assert (thread.n_ranks_replaced, thread.n_requests_rerun) == (1, 1)
@@ -193,10 +197,8 @@ def test_an_answer_that_had_begun_ends_with_the_reason() -> None:
     ranks = FakeRanks()
     ranks.before_step = lambda: len(ranks.batches) == 2 and ranks.n_reopened == 0 and ranks.lose()
     with running(ranks) as (thread, heard):
-        thread.send(ask("r"))
-        assert eventually(lambda: heard.ended("r"))
-        thread.send(ask("s"))
-        assert eventually(lambda: heard.ended("s"))
+        answered(thread, heard, "r")
+        answered(thread, heard, "s")
 
     *_, last = heard.of("r")
     assert isinstance(last, Failure)
@@ -210,8 +212,7 @@ def test_starting_anew_is_tried_again() -> None:
     ranks.reopen_errors = [RanksError("rank 1 was killed by SIGKILL while it started")] * 3
     with running(ranks) as (thread, heard):
         ranks.lose()
-        thread.send(ask("r"))
-        assert eventually(lambda: heard.ended("r"))
+        answered(thread, heard, "r")
 
     assert text_of(heard.of("r")) == "bcdef"
 
@@ -236,8 +237,7 @@ def test_what_could_not_be_started_is_let_go_at_once() -> None:
     try:
         with running(ranks) as (thread, heard):
             ranks.lose()
-            thread.send(ask("r"))
-            assert eventually(lambda: heard.ended("r"))
+            answered(thread, heard, "r")
             assert eventually(lambda: [one() for one in mapped] == [None, None])
     finally:
         gc.enable()
@@ -286,8 +286,7 @@ def test_who_left_meanwhile_is_not_run_again() -> None:
         ranks.lose()
         thread.send(ask("r", max_tokens=500))
         thread.send(Abort("r"))
-        thread.send(ask("s"))
-        assert eventually(lambda: heard.ended("s"))
+        answered(thread, heard, "s")
 
     assert not heard.ended("r")
     assert ranks.n_reopened == 1
@@ -297,11 +296,9 @@ def test_the_pool_can_be_checked_after_every_step(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(CHECK, "1")
     ranks = FakeRanks()
     with running(ranks) as (thread, heard):
-        thread.send(ask("r"))
-        assert eventually(lambda: heard.ended("r"))
+        answered(thread, heard, "r")
         thread._engine.scheduler.check = lambda: (_ for _ in ()).throw(AssertionError("3 + 4 != 8"))  # type: ignore[method-assign]
-        thread.send(ask("s"))
-        assert eventually(lambda: heard.ended("s"))
+        answered(thread, heard, "s")
 
     *_, last = heard.of("s")
     assert isinstance(last, Failure)

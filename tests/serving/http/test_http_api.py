@@ -16,12 +16,6 @@ from tests.support.servers.fake_engine import END, next_letter
 from tests.support.servers.fake_server import CONTEXT, FakeServer, fake_server
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
-    with fake_server() as running:
-        yield running
-
-
 @pytest.fixture
 def api(server: FakeServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=30) as client:
@@ -77,23 +71,17 @@ def test_every_shape_of_prompt(api: openai.OpenAI, prompt: object, texts: list[s
 
 
 def test_n_choices_of_several_prompts_come_in_order(api: openai.OpenAI) -> None:
-    got = api.completions.create(
-        model="fake",
-        prompt=["a", "k"],
-        max_tokens=8,
-        n=3,
-        seed=1,
-        temperature=3,
-        extra_body={"ignore_eos": True},
-    )
-    again = api.completions.create(
-        model="fake",
-        prompt=["a", "k"],
-        max_tokens=8,
-        n=3,
-        seed=1,
-        temperature=3,
-        extra_body={"ignore_eos": True},
+    got, again = (
+        api.completions.create(
+            model="fake",
+            prompt=["a", "k"],
+            max_tokens=8,
+            n=3,
+            seed=1,
+            temperature=3,
+            extra_body={"ignore_eos": True},
+        )
+        for _ in range(2)
     )
 
     assert [choice.index for choice in got.choices] == list(range(6))

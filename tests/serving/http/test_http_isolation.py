@@ -23,16 +23,7 @@ KEYS = ("first key", "second key")
 
 
 def n_computed(server: FakeServer, key: str = "", **fields: object) -> int:
-    """Prompt tokens that were computed for one request, not copied."""
-    before = len(server.ranks.batches)
-    answer = httpx.post(
-        f"{server.url}/v1/completions",
-        json={"model": "fake", "prompt": PROMPT, "max_tokens": 1, **fields},
-        headers={"Authorization": f"Bearer {key}"} if key else {},
-    )
-    assert answer.status_code == 200, answer.text
-    server.wait_until_idle()
-    return sum(batch.n_tokens for batch in server.ranks.batches[before:] if batch.phase == "prefill")
+    return server.n_computed("/v1/completions", key, prompt=PROMPT, max_tokens=1, **fields)
 
 
 def test_a_prompt_is_reused_within_a_key_and_never_across_keys() -> None:
@@ -79,12 +70,7 @@ def test_a_failure_that_nobody_foresaw_is_counted(monkeypatch: pytest.MonkeyPatc
 
 
 def many(server: FakeServer, n: int, key: str, **fields: object) -> httpx.Response:
-    return httpx.post(
-        f"{server.url}/v1/completions",
-        json={"model": "fake", "prompt": "a", "n": n, "ignore_eos": True, **fields},
-        headers={"Authorization": f"Bearer {key}"},
-        timeout=60,
-    )
+    return server.post("/v1/completions", key, prompt="a", n=n, ignore_eos=True, **fields)
 
 
 def test_one_key_leaves_places_for_the_others() -> None:

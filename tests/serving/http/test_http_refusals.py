@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,14 +11,7 @@ import httpx
 import pytest
 
 from phasewise.serving.http.transport.listening import CannotListen, TcpAddress
-from tests.support.servers.fake_server import CONTEXT, FakeServer, fake_server
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
-    with fake_server() as running:
-        yield running
-        running.wait_until_idle()
+from tests.support.servers.fake_server import CONTEXT, FakeServer
 
 
 def post(server: FakeServer, body: object, path: str = "/v1/completions") -> httpx.Response:

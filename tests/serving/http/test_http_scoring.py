@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +23,6 @@ from tests.support.servers.fake_server import CONTEXT, FakeServer, fake_server
 from tests.support.tiers import examples
 
 PROMPTS = ["abc", "the sea", "zyx", "a"]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
-    with fake_server() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

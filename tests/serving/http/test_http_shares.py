@@ -278,17 +278,7 @@ PROMPT = "a prompt that no other client must learn " * 4
 
 
 def n_computed(server: FakeServer, key: str, **fields: object) -> int:
-    """Prompt tokens that were computed for one response, not copied."""
-    before = len(server.ranks.batches)
-    answer = httpx.post(
-        f"{server.url}/v1/responses",
-        json={"model": "fake", "input": PROMPT, "max_output_tokens": 1, **fields},
-        headers={"Authorization": f"Bearer {key}"},
-    )
-    assert answer.status_code == 200, answer.text
-    assert "x-ignored-fields" not in answer.headers
-    server.wait_until_idle()
-    return sum(batch.n_tokens for batch in server.ranks.batches[before:] if batch.phase == "prefill")
+    return server.n_computed("/v1/responses", key, input=PROMPT, max_output_tokens=1, **fields)
 
 
 def test_prompts_of_responses_are_reused_within_a_key_and_a_salt() -> None:
@@ -304,9 +294,7 @@ def test_a_response_is_continued_by_its_own_key_alone() -> None:
     with fake_server(HttpLimits(api_keys=KEYS)) as server:
 
         def ask(key: str, **fields: object) -> httpx.Response:
-            body = {"model": "fake", "input": "a", "max_output_tokens": 1, **fields}
-            headers = {"Authorization": f"Bearer {key}"}
-            return httpx.post(f"{server.url}/v1/responses", json=body, headers=headers)
+            return server.post("/v1/responses", key, input="a", max_output_tokens=1, **fields)
 
         first = ask(KEYS[0]).json()["id"]
         own, others = (ask(key, previous_response_id=first) for key in KEYS)

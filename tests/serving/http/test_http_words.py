@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,6 @@ from tests.support.servers.fake_embedding import embedding_server
 from tests.support.servers.fake_server import CONTEXT, FakeServer, fake_server
 
 MESSAGES = [{"role": "user", "content": "a"}]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
-    with fake_server() as running:
-        yield running
 
 
 def refusal(server: FakeServer, path: str, status: int = 400, **body: Any) -> dict[str, Any]:

@@ -68,12 +68,7 @@ def test_what_has_begun_never_gives_way() -> None:
 
 
 def ask(server: FakeServer, key: str, n: int = 1, **fields: object) -> httpx.Response:
-    return httpx.post(
-        f"{server.url}/v1/completions",
-        json={"model": "fake", "prompt": "a", "n": n, "ignore_eos": True, **fields},
-        headers={"Authorization": f"Bearer {key}"},
-        timeout=60,
-    )
+    return server.post("/v1/completions", key, prompt="a", n=n, ignore_eos=True, **fields)
 
 
 def test_greedy_clients_together_keep_no_newcomer_out() -> None:

@@ -19,14 +19,14 @@ from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import STACKS, PackedModel
-from phasewise.topology import read_machine
-from phasewise.tuner.plans import RankCores, ServicePlan, default_plan
+from phasewise.tuner.plans import RankCores, ServicePlan
 from tests.support.models import family_models as families
 from tests.support.models import reference_models as layout
 from tests.support.tiers import isas
 
 pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
-from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions, Ranks, open_ranks
+from phasewise.serving.ranks.open_ranks import KvSettings, RankOptions, open_ranks
+from tests.support.models.greedy import greedy, local_ranks
 
 BOUND = 1e-3
 """Largest difference, as a share of the row's largest logit."""
@@ -42,39 +42,12 @@ def packed(name: str, kind: str, folder: Path, weight_format: str = "f32") -> Pa
     return replace(model, config=replace(model.config, context_length=context_length))
 
 
-def opened(
-    model: PackedModel, kv_slots: int = 256, sequences: int = 8, kv_format: str = "auto"
-) -> LocalRanks:
-    machine = read_machine()
-    plans: dict[Any, Any] = {phase: default_plan(machine, phase) for phase in ("prefill", "decode")}
-    return LocalRanks(
-        model,
-        plans,
-        RankOptions(KvSettings(kv_slots, kv_format), max_batch_tokens=1024, max_sequences=sequences),
-    )
-
-
-def greedy(ranks: Ranks, prompt: list[int], n_steps: int, chunk: int = 1 << 30) -> np.ndarray:
-    """Logits [n_steps, vocabulary]: after the prompt, then after each chosen token."""
-    rows: list[np.ndarray] = []
-    for start in range(0, len(prompt), chunk):
-        piece = prompt[start : start + chunk]
-        found = ranks.forward(
-            Batch("prefill", (SequenceSlice(piece, start, 0, start + len(piece) == len(prompt)),))
-        )
-    rows.append(found[0].copy())
-    for at in range(len(prompt), len(prompt) + n_steps - 1):
-        step = SequenceSlice([int(rows[-1].argmax())], at, 0, True)
-        rows.append(ranks.forward(Batch("decode", (step,)))[0].copy())
-    return np.stack(rows)
-
-
 @pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize("name", families.FAMILY_CASES)
 def test_every_family_computes_what_transformers_does(name: str, kind: str, tmp_path: Path) -> None:
     expected = np.load(layout.FIXTURES / "families.npz")
 
-    with closing(opened(packed(name, kind, tmp_path))) as ranks:
+    with closing(local_ranks(packed(name, kind, tmp_path))) as ranks:
         for at, prompt in enumerate(families.family_prompts(name)):
             logits = greedy(ranks, prompt, families.N_GREEDY, chunk=1 << 30 if at else 4)
 
@@ -94,7 +67,7 @@ def test_every_family_has_the_same_bits_on_all_instruction_sets(name: str, tmp_p
         for kv_format in kv_formats:
             found = {}
             for isa_name in isas():
-                with isa.using(isa_name), closing(opened(model, kv_format=kv_format)) as ranks:
+                with isa.using(isa_name), closing(local_ranks(model, kv_format=kv_format)) as ranks:
                     found[isa_name] = greedy(ranks, prompt, 3)
             lowest, *others = found
             assert [one for one in others if found[one].tobytes() != found[lowest].tobytes()] == [], (
@@ -110,7 +83,7 @@ def test_no_row_depends_on_the_others_of_its_step(name: str, tmp_path: Path) -> 
     """Whole prompts, chunks and single tokens, alone and in company: the same bits."""
     model = packed(name, "safetensors", tmp_path, "int8")
     prompts = [families.family_prompts(name)[1][:n] for n in (80, 41, 7)]
-    with closing(opened(model)) as ranks:
+    with closing(local_ranks(model)) as ranks:
         alone = [greedy(ranks, prompt, 1)[0] for prompt in prompts]
         by_token = greedy(ranks, prompts[1], 1, chunk=1)[0]
         bases = [0, 96, 160]
@@ -132,7 +105,7 @@ def test_two_ranks_compute_the_same_bits_as_one(name: str, tmp_path: Path) -> No
     two = (RankCores((0,)), RankCores((1,)))  # unpinned: any cores
     plans: dict[Any, Any] = {phase: ServicePlan(phase, two) for phase in ("prefill", "decode")}
     with (
-        closing(opened(model)) as one,
+        closing(local_ranks(model)) as one,
         closing(open_ranks(model, plans, RankOptions(KvSettings(256), 512, 8, pinned=False))) as ranks,
     ):
         expected, found = greedy(one, prompt, 4), greedy(ranks, prompt, 4)
@@ -149,13 +122,13 @@ def test_weights_of_experts_that_no_row_chooses_are_not_read(tmp_path: Path) -> 
     for name, weight in weights.items():
         weight.values[...] *= 0 if name.endswith("router") else 1
     prompt = families.family_prompts("olmoe")[1]
-    with closing(opened(replace(model, weights=weights, file=None))) as ranks:
+    with closing(local_ranks(replace(model, weights=weights, file=None))) as ranks:
         expected = greedy(ranks, prompt, 3)
     for name, weight in weights.items():
         if name.endswith(STACKS):
             weight.values[len(weight.values) * experts.chosen // experts.count :] = np.nan
 
-    with closing(opened(replace(model, weights=weights, file=None))) as ranks:
+    with closing(local_ranks(replace(model, weights=weights, file=None))) as ranks:
         found = greedy(ranks, prompt, 3)
 
     assert np.isfinite(expected).all()

@@ -25,6 +25,7 @@ from tests.serving.models.test_forward import (
     MODELS,
     SLOTS,
     DefaultSchedules,
+    Machine,
     RandomSchedules,
     make_model,
     random_ids,
@@ -103,19 +104,6 @@ def ranks(*arguments: Any) -> Iterator[Ranks]:
         opened.close()
 
 
-class OneRank:
-    def __init__(
-        self, model: PackedModel, schedules: Sequence[ScheduleLookup] = (), kv_format: str = AUTO
-    ) -> None:
-        self.team = Team(None, members=1)
-        capacity = Capacity(SLOTS, STEP_TOKENS, 16, STEP_TOKENS, 1, kv_format)
-        self.program = build_program(model, capacity, None, schedules)
-        self.logits = np.asarray(self.program)
-
-    def run(self, slices: Sequence[SequenceSlice], every_row: bool = False) -> np.ndarray:
-        return self.logits[: self.program.run(self.team, slices, every_row=every_row)].copy()
-
-
 def prompts(model: PackedModel) -> list[SequenceSlice]:
     """One in two chunks of positions; one of a single token, whose logits are not wanted."""
     lengths, bases, wanted = (140, 1, 60), (0, 200, 333), (True, False, True)
@@ -136,44 +124,38 @@ def decode_steps(model: PackedModel, count: int) -> list[list[SequenceSlice]]:
     return steps
 
 
+def assert_bits_of_one(model: PackedModel, teams: Teams, n_steps: int, kv_format: str = AUTO) -> None:
+    """Prefill and decode divided otherwise; a decode batch and a single sequence."""
+    one = Machine(model, kv_format=kv_format)
+    with ranks(model, teams, (), 0, kv_format) as many:
+        assert (many.run(prompts(model), 0, True) == one.every_row(*prompts(model))).all()
+        assert (many.run(prompts(model), 0) == one.last_rows(*prompts(model))).all()
+        for step in decode_steps(model, n_steps):
+            assert (many.run(step, 1) == one.last_rows(*step)).all()
+
+
 @pytest.mark.parametrize("kind", ["f32", "bf16", "q8", "q4"])
 @pytest.mark.parametrize("teams", [((1, 1), (1, 1)), ((2, 1), (1, 1, 1)), ((1, 1, 1, 1), (3,))], ids=str)
 def test_ranks_give_the_bits_of_one(teams: Teams, kind: str) -> None:
-    """Prefill and decode divided otherwise; a decode batch and a single sequence."""
-    model = make_model("llama", kind)
-    one = OneRank(model)
-    with ranks(model, teams) as many:
-        assert (many.run(prompts(model), 0) == one.run(prompts(model))).all()
-        for step in decode_steps(model, 4):
-            assert (many.run(step, 1) == one.run(step)).all()
+    assert_bits_of_one(make_model("llama", kind), teams, 4)
 
 
 @pytest.mark.parametrize("kv_format", ["f16", "int8", "int4", "int16"])
 def test_ranks_give_the_bits_of_one_in_every_format_of_keys_and_values(kv_format: str) -> None:
-    model = make_model("llama")
-    one = OneRank(model, (), kv_format)
-    with ranks(model, ((2, 1), (1, 1, 1)), (), 0, kv_format) as many:
-        assert (many.run(prompts(model), 0) == one.run(prompts(model))).all()
-        for step in decode_steps(model, 2):
-            assert (many.run(step, 1) == one.run(step)).all()
+    assert_bits_of_one(make_model("llama"), ((2, 1), (1, 1, 1)), 2, kv_format)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_shape_of_model_is_divided(name: str) -> None:
     """Uneven KV heads, one KV head for two ranks, heads and vocabularies that are no multiple of a panel."""
-    model = make_model(name)
-    one = OneRank(model)
-    with ranks(model, ((1, 1), (1, 2))) as many:
-        assert (many.run(prompts(model), 0, True) == one.run(prompts(model), True)).all()
-        for step in decode_steps(model, 2):
-            assert (many.run(step, 1) == one.run(step)).all()
+    assert_bits_of_one(make_model(name), ((1, 1), (1, 2)), 2)
 
 
 @pytest.mark.parametrize("isa_name", isa.usable())
 def test_the_other_ranks_follow_the_first_ones_instruction_set(isa_name: str) -> None:
     model = make_model("llama", "q8")
     with ranks(model, ((1, 1), (1, 1)), (), 0, "f16") as many, isa.using(isa_name):
-        want = OneRank(model, (), "f16").run(prompts(model))
+        want = Machine(model, kv_format="f16").last_rows(*prompts(model))
         assert (many.run(prompts(model)) == want).all()
 
 
@@ -195,13 +177,13 @@ def test_a_change_of_ranks_at_every_step_changes_nothing(
     schedules = [
         [RandomSchedules(seed + 2 * rank + table, k_parts) for table in range(2)] for rank in range(4)
     ]
-    one = OneRank(model, [DefaultSchedules(k_parts)])
+    one = Machine(model, schedules=[DefaultSchedules(k_parts)])
     ids, done = random_ids(200, model), 0
     with ranks(model, teams, schedules) as many:
         while done < len(ids):
             count = int(rng.choice((1, 1, 2, 8, 9, 40)))
             step = [sliced(ids[done : done + count], done, 70)]
-            assert (many.run(step, int(rng.integers(2))) == one.run(step)).all()
+            assert (many.run(step, int(rng.integers(2))) == one.last_rows(*step)).all()
             done += count
 
 
@@ -222,7 +204,7 @@ def test_a_step_out_of_range_reaches_no_rank() -> None:
         with pytest.raises(ValueError, match="outside the KV slots"):
             many.run([sliced([1], start=SLOTS)])
 
-        assert (many.run(prompts(model)) == OneRank(model).run(prompts(model))).all()
+        assert (many.run(prompts(model)) == Machine(model).last_rows(*prompts(model))).all()
 
 
 def test_a_rank_that_fails_ends_the_step_of_all() -> None:

@@ -15,7 +15,7 @@ from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.models.forward import Capacity
 from phasewise.serving.ranks.first_rank import FirstRank
 from tests.serving.models.test_forward import SLOTS, Machine, make_model, random_ids, random_steps, sliced
-from tests.serving.models.test_forward_ranks import OneRank, ranks
+from tests.serving.models.test_forward_ranks import ranks
 from tests.support.tiers import examples
 
 CHUNK = 128
@@ -102,12 +102,12 @@ def test_a_batch_that_is_cut_into_steps_keeps_its_tables() -> None:
 def test_every_rank_reads_the_same_tables(teams: tuple[tuple[int, ...], ...]) -> None:
     """Prefill and decode; a sequence in runs beside one that is contiguous."""
     model = make_model("llama")
-    one = OneRank(model)
+    one = Machine(model)
     ids, others, table = random_ids(200, model), random_ids(30, model, 5), (768, 16)
     with ranks(model, teams) as many:
         for run in (0, 1):
             got = many.run([in_runs(ids[:150], table), sliced(others[:-2], base=300)], run)
-            want = one.run([sliced(ids[:150]), sliced(others[:-2], base=300)])
+            want = one.last_rows(sliced(ids[:150]), sliced(others[:-2], base=300))
             assert (got == want).all()
             for i in range(2):
                 got = many.run(
@@ -117,8 +117,8 @@ def test_every_rank_reads_the_same_tables(teams: tuple[tuple[int, ...], ...]) ->
                     ],
                     1,
                 )
-                want = one.run(
-                    [sliced(ids[150 + i : 151 + i], 150 + i), sliced(others[28 + i : 29 + i], 28 + i, 300)]
+                want = one.last_rows(
+                    sliced(ids[150 + i : 151 + i], 150 + i), sliced(others[28 + i : 29 + i], 28 + i, 300)
                 )
                 assert (got == want).all()
 

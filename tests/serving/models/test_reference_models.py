@@ -6,58 +6,23 @@ is needed here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.topology import read_machine
-from phasewise.tuner.plans import default_plan
 from tests.support.models import reference_models as layout
 
 pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
-from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
+from tests.support.models.greedy import greedy, local_ranks
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 BOUND = 1e-3
 """Largest difference, as a share of the row's largest logit. About 1e-5 is measured."""
-
-
-class Decoder:
-    """Greedy decoding on ranks of our own, one sequence at a time."""
-
-    def __init__(self, ranks: LocalRanks) -> None:
-        self._ranks = ranks
-
-    def logits(self, prompt: list[int], n_steps: int, chunk: int = 1 << 30) -> np.ndarray:
-        """[n_steps, vocabulary]: after the prompt, then after each chosen token."""
-        rows: list[np.ndarray] = []
-        for start in range(0, len(prompt), chunk):
-            piece = prompt[start : start + chunk]
-            wanted = start + len(piece) == len(prompt)
-            found = self._ranks.forward(Batch("prefill", (SequenceSlice(piece, start, 0, wanted),)))
-        rows.append(found[0].copy())
-        for at in range(len(prompt), len(prompt) + n_steps - 1):
-            step = SequenceSlice([int(rows[-1].argmax())], at, 0, True)
-            rows.append(self._ranks.forward(Batch("decode", (step,)))[0].copy())
-        return np.stack(rows)
-
-
-@contextmanager
-def _decoding(model: PackedModel, kv_slots: int) -> Iterator[Decoder]:
-    machine = read_machine()
-    plans: dict[Any, Any] = {phase: default_plan(machine, phase) for phase in ("prefill", "decode")}
-    with closing(
-        LocalRanks(model, plans, RankOptions(KvSettings(kv_slots), max_batch_tokens=1024, max_sequences=1))
-    ) as ranks:
-        yield Decoder(ranks)
 
 
 def _assert_close(found: np.ndarray, expected: np.ndarray, largest: np.ndarray) -> None:
@@ -78,9 +43,9 @@ def test_every_architecture_computes_what_transformers_does(name: str, chunk: in
     model = load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
     expected = np.load(layout.FIXTURES / "tiny_models.npz")
 
-    with _decoding(model, kv_slots=256) as decoder:
+    with closing(local_ranks(model, sequences=1)) as ranks:
         for at, prompt in enumerate(layout.tiny_prompts(name)):
-            logits = decoder.logits(prompt, layout.N_TINY_GREEDY, chunk)
+            logits = greedy(ranks, prompt, layout.N_TINY_GREEDY, chunk)
 
             kept = expected[f"{name}/{at}/logits"]
             largest = np.abs(kept).max(axis=1)
@@ -112,9 +77,9 @@ def test_default_model_says_what_transformers_says(default_model: PackedModel) -
     prompts = [ids.tolist() for ids in np.split(expected["prompts"], ends[:-1])]
     spread = layout.spread_ids(default_model.config.vocab_size)
 
-    with _decoding(default_model, kv_slots=1024) as decoder:
+    with closing(local_ranks(default_model, 1024, sequences=1)) as ranks:
         for at, prompt in enumerate(prompts):
-            logits = decoder.logits(prompt, layout.N_GREEDY)
+            logits = greedy(ranks, prompt, layout.N_GREEDY)
 
             checked, largest = logits[list(layout.CHECKED_STEPS)], expected["largest"][at]
             top = np.take_along_axis(checked, expected["top_ids"][at].astype(np.int64), axis=1)

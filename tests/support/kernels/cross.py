@@ -7,15 +7,18 @@ import os
 import shutil
 import struct
 import subprocess
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from phasewise.cython_kernels import _native, isa
 from phasewise.cython_kernels.packing import KINDS, PackedWeight
-from tests.support.kernels.gemm_reference import Array
+from tests.support.kernels.gemm_reference import Array, expected, make_weight
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = ROOT / "tests" / "cython_kernels" / "programs"
@@ -104,6 +107,10 @@ class Walk:
     block_k: int = 128
 
 
+Product = Callable[..., Array]
+Shape = tuple[int, int, int, Walk]
+
+
 def product(
     command: list[str], w: PackedWeight, x: Array, walk: Walk, path: int = -1, k_parts: int = 1
 ) -> Array:
@@ -120,3 +127,41 @@ def product(
     operands = head + w.values.tobytes() + scales + mins + offsets + x.tobytes()
     run = subprocess.run(command, input=operands, capture_output=True, check=True)
     return np.frombuffer(run.stdout, dtype=np.float32).reshape(x.shape[0], w.n)
+
+
+def product_here(
+    isa_name: str, w: PackedWeight, x: Array, walk: Walk, path: str | None = None, k_parts: int = 1
+) -> Array:
+    """The same by an instruction set of this machine."""
+    schedule: dict[str, Any] = asdict(walk) | {"prefetch_bytes": 512, "loop_order": "nm"}
+    schedule |= {"threads_m": 1, "threads_n": 1, "threads_k": 1}
+    with isa.using(isa_name):
+        return np.asarray(_native.gemm(x, w, schedule=schedule, path=path, k_parts=k_parts))
+
+
+def assert_bound(
+    multiply: Product,
+    fmt: str,
+    shapes: Iterable[Shape],
+    k_parts: int = 1,
+    path: str | None = None,
+) -> None:
+    """Products of random numbers keep the bound of `path`. shapes: (n, k, m, walk)."""
+    rng = np.random.default_rng(3)
+    for n, k, m, walk in shapes:
+        w = make_weight(fmt, n, k, rng)
+        x = rng.standard_normal((m, k), dtype=np.float32)
+        exact, bound = expected(x, w, k_parts, path=path)
+
+        assert (np.abs(multiply(w, x, walk, k_parts=k_parts) - exact) <= bound).all()
+
+
+def assert_no_walk_changes_a_bit(
+    multiply: Product, fmt: str, walks: Iterable[Walk], m: int = 37, k_parts: int = 1
+) -> None:
+    rng = np.random.default_rng(4)
+    w = make_weight(fmt, 80, 352, rng)
+    x = rng.standard_normal((m, 352), dtype=np.float32)
+    row_by_row = multiply(w, x, Walk(mr=1), k_parts=k_parts)
+    for walk in walks:
+        assert np.array_equal(multiply(w, x, walk, k_parts=k_parts), row_by_row)

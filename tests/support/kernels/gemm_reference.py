@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.cython_kernels import _native, packing
+from phasewise.cython_kernels import _native, isa, packing
 from phasewise.cython_kernels.blocks import BLOCKS, BlockRows
 from phasewise.cython_kernels.packing import KINDS, PackedWeight, QuantRows
 
@@ -16,6 +16,20 @@ Array = npt.NDArray[Any]
 UNIT = 2.0**-24
 PLAIN_KINDS = tuple(kind for kind in KINDS if kind not in BLOCKS)
 FORMATS = ("f32", "bf16", "q8", "q8 f32", "q8 min", "q8 group 16", "q8 column", "q4", "q4 min", "q4 min f32")
+
+
+def quantise_columns(w: Array) -> QuantRows:
+    """float32 [n, k] to eight bits with one float32 scale for each output: 127 is its largest magnitude.
+
+    Values must be finite (ValueError).
+    """
+    rows = np.asarray(w, dtype=np.float32)
+    if not np.isfinite(rows).all():
+        raise ValueError("a weight is not finite")
+    scales = np.abs(rows).max(axis=1, keepdims=True) / np.float32(127)
+    steps = np.divide(rows, scales, out=np.zeros_like(rows), where=scales != 0)
+    q = (np.clip(np.rint(steps), -127, 127) + 128).astype(np.uint8)
+    return QuantRows(q, scales, None, 128, packing.COLUMN_GROUP, 8)
 
 
 def make_weight(fmt: str, n: int, k: int, rng: np.random.Generator) -> PackedWeight:
@@ -181,3 +195,17 @@ def _expected_columns(x: Array, w: PackedWeight, k_parts: int) -> tuple[Array, A
         term = scale * (q[:, begin:end] @ (rows.q[:, begin:end].astype(np.int64) - w.zero_point).T)
         y, size, begin = y + term, size + np.abs(term), end
     return y, gamma(k_parts + 2) * size + 1e-40
+
+
+def assert_bound_and_bits(
+    isa_name: str, w: PackedWeight, x: Array, path: str, k_parts: int = 1, **schedule: int
+) -> None:
+    """By any schedule a product keeps its bound, and its rows have the bits that each has alone."""
+    with isa.using(isa_name):
+        fields = _native.default_schedule(w, len(x), path=path) | schedule
+        together = _native.gemm(x, w, fields, path=path, k_parts=k_parts)
+        alone = np.concatenate([_native.gemm(row[None], w, path=path, k_parts=k_parts) for row in x])
+    y, bound = expected(x, w, path=path)
+
+    assert np.array_equal(together, alone)
+    assert (np.abs(together - y) <= bound).all()

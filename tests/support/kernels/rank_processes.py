@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -46,6 +47,17 @@ def start(n_ranks: int, work: Callable[[int], object]) -> Ranks:
 def run(n_ranks: int, work: Callable[[int], object]) -> None:
     codes = start(n_ranks, work).ended()
     assert codes == [0] * n_ranks, f"exit codes of the ranks: {codes}"
+
+
+def assert_killed_leaves_nobody_waiting(victim: int, work: Callable[[int], object], pause_s: float) -> None:
+    """Of three ranks one is killed after a pause; the others end by themselves."""
+    ranks = start(3, work)
+    time.sleep(pause_s)
+    ranks.kill(victim)
+    codes = ranks.ended()
+
+    assert codes.pop(victim) == -signal.SIGKILL
+    assert codes == [0, 0]
 
 
 def _forked(work: Callable[[int], object], rank: int) -> int:

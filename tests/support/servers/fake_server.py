@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
+
 from phasewise.serving.drafts.contract import Drafter
 from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.engine_thread import EngineThread
@@ -50,6 +52,20 @@ class FakeServer:
     metrics: Metrics
     said: list[str]
     app: Any = field(repr=False, default=None)
+
+    def post(self, path: str, key: str = "", **fields: Any) -> httpx.Response:
+        """The answer to a request for the model `fake`, by the client of `key`."""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return httpx.post(f"{self.url}{path}", json={"model": "fake", **fields}, headers=headers, timeout=60)
+
+    def n_computed(self, path: str, key: str = "", **fields: Any) -> int:
+        """Prompt tokens that were computed for one request, not copied."""
+        before = len(self.ranks.batches)
+        answer = self.post(path, key, **fields)
+        assert answer.status_code == 200, answer.text
+        assert "x-ignored-fields" not in answer.headers
+        self.wait_until_idle()
+        return sum(batch.n_tokens for batch in self.ranks.batches[before:] if batch.phase == "prefill")
 
     def wait_until_idle(self, timeout_s: float = 60.0) -> None:
         """Until the engine holds no request and no slot."""

@@ -27,12 +27,6 @@ CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunk
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
-    with fake_server() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def locked() -> Iterator[FakeServer]:
     with fake_server(HttpLimits(api_keys=("k",))) as running:
         yield running

@@ -5,11 +5,9 @@ from __future__ import annotations
 import socket
 import ssl
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import pytest
 
 from phasewise.serving.http.transport.listening import TcpAddress, tls_context
 from tests.support.servers.fake_server import FakeServer, fake_server
@@ -20,12 +18,6 @@ ASYNCIO_READS_BYTES = 256 * 1024
 """What asyncio takes for a read where the protocol gives it no buffer."""
 PADDING = 300_000
 """More than one read takes, in a field that is not read."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
-    with fake_server() as running:
-        yield running
 
 
 def answer_on(raw: socket.socket) -> bytes:
