@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.tuner.topotree import TopoTree
-
 Matrix = npt.NDArray[np.float64]
 
 
@@ -52,8 +50,3 @@ def blocks(pus: Sequence[int], size: int, stride: int = 1) -> list[tuple[int, ..
         for start in range(0, len(pus), span)
         for first in range(stride)
     ]
-
-
-def first_pus(tree: TopoTree, per_core: int = 1) -> list[int]:
-    """One PU of every core, in tree order."""
-    return list(tree.pus[::per_core])
