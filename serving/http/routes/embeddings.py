@@ -132,7 +132,7 @@ BODIES: tuple[type[Strict], ...] = (
     RerankRequest,
     TeiRerankRequest,
 )
-"""Of all routes here."""
+"""The bodies of all routes here."""
 
 
 @dataclass(frozen=True)
