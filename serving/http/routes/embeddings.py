@@ -231,7 +231,7 @@ class EmbeddingRoutes:
             raise bad_request(
                 f"dimensions is {body.dimensions}; this model's vectors have {self.model.width}", "dimensions"
             )
-        given = body.input
+        given: Any = body.input
         self._refuse_too_large(body)
 
         def cut() -> list[Tokens]:
