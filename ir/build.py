@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from phasewise.ir import nodes as ir
 from phasewise.ir.errors import SourceError
 from phasewise.ir.lowering import Lowered, lower
-from phasewise.ir.nodes import FunctionDefinition
 from phasewise.ir.reading import read
 from phasewise.ir.running.limited import ChildLimits, run
 from phasewise.ir.targets import COMMON_FLAGS, TARGETS, IsaTarget
@@ -26,7 +26,7 @@ def target_named(name: str) -> IsaTarget:
     return TARGETS[name]
 
 
-def chosen(text: str, choice: Mapping[str, int], where: str = "kernel") -> FunctionDefinition:
+def chosen(text: str, choice: Mapping[str, int], where: str = "kernel") -> ir.FunctionDefinition:
     """The kernel with these parameters, its loops transformed."""
     return transformed(read(text, where, choice), where)
 

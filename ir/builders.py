@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from phasewise.ir.nodes import Binary, CallExpression, Const, Expr, Index, integer, vec
+from phasewise.ir import nodes as ir
 from phasewise.ir.operations import Mistyped, as_elem, binary, call, cast, fitting
 from phasewise.ir.types import (
     BITS,
@@ -29,7 +29,7 @@ from phasewise.ir.types import (
     pointee,
 )
 
-Build: TypeAlias = Callable[[Sequence[Expr]], Expr]
+Build: TypeAlias = Callable[[Sequence[ir.Expr]], ir.Expr]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,33 +71,33 @@ NEON_NAMES = {of: name for name, of in reversed(NEON_TYPES.items()) if not name.
 # ---- helpers of builders ---------------------------------------------------------------------------------
 
 
-def number(e: Expr) -> int:
+def number(e: ir.Expr) -> int:
     """An argument that must be known when compiling."""
-    if not isinstance(e, Const) or not isinstance(e.value, int):
+    if not isinstance(e, ir.Const) or not isinstance(e.value, int):
         raise Mistyped("takes a number that is known when compiling")
     return e.value
 
 
-def zero(elem: Scalar, lanes: int) -> Expr:
-    return call("splat", (Const(elem, 0.0 if elem.is_float else 0),), (integer(lanes),))
+def zero(elem: Scalar, lanes: int) -> ir.Expr:
+    return call("splat", (ir.Const(elem, 0.0 if elem.is_float else 0),), (ir.integer(lanes),))
 
 
-def constant(elem: Scalar, values: Sequence[int | float]) -> Expr:
+def constant(elem: Scalar, values: Sequence[int | float]) -> ir.Expr:
     fitted = [fitting(value, elem) for value in values]
     if len(set(map(repr, fitted))) == 1:
-        return call("splat", (Const(elem, fitted[0]),), (integer(len(fitted)),))
-    return call("vector", (), tuple(Const(elem, value) for value in fitted), elem)
+        return call("splat", (ir.Const(elem, fitted[0]),), (ir.integer(len(fitted)),))
+    return call("vector", (), tuple(ir.Const(elem, value) for value in fitted), elem)
 
 
-def size_of(e: Expr) -> int:
-    return vec(e).size
+def size_of(e: ir.Expr) -> int:
+    return ir.vec(e).size
 
 
-def lanes_of(e: Expr) -> int:
-    return vec(e).lanes
+def lanes_of(e: ir.Expr) -> int:
+    return ir.vec(e).lanes
 
 
-def pointer_to(e: Expr, elem: Scalar | None) -> Expr:
+def pointer_to(e: ir.Expr, elem: Scalar | None) -> ir.Expr:
     """A pointer argument of a load or store, to numbers of the vector's kind."""
     of = e.type
     target = pointee(of)
@@ -112,7 +112,7 @@ def pointer_to(e: Expr, elem: Scalar | None) -> Expr:
     return cast(Pointer(elem, isinstance(of, Pointer) and of.is_const), e)
 
 
-def first_lanes(e: Expr, elem: Scalar, lanes: int) -> Expr:
+def first_lanes(e: ir.Expr, elem: Scalar, lanes: int) -> ir.Expr:
     """The first lanes of a register, read as `elem`."""
     found = as_elem(e, elem)
     while lanes_of(found) > lanes:
@@ -120,21 +120,21 @@ def first_lanes(e: Expr, elem: Scalar, lanes: int) -> Expr:
     return found
 
 
-def half(which: str, e: Expr) -> Expr:
+def half(which: str, e: ir.Expr) -> ir.Expr:
     """A half of a vector; of a concatenation, a part of it."""
 
-    if isinstance(e, CallExpression) and e.name == "concat":
+    if isinstance(e, ir.CallExpression) and e.name == "concat":
         return e.args[which == "hi"]
-    if isinstance(e, CallExpression) and e.name == "splat":
-        return call("splat", e.args, (integer(lanes_of(e) // 2),))
-    if isinstance(e, CallExpression) and e.name == "bits" and isinstance(e.args[0].type, Vec):
+    if isinstance(e, ir.CallExpression) and e.name == "splat":
+        return call("splat", e.args, (ir.integer(lanes_of(e) // 2),))
+    if isinstance(e, ir.CallExpression) and e.name == "bits" and isinstance(e.args[0].type, Vec):
         inner = e.args[0]
-        if isinstance(inner, CallExpression) and inner.name in ("concat", "splat") and lanes_of(inner) > 1:
-            return as_elem(half(which, inner), vec(e).elem)
+        if isinstance(inner, ir.CallExpression) and inner.name in ("concat", "splat") and lanes_of(inner) > 1:
+            return as_elem(half(which, inner), ir.vec(e).elem)
     return call(which, (e,))
 
 
-def padded(e: Expr, size: int) -> Expr:
+def padded(e: ir.Expr, size: int) -> ir.Expr:
     """Zeros behind a vector up to a register's size."""
     while size_of(e) < size:
         assert isinstance(e.type, Vec)
@@ -142,22 +142,22 @@ def padded(e: Expr, size: int) -> Expr:
     return e
 
 
-def shuffled(a: Expr, b: Expr, places: Sequence[int]) -> Expr:
-    return call("shuffle", (a, b), tuple(integer(place) for place in places))
+def shuffled(a: ir.Expr, b: ir.Expr, places: Sequence[int]) -> ir.Expr:
+    return call("shuffle", (a, b), tuple(ir.integer(place) for place in places))
 
 
-def signs(elem: Scalar, lanes: int, of_even: bool) -> Expr:
+def signs(elem: Scalar, lanes: int, of_even: bool) -> ir.Expr:
     """A mask of sign bits in every second lane."""
     top = 1 << (8 * elem.size - 1)
     bits = SCALARS[f"u{8 * elem.size}"]
     return constant(bits, [top if (i % 2 == 0) == of_even else 0 for i in range(lanes)])
 
 
-def flipped(e: Expr, of_even: bool) -> Expr:
+def flipped(e: ir.Expr, of_even: bool) -> ir.Expr:
     """Every second lane negated."""
-    elem = vec(e).elem
-    mask = signs(elem, vec(e).lanes, of_even)
-    return as_elem(binary("^", as_elem(e, vec(mask).elem), mask), elem)
+    elem = ir.vec(e).elem
+    mask = signs(elem, ir.vec(e).lanes, of_even)
+    return as_elem(binary("^", as_elem(e, ir.vec(mask).elem), mask), elem)
 
 
 def dup(places: Sequence[int], elem: Scalar) -> Build:
@@ -177,26 +177,26 @@ def called(name: str, elem: Scalar) -> Build:
 
 
 def splat(elem: Scalar, lanes: int) -> Build:
-    return lambda a: call("splat", (cast(elem, a[0]),), (integer(lanes),))
+    return lambda a: call("splat", (cast(elem, a[0]),), (ir.integer(lanes),))
 
 
 def load(elem: Scalar | None, lanes: int) -> Build:
-    def build(a: Sequence[Expr]) -> Expr:
+    def build(a: Sequence[ir.Expr]) -> ir.Expr:
         p = pointer_to(a[0], elem)
         size = target(p).size
-        return call("load", (p,), (integer(lanes if elem else lanes // size),))
+        return call("load", (p,), (ir.integer(lanes if elem else lanes // size),))
 
     return build
 
 
-def target(p: Expr) -> Scalar:
+def target(p: ir.Expr) -> Scalar:
     of = pointee(p.type)
     assert isinstance(of, Scalar)
     return of
 
 
 def store(elem: Scalar | None) -> Build:
-    def build(a: Sequence[Expr]) -> Expr:
+    def build(a: Sequence[ir.Expr]) -> ir.Expr:
         p = pointer_to(a[0], elem)
         return call("store", (p, as_elem(a[1], target(p))))
 
@@ -204,8 +204,8 @@ def store(elem: Scalar | None) -> Build:
 
 
 def shift(op: str, elem: Scalar) -> Build:
-    def build(a: Sequence[Expr]) -> Expr:
-        if not isinstance(a[1], Const):
+    def build(a: Sequence[ir.Expr]) -> ir.Expr:
+        if not isinstance(a[1], ir.Const):
             return binary(op, as_elem(a[0], elem), a[1])
         bits = number(a[1])
         if bits >= 8 * elem.size:
@@ -213,7 +213,7 @@ def shift(op: str, elem: Scalar) -> Build:
                 bits = 8 * elem.size - 1
             else:
                 return zero(elem, size_of(a[0]) // elem.size)
-        return binary(op, as_elem(a[0], elem), integer(bits))
+        return binary(op, as_elem(a[0], elem), ir.integer(bits))
 
     return build
 
@@ -224,24 +224,24 @@ def unpacked(elem: Scalar, which: int) -> Build:
     return lambda a: shuffled(as_elem(a[0], elem), as_elem(a[1], elem), places)
 
 
-def neighbours(a: Sequence[Expr], elem: Scalar) -> Expr:
+def neighbours(a: Sequence[ir.Expr], elem: Scalar) -> ir.Expr:
     one, other = as_elem(a[0], elem), as_elem(a[1], elem)
     group = 2 * (16 // elem.size)
     even = shuffled(one, other, range(0, group, 2))
     return binary("+", even, shuffled(one, other, range(1, group, 2)))
 
 
-def element(p: Expr) -> Expr:
+def element(p: ir.Expr) -> ir.Expr:
     """The type that a pointer points to."""
     of = target(p)
-    if isinstance(p, Binary) and p.op == "+" and isinstance(p.a.type, Pointer | Array):
-        return Index(of, p.a, p.b)
-    return Index(of, p, integer(0))
+    if isinstance(p, ir.Binary) and p.op == "+" and isinstance(p.a.type, Pointer | Array):
+        return ir.Index(of, p.a, p.b)
+    return ir.Index(of, p, ir.integer(0))
 
 
-def joined(low: Expr, high: Expr) -> Expr:
-    return call("concat", (low, as_elem(high, vec(low).elem)))
+def joined(low: ir.Expr, high: ir.Expr) -> ir.Expr:
+    return call("concat", (low, as_elem(high, ir.vec(low).elem)))
 
 
-def permuted(e: Expr, places: Sequence[int]) -> Expr:
-    return call("permute", (e,), tuple(integer(place) for place in places))
+def permuted(e: ir.Expr, places: Sequence[int]) -> ir.Expr:
+    return call("permute", (e,), tuple(ir.integer(place) for place in places))

@@ -9,24 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phasewise.ir.nodes import (
-    Assign,
-    Binary,
-    CallExpression,
-    Const,
-    Declare,
-    Expr,
-    FunctionDefinition,
-    Index,
-    Member,
-    Rewriter,
-    Var,
-    integer,
-    used,
-    vec,
-    walk,
-    walk_body,
-)
+from phasewise.ir import nodes as ir
 from phasewise.ir.operations import call
 from phasewise.ir.raising.reductions import without_unused
 from phasewise.ir.types import I32, Vec
@@ -35,78 +18,79 @@ MOST = 128
 """Most that a lane may hold for a pair of products to fit 16 bits."""
 
 
-def joined(function: FunctionDefinition) -> FunctionDefinition:
+def joined(function: ir.FunctionDefinition) -> ir.FunctionDefinition:
     """The function with four products in one operation, where that changes no bit."""
     body = _Joiner(function).body(function.body)
     return function if body == function.body else without_unused(replace(function, body=body))
 
 
-class _Joiner(Rewriter):
-    def __init__(self, function: FunctionDefinition) -> None:
-        nodes = walk_body(function.body)
-        targets = [node.target for node in nodes if isinstance(node, Assign)]
-        self._changing = {one.name for one in targets if isinstance(one, Var)}
-        self._values: dict[str, Expr] = {}
+class _Joiner(ir.Rewriter):
+    def __init__(self, function: ir.FunctionDefinition) -> None:
+        nodes = ir.walk_body(function.body)
+        targets = [node.target for node in nodes if isinstance(node, ir.Assign)]
+        self._changing = {one.name for one in targets if isinstance(one, ir.Var)}
+        self._values: dict[str, ir.Expr] = {}
         for node in nodes:
-            if isinstance(node, Declare):
+            if isinstance(node, ir.Declare):
                 if node.name in self._values or node.value is None:
                     self._changing.add(node.name)
                 else:
                     self._values[node.name] = node.value
 
-    def leave(self, e: Expr) -> Expr:
-        if not (isinstance(e, CallExpression) and e.name == "dot_i16" and _is_one(self._known(e.args[1]))):
+    def leave(self, e: ir.Expr) -> ir.Expr:
+        if not (isinstance(e, ir.CallExpression) and e.name == "dot_i16" and _is_one(self._known(e.args[1]))):
             return e
         pairs = self._known(e.args[0])
-        if not isinstance(pairs, CallExpression) or pairs.name != "dot_u8i8_sat":
+        if not isinstance(pairs, ir.CallExpression) or pairs.name != "dot_u8i8_sat":
             return e
         a, b = pairs.args
-        is_later = isinstance(e.args[0], Var) and (used(pairs) & self._changing or _reads_memory(pairs))
+        is_later = isinstance(e.args[0], ir.Var) and (ir.used(pairs) & self._changing or _reads_memory(pairs))
         if is_later or self._most(a) > MOST:
             return e
-        zero = call("splat", (Const(I32, 0),), (integer(vec(e).lanes),))
+        zero = call("splat", (ir.Const(I32, 0),), (ir.integer(ir.vec(e).lanes),))
         return call("dot_u8i8", (zero, a, b))
 
-    def _known(self, e: Expr) -> Expr:
+    def _known(self, e: ir.Expr) -> ir.Expr:
         """The value of a name that has only one."""
-        while isinstance(e, Var) and e.name in self._values and e.name not in self._changing:
+        while isinstance(e, ir.Var) and e.name in self._values and e.name not in self._changing:
             e = self._values[e.name]
         return e
 
-    def _most(self, e: Expr) -> int:
+    def _most(self, e: ir.Expr) -> int:
         """No lane of bytes is larger, read without a sign."""
         e = self._known(e)
         match e:
-            case CallExpression(name="bits", args=(inner,)) if isinstance(inner.type, Vec):
+            case ir.CallExpression(name="bits", args=(inner,)) if isinstance(inner.type, Vec):
                 return self._most(inner) if inner.type.elem.size == 1 else 255
-            case CallExpression(name="splat", args=(Const(value=int(value)),)):
+            case ir.CallExpression(name="splat", args=(ir.Const(value=int(value)),)):
                 return value & 255
-            case CallExpression(name="abs"):
+            case ir.CallExpression(name="abs"):
                 return 128
-            case CallExpression(name="sign", args=(a, b)) if a == b:
+            case ir.CallExpression(name="sign", args=(a, b)) if a == b:
                 return 128
-            case CallExpression(name="concat", args=(a, b)):
+            case ir.CallExpression(name="concat", args=(a, b)):
                 return max(self._most(a), self._most(b))
-            case CallExpression(name="lo" | "hi", args=(a,)):
+            case ir.CallExpression(name="lo" | "hi", args=(a,)):
                 return self._most(a)
-            case Binary(op="&", a=a, b=b):
+            case ir.Binary(op="&", a=a, b=b):
                 return min(self._most(a), self._most(b))
         return 255
 
 
-def _reads_memory(e: Expr) -> bool:
+def _reads_memory(e: ir.Expr) -> bool:
     return any(
-        isinstance(node, Index | Member) or (isinstance(node, CallExpression) and node.name == "load")
-        for node in walk(e)
+        isinstance(node, ir.Index | ir.Member)
+        or (isinstance(node, ir.CallExpression) and node.name == "load")
+        for node in ir.walk(e)
     )
 
 
-def _is_one(e: Expr) -> bool:
+def _is_one(e: ir.Expr) -> bool:
     match e:
-        case CallExpression(name="splat", args=(Const(value=1),)):
+        case ir.CallExpression(name="splat", args=(ir.Const(value=1),)):
             return True
-        case CallExpression(name="bits", args=(inner,)) if isinstance(inner.type, Vec):
+        case ir.CallExpression(name="bits", args=(inner,)) if isinstance(inner.type, Vec):
             return isinstance(e.type, Vec) and inner.type.elem.size == e.type.elem.size and _is_one(inner)
-        case CallExpression(name="concat", args=(a, b)):
+        case ir.CallExpression(name="concat", args=(a, b)):
             return _is_one(a) and _is_one(b)
     return False

@@ -9,30 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from phasewise.ir import nodes as ir
 from phasewise.ir.c_text import c_type, is_simple, number, signature, struct_text, wrapped
 from phasewise.ir.joining import joined
 from phasewise.ir.lowering_expressions import LoweredExpressions
-from phasewise.ir.nodes import (
-    Assign,
-    BlockStatement,
-    Body,
-    CallExpression,
-    Declare,
-    Do,
-    Expr,
-    FunctionDefinition,
-    If,
-    Index,
-    Leave,
-    Member,
-    Return,
-    Steps,
-    Stmt,
-    Var,
-    While,
-    vec,
-    walk_body,
-)
 from phasewise.ir.targets import IsaTarget
 from phasewise.ir.types import Array, Scalar, Type, Vec, numbers_of
 from phasewise.ir.words import halves, typedef, vec_name
@@ -65,7 +45,7 @@ def own_header(target: IsaTarget) -> str:
 
 
 def lower(
-    function: FunctionDefinition, target: IsaTarget, name: str | None = None, is_static: bool = False
+    function: ir.FunctionDefinition, target: IsaTarget, name: str | None = None, is_static: bool = False
 ) -> Lowered:
     """C of a kernel whose numbers are all known (reading.read with a choice, transforms.transformed)."""
     lowerer = _Lowerer(joined(function) if target.has_vnni else function, target)
@@ -73,7 +53,7 @@ def lower(
 
 
 class _Lowerer(LoweredExpressions):
-    def __init__(self, function: FunctionDefinition, target: IsaTarget) -> None:
+    def __init__(self, function: ir.FunctionDefinition, target: IsaTarget) -> None:
         super().__init__(target, {name for name, _ in function.args})
         self._function = function
 
@@ -101,7 +81,7 @@ class _Lowerer(LoweredExpressions):
             **made,
         }
 
-    def _table(self, one: Declare) -> str:
+    def _table(self, one: ir.Declare) -> str:
         of = numbers_of(one.type)
         words = [number(value, of) for value in one.values]
         lines = [f"    {', '.join(words[i : i + 16])}," for i in range(0, len(words), 16)]
@@ -113,12 +93,12 @@ class _Lowerer(LoweredExpressions):
     def _declare_locals(self) -> None:
         """All variables at the beginning: those of a loop keep their value after it."""
         seen: set[str] = set(self._names)
-        for node in walk_body(self._function.body):
+        for node in ir.walk_body(self._function.body):
             match node:
-                case Declare(name=name, type=of, values=values) if name not in seen:
+                case ir.Declare(name=name, type=of, values=values) if name not in seen:
                     seen.add(name)
                     self._declare(name, of, values)
-                case Steps(variable=name, type=of) if name not in seen:
+                case ir.Steps(variable=name, type=of) if name not in seen:
                     seen.add(name)
                     self._line(f"{c_type(of, name)};")
 
@@ -137,45 +117,45 @@ class _Lowerer(LoweredExpressions):
 
     # ---- statements ----
 
-    def _body(self, body: Body) -> None:
+    def _body(self, body: ir.Body) -> None:
         for one in body:
             self._statement(one)
 
-    def _block(self, head: str, body: Body, tail: str = "}") -> None:
+    def _block(self, head: str, body: ir.Body, tail: str = "}") -> None:
         self._line(f"{head} {{")
         self._depth += 1
         self._body(body)
         self._depth -= 1
         self._line(tail)
 
-    def _statement(self, statement: Stmt) -> None:
+    def _statement(self, statement: ir.Stmt) -> None:
         match statement:
-            case Declare():
+            case ir.Declare():
                 self._initial(statement)
-            case Assign(target, value, _):
+            case ir.Assign(target, value, _):
                 self._assign(target, value)
-            case Do(what, _):
-                assert isinstance(what, CallExpression)
+            case ir.Do(what, _):
+                assert isinstance(what, ir.CallExpression)
                 self._do(what)
-            case Steps():
+            case ir.Steps():
                 self._steps(statement)
-            case While(condition, body, _):
+            case ir.While(condition, body, _):
                 self._loop("while ({condition})", "for (;;)", condition, body)
-            case If(condition, then, otherwise, _):
+            case ir.If(condition, then, otherwise, _):
                 self._block(f"if ({self._scalar(condition)})", then)
                 if otherwise:
                     self._lines.pop()
                     self._block("} else", otherwise)
-            case Return(value, _):
+            case ir.Return(value, _):
                 self._line("return;" if value is None else f"return {self._scalar(value)};")
-            case Leave(word, _):
+            case ir.Leave(word, _):
                 self._line(f"{word};")
-            case BlockStatement(body, _):
+            case ir.BlockStatement(body, _):
                 self._body(body)
             case _:
                 raise AssertionError(statement)
 
-    def _initial(self, one: Declare) -> None:
+    def _initial(self, one: ir.Declare) -> None:
         if isinstance(one.type, Array):
             if one.values and not any(one.values):
                 self._line(f"memset({one.name}, 0, sizeof {one.name});")
@@ -184,18 +164,18 @@ class _Lowerer(LoweredExpressions):
                 self._lines.insert(0, "    static const " + self._values(table, one))
                 self._line(f"memcpy({one.name}, {table}, sizeof {one.name});")
         elif one.value is not None:
-            self._assign(Var(one.type, one.name), one.value)
+            self._assign(ir.Var(one.type, one.name), one.value)
 
-    def _values(self, name: str, one: Declare) -> str:
+    def _values(self, name: str, one: ir.Declare) -> str:
         of = numbers_of(one.type)
         values = ", ".join(number(value, of) for value in one.values)
         return f"{c_type(Array(of, len(one.values)), name)} = {{{values}}};"
 
-    def _assign(self, target: Expr, value: Expr) -> None:
+    def _assign(self, target: ir.Expr, value: ir.Expr) -> None:
         if isinstance(target.type, Vec):
             parts = self._vector(value)
             places = self._places(target)
-            if len(parts) > 1 and isinstance(target, Var):
+            if len(parts) > 1 and isinstance(target, ir.Var):
                 of = self._words.type(self._part(target.type))
                 parts = [part if is_simple(part) else self._temporary(of, part) for part in parts]
             for place, part in zip(places, parts, strict=True):
@@ -203,26 +183,26 @@ class _Lowerer(LoweredExpressions):
                     self._line(f"{place} = {part};")
             return
         text = self._scalar(value)
-        if isinstance(target, Index | Member) and self._is_punned(target):
+        if isinstance(target, ir.Index | ir.Member) and self._is_punned(target):
             assert isinstance(target.type, Scalar)
             self._line(f"{self._store_word(target.type)}({self._address(target)}, {text});")
         else:
             self._line(f"{self._scalar(target)} = {text};")
 
-    def _do(self, what: CallExpression) -> None:
+    def _do(self, what: ir.CallExpression) -> None:
         if what.name == "prefetch":
             self._line(f"__builtin_prefetch({self._scalar(what.args[0])});")
             return
         assert what.name == "store"
         value = what.args[1]
-        part = self._part(vec(value))
+        part = self._part(ir.vec(value))
         parts = self._vector(value)
         place = self._scalar(what.args[0])
         for i, one in enumerate(parts):
             at = f"{wrapped(place)} + {i * part.lanes}" if i else place
             self._line(f"{self._memory_word('store', part)}({at}, {one});")
 
-    def _steps(self, loop: Steps) -> None:
+    def _steps(self, loop: ir.Steps) -> None:
         variable = loop.variable
         start, step = self._scalar(loop.start), self._scalar(loop.step)
         before = "" if start == variable else f"{variable} = {start}"
@@ -230,7 +210,7 @@ class _Lowerer(LoweredExpressions):
         plain = f"for ({before}; {{condition}}; {after})"
         self._loop(plain, f"for ({before};; {after})", loop.condition, loop.body)
 
-    def _loop(self, plain: str, endless: str, condition: Expr, body: Body) -> None:
+    def _loop(self, plain: str, endless: str, condition: ir.Expr, body: ir.Body) -> None:
         """A loop; an `endless` one that asks within itself, where its condition needs lines of its own."""
         lines, text = self._captured(condition)
         if not lines:

@@ -4,21 +4,8 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from phasewise.ir import nodes as ir
 from phasewise.ir.c_text import c_type, is_simple, number, wrapped
-from phasewise.ir.nodes import (
-    AddressOf,
-    Binary,
-    CallExpression,
-    Cast,
-    Const,
-    Expr,
-    Index,
-    Member,
-    Ternary,
-    Unary,
-    Var,
-    vec,
-)
 from phasewise.ir.operations import COMPARISONS, LIBRARY, LOGICAL, ORDERS, REDUCTIONS, decayed
 from phasewise.ir.targets import IsaTarget
 from phasewise.ir.types import Pointer, Scalar, Type, Vec, common, promoted
@@ -53,11 +40,11 @@ class LoweredExpressions:
     def _part(self, of: Vec) -> Vec:
         return Vec(of.elem, of.lanes // self._n_parts(of))
 
-    def _places(self, target: Expr) -> Parts:
-        n = self._n_parts(vec(target))
-        if isinstance(target, Var):
+    def _places(self, target: ir.Expr) -> Parts:
+        n = self._n_parts(ir.vec(target))
+        if isinstance(target, ir.Var):
             return self._part_names(target.name, n)
-        assert isinstance(target, Index)
+        assert isinstance(target, ir.Index)
         base = f"{self._scalar(target.base)}[{self._scalar(target.index)}]"
         return [base] if n == 1 else [f"{base}[{i}]" for i in range(n)]
 
@@ -87,7 +74,7 @@ class LoweredExpressions:
         self._line(f"{of} {name} = {text};")
         return name
 
-    def _captured(self, e: Expr) -> tuple[list[str], str]:
+    def _captured(self, e: ir.Expr) -> tuple[list[str], str]:
         """An expression and the lines that it needs before it."""
         mine, self._lines = self._lines, []
         text = self._scalar(e)
@@ -96,20 +83,20 @@ class LoweredExpressions:
 
     # ---- numbers ----
 
-    def _scalar(self, e: Expr) -> str:
+    def _scalar(self, e: ir.Expr) -> str:
         match e:
-            case Const(of, value):
+            case ir.Const(of, value):
                 assert isinstance(of, Scalar)
                 return number(value, of)
-            case Var(_, name):
+            case ir.Var(_, name):
                 return name
-            case Unary(of, op, a):
+            case ir.Unary(of, op, a):
                 return f"{op}{wrapped(self._scalar(a))}"
-            case Binary():
+            case ir.Binary():
                 return self._binary(e)
-            case Ternary(of, condition, a, b):
+            case ir.Ternary(of, condition, a, b):
                 return self._ternary(of, condition, a, b)
-            case Cast(of, a):
+            case ir.Cast(of, a):
                 if isinstance(of, Pointer):
                     return (
                         f"({c_type(of)})(const void *){wrapped(self._scalar(a))}"
@@ -117,19 +104,19 @@ class LoweredExpressions:
                         else (f"({c_type(of)})(void *){wrapped(self._scalar(a))}")
                     )
                 return f"({c_type(of)}){wrapped(self._scalar(a))}"
-            case Index(_, base, index):
+            case ir.Index(_, base, index):
                 if self._is_punned(e):
                     assert isinstance(e.type, Scalar)
                     return f"{self._load_word(e.type)}({self._address(e)})"
                 return f"{wrapped(self._scalar(base))}[{self._scalar(index)}]"
-            case Member(_, base, field):
+            case ir.Member(_, base, field):
                 return f"{wrapped(self._scalar(base))}.{field}"
-            case CallExpression():
+            case ir.CallExpression():
                 return self._call(e)
-            case AddressOf():
+            case ir.AddressOf():
                 raise AssertionError("an address at the high level")
 
-    def _binary(self, e: Binary) -> str:
+    def _binary(self, e: ir.Binary) -> str:
         a, b = self._scalar(e.a), None
         if e.op in LOGICAL:
             lines, b = self._captured(e.b)
@@ -149,7 +136,7 @@ class LoweredExpressions:
             b = b if promoted(right) == shared else f"({c_type(shared)}){wrapped(b)}"
         return f"{wrapped(a)} {e.op} {wrapped(b)}"
 
-    def _ternary(self, of: Type, condition: Expr, a: Expr, b: Expr) -> str:
+    def _ternary(self, of: Type, condition: ir.Expr, a: ir.Expr, b: ir.Expr) -> str:
         test = self._scalar(condition)
         (before_a, one), (before_b, other) = self._captured(a), self._captured(b)
         if not before_a and not before_b:
@@ -164,15 +151,15 @@ class LoweredExpressions:
         self._line("}")
         return name
 
-    def _is_punned(self, e: Index | Member) -> bool:
+    def _is_punned(self, e: ir.Index | ir.Member) -> bool:
         """Memory of one type that is read as another, or off its alignment: by memcpy."""
         base = e.base
-        while isinstance(base, Binary):
+        while isinstance(base, ir.Binary):
             base = base.a
-        return isinstance(base, Cast) and isinstance(e.type, Scalar) and isinstance(e, Index)
+        return isinstance(base, ir.Cast) and isinstance(e.type, Scalar) and isinstance(e, ir.Index)
 
-    def _address(self, e: Index | Member) -> str:
-        assert isinstance(e, Index)
+    def _address(self, e: ir.Index | ir.Member) -> str:
+        assert isinstance(e, ir.Index)
         return f"{wrapped(self._scalar(e.base))} + {wrapped(self._scalar(e.index))}"
 
     def _load_word(self, of: Scalar) -> str:
@@ -187,7 +174,7 @@ class LoweredExpressions:
         self._extra[name] = f"static inline void {name}(void *p, {c} x) {{ memcpy(p, &x, sizeof x); }}"
         return name
 
-    def _call(self, e: CallExpression) -> str:
+    def _call(self, e: ir.CallExpression) -> str:
         assert isinstance(e.type, Scalar)
         if e.name in LIBRARY:
             return f"{e.name}({', '.join(self._scalar(one) for one in e.args)})"
@@ -203,15 +190,17 @@ class LoweredExpressions:
         source = e.args[0]
         if e.name == "lane":
             (at,) = e.numbers
-            assert isinstance(at, Const)
-            part = self._part(vec(source))
+            assert isinstance(at, ir.Const)
+            part = self._part(ir.vec(source))
             one = self._bound(part, self._vector(source)[int(at.value) // part.lanes])
             return f"{one}[{int(at.value) % part.lanes}]"
         assert e.name in REDUCTIONS
-        order = ORDERS[int(e.numbers[0].value)] if e.numbers and isinstance(e.numbers[0], Const) else "halves"
+        order = (
+            ORDERS[int(e.numbers[0].value)] if e.numbers and isinstance(e.numbers[0], ir.Const) else "halves"
+        )
         return self._reduced(e.name.removeprefix("reduce_"), source, order)
 
-    def _bits(self, to: Scalar, a: Expr) -> str:
+    def _bits(self, to: Scalar, a: ir.Expr) -> str:
         assert isinstance(a.type, Scalar)
         name = f"{to.name}_of_{a.type.name}"
         c, given = C_NAMES[to.name], C_NAMES[a.type.name]
@@ -220,9 +209,9 @@ class LoweredExpressions:
         )
         return f"{name}({self._scalar(a)})"
 
-    def _reduced(self, op: str, source: Expr, order: str) -> str:
+    def _reduced(self, op: str, source: ir.Expr, order: str) -> str:
         """Halves are whole registers first; pairs meet within a register first."""
-        part, parts = self._part(vec(source)), self._vector(source)
+        part, parts = self._part(ir.vec(source)), self._vector(source)
         if order == "pairs":
             values = [f"{self._words.reduction(op, part, order)}({one})" for one in parts]
             while len(values) > 1:
@@ -244,25 +233,25 @@ class LoweredExpressions:
 
     # ---- vectors ----
 
-    def _vector(self, e: Expr) -> Parts:
+    def _vector(self, e: ir.Expr) -> Parts:
         of = e.type
         assert isinstance(of, Vec)
         match e:
-            case Var(_, name):
+            case ir.Var(_, name):
                 return self._part_names(name, self._n_parts(of))
-            case Index():
+            case ir.Index():
                 return self._places(e)
-            case Ternary(_, condition, a, b):
+            case ir.Ternary(_, condition, a, b):
                 return self._chosen(of, condition, a, b)
-            case Unary(_, op, a):
+            case ir.Unary(_, op, a):
                 return self._unary(op, a, of)
-            case Binary():
+            case ir.Binary():
                 return self._vector_binary(e, of)
-            case CallExpression():
+            case ir.CallExpression():
                 return self._vector_call(e, of)
         raise AssertionError(e)
 
-    def _chosen(self, of: Vec, condition: Expr, a: Expr, b: Expr) -> Parts:
+    def _chosen(self, of: Vec, condition: ir.Expr, a: ir.Expr, b: ir.Expr) -> Parts:
         test = self._scalar(condition)
         word, n = self._words.type(self._part(of)), self._n_parts(of)
         names = []
@@ -279,13 +268,13 @@ class LoweredExpressions:
         self._line("}")
         return names
 
-    def _unary(self, op: str, a: Expr, of: Vec) -> Parts:
+    def _unary(self, op: str, a: ir.Expr, of: Vec) -> Parts:
         part = self._part(of)
         if op == "-" and not of.elem.is_float:
             return [f"{self._words.make('neg', part, (part,))}({one})" for one in self._vector(a)]
         return [f"({op}{wrapped(one)})" for one in self._vector(a)]
 
-    def _vector_binary(self, e: Binary, of: Vec) -> Parts:
+    def _vector_binary(self, e: ir.Binary, of: Vec) -> Parts:
         left = e.a.type
         assert isinstance(left, Vec)
         part = self._part(of)
@@ -305,7 +294,7 @@ class LoweredExpressions:
             return [f"{name}({a}, {b})" for a, b in sides]
         return [f"({a} {e.op} {b})" for a, b in sides]
 
-    def _vector_call(self, e: CallExpression, of: Vec) -> Parts:
+    def _vector_call(self, e: ir.CallExpression, of: Vec) -> Parts:
         part, n = self._part(of), self._n_parts(of)
         match e.name:
             case "load":
@@ -314,9 +303,9 @@ class LoweredExpressions:
                 return [f"{word}({f'{wrapped(place)} + {i * part.lanes}' if i else place})" for i in range(n)]
             case "splat":
                 value = self._scalar(e.args[0])
-                return [self._splat(part, value, isinstance(e.args[0], Const | Var))] * n
+                return [self._splat(part, value, isinstance(e.args[0], ir.Const | ir.Var))] * n
             case "vector":
-                values = [number(one.value, of.elem) for one in e.numbers if isinstance(one, Const)]
+                values = [number(one.value, of.elem) for one in e.numbers if isinstance(one, ir.Const)]
                 word = self._words.type(part)
                 return [
                     f"(({word}){{{', '.join(values[i * part.lanes : (i + 1) * part.lanes])}}})"
@@ -339,7 +328,7 @@ class LoweredExpressions:
             self._extra[name] = f"static inline {word} {name}({c} x) {{ return ({word}){{{lanes}}}; }}"
         return f"{name}({value})"
 
-    def _reinterpreted(self, a: Expr, of: Vec) -> Parts:
+    def _reinterpreted(self, a: ir.Expr, of: Vec) -> Parts:
         word = self._words.type(self._part(of))
         parts = self._vector(a)
         return [f"(({word}){wrapped(one)})" for one in parts]
@@ -369,7 +358,7 @@ class LoweredExpressions:
         one, other = (self._take(parts, of, start + at, half) for at in (0, half))
         return f"__builtin_shufflevector({one}, {other}, {', '.join(map(str, range(count)))})"
 
-    def _moved(self, e: CallExpression, of: Vec) -> Parts:
+    def _moved(self, e: ir.CallExpression, of: Vec) -> Parts:
         part, n = self._part(of), self._n_parts(of)
         source = e.args[0].type
         assert isinstance(source, Vec)
@@ -388,14 +377,14 @@ class LoweredExpressions:
                     return [f"(({self._words.type(part)}){{{values}}})"]
                 return [f"__builtin_shufflevector({parts[0]}, {parts[1]}, {places})"]
             case "with_lane":
-                at = int(e.numbers[0].value) if isinstance(e.numbers[0], Const) else 0
+                at = int(e.numbers[0].value) if isinstance(e.numbers[0], ir.Const) else 0
                 parts = list(self._vector(e.args[0]))
                 value = self._scalar(e.args[1])
                 name = self._temporary(self._words.type(part), parts[at // part.lanes])
                 self._line(f"{name}[{at % part.lanes}] = {value};")
                 parts[at // part.lanes] = name
                 return parts
-        places_of = [int(one.value) for one in e.numbers if isinstance(one, Const)]
+        places_of = [int(one.value) for one in e.numbers if isinstance(one, ir.Const)]
         if e.name == "permute":
             return self._permuted(e.args[0], places_of, of)
         group = len(places_of)
@@ -412,9 +401,9 @@ class LoweredExpressions:
             found.append(f"__builtin_shufflevector({a}, {b}, {', '.join(map(str, all_places))})")
         return found
 
-    def _permuted(self, a: Expr, places: list[int], of: Vec) -> Parts:
+    def _permuted(self, a: ir.Expr, places: list[int], of: Vec) -> Parts:
         part, n = self._part(of), self._n_parts(of)
-        source = self._part(vec(a))
+        source = self._part(ir.vec(a))
         parts = [self._bound(source, one) for one in self._vector(a)]
         found = []
         for i in range(n):
@@ -436,7 +425,7 @@ class LoweredExpressions:
                 found.append(f"(({self._words.type(part)}){{{values}}})")
         return found
 
-    def _computed(self, e: CallExpression, of: Vec) -> Parts:
+    def _computed(self, e: ir.CallExpression, of: Vec) -> Parts:
         """An operation whose results depend on lanes at the same share of each argument."""
         n, part = self._n_parts(of), self._part(of)
         sources = [one.type for one in e.args]
@@ -465,7 +454,7 @@ class LoweredExpressions:
             found.append(f"{word}({', '.join(values)})")
         return found
 
-    def _packed(self, e: CallExpression, of: Vec, vectors: list[Parts]) -> Parts:
+    def _packed(self, e: ir.CallExpression, of: Vec, vectors: list[Parts]) -> Parts:
         """Each register of the result has halves of both arguments' groups: groups never leave their sixteen
         bytes.
         """

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phasewise.ir.nodes import Binary, CallExpression, Cast, Const, Expr, Unary, integer, vec
+from phasewise.ir import nodes as ir
 from phasewise.ir.types import (
     F32,
     I32,
@@ -78,13 +78,13 @@ class Operands:
 
     name: str
     types: list[Type]
-    numbers: tuple[Expr, ...]
+    numbers: tuple[ir.Expr, ...]
     of: Scalar | None
 
     def number(self, at: int = 0) -> int:
         """A number that is known before the kernel runs."""
         value = self.numbers[at] if at < len(self.numbers) else None
-        if not isinstance(value, Const) or not isinstance(value.value, int):
+        if not isinstance(value, ir.Const) or not isinstance(value.value, int):
             raise Mistyped("a number that is known before the kernel runs is missing")
         return value.value
 
@@ -326,10 +326,12 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def call(
-    name: str, args: tuple[Expr, ...], numbers: tuple[Expr, ...] = (), of: Scalar | None = None
-) -> CallExpression:
+    name: str, args: tuple[ir.Expr, ...], numbers: tuple[ir.Expr, ...] = (), of: Scalar | None = None
+) -> ir.CallExpression:
     """A call with its type. `of` is the element type that the text names, e.g. in `widen(v, i32)`."""
-    return CallExpression(_result(Operands(name, [a.type for a in args], numbers, of)), name, args, numbers)
+    return ir.CallExpression(
+        _result(Operands(name, [a.type for a in args], numbers, of)), name, args, numbers
+    )
 
 
 def _result(given: Operands) -> Type:
@@ -355,12 +357,12 @@ LOGICAL = ("&&", "||")
 SHIFTS = ("<<", ">>")
 
 
-def binary(op: str, a: Expr, b: Expr) -> Binary:
+def binary(op: str, a: ir.Expr, b: ir.Expr) -> ir.Binary:
     """C's types for numbers and pointers; vectors meet vectors of their own type, shifts a known number."""
-    return Binary(binary_type(op, a.type, b.type, b), op, a, b)
+    return ir.Binary(binary_type(op, a.type, b.type, b), op, a, b)
 
 
-def binary_type(op: str, a: Type, b: Type, right: Expr | None = None) -> Type:
+def binary_type(op: str, a: Type, b: Type, right: ir.Expr | None = None) -> Type:
     a, b = decayed(a), decayed(b)
     if isinstance(a, Vec) and op in SHIFTS:
         _need(
@@ -400,12 +402,12 @@ def mask_of(elem: Scalar) -> Scalar:
     return SCALARS[f"i{8 * elem.size}"]
 
 
-def unary(op: str, a: Expr) -> Unary:
+def unary(op: str, a: ir.Expr) -> ir.Unary:
     if isinstance(a.type, Vec):
-        return Unary(a.type, op, a)
+        return ir.Unary(a.type, op, a)
     if not isinstance(a.type, Scalar):
         raise Mistyped(f"{op} takes a number, not {spelled(a.type)}")
-    return Unary(I32 if op == "!" else promoted(a.type), op, a)
+    return ir.Unary(I32 if op == "!" else promoted(a.type), op, a)
 
 
 def decayed(of: Type) -> Type:
@@ -413,13 +415,13 @@ def decayed(of: Type) -> Type:
     return Pointer(of.of) if isinstance(of, Array) else of
 
 
-def cast(of: Type, a: Expr) -> Expr:
+def cast(of: Type, a: ir.Expr) -> ir.Expr:
     """`a` as another type, itself where it has the type."""
     if a.type == of:
         return a
-    if isinstance(a, Const) and isinstance(of, Scalar):
-        return Const(of, fitting(a.value, of))
-    return Cast(of, a)
+    if isinstance(a, ir.Const) and isinstance(of, Scalar):
+        return ir.Const(of, fitting(a.value, of))
+    return ir.Cast(of, a)
 
 
 def fitting(value: int | float, of: Scalar) -> int | float:
@@ -435,24 +437,26 @@ def fitting(value: int | float, of: Scalar) -> int | float:
     return wrapped - (1 << 8 * of.size) if of.is_signed and wrapped >> (8 * of.size - 1) else wrapped
 
 
-def as_elem(a: Expr, elem: Scalar) -> Expr:
+def as_elem(a: ir.Expr, elem: Scalar) -> ir.Expr:
     """The same bits with other lanes."""
-    if vec(a).elem == elem:
+    if ir.vec(a).elem == elem:
         return a
-    if isinstance(a, CallExpression) and a.name == "bits":
+    if isinstance(a, ir.CallExpression) and a.name == "bits":
         return as_elem(a.args[0], elem)
-    if isinstance(a, CallExpression) and a.name == "load" and isinstance(a.args[0], Cast):
+    if isinstance(a, ir.CallExpression) and a.name == "load" and isinstance(a.args[0], ir.Cast):
         place = a.args[0].a
         of = place.type.to if isinstance(place.type, Pointer) else None
         if isinstance(of, Scalar) and of.size == elem.size:  # read as the numbers that are there
-            return as_elem(call("load", (place,), (integer(vec(a).size // elem.size),)), elem)
+            return as_elem(call("load", (place,), (ir.integer(ir.vec(a).size // elem.size),)), elem)
     if (
-        isinstance(a, CallExpression)
+        isinstance(a, ir.CallExpression)
         and a.name == "splat"
-        and isinstance(a.args[0], Const)
+        and isinstance(a.args[0], ir.Const)
         and a.args[0].value == 0
     ):
         return call(
-            "splat", (Const(elem, 0.0 if elem.is_float else 0),), (integer(vec(a).size // elem.size),)
+            "splat",
+            (ir.Const(elem, 0.0 if elem.is_float else 0),),
+            (ir.integer(ir.vec(a).size // elem.size),),
         )
     return call("bits", (a,), of=elem)

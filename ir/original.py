@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from phasewise.ir import nodes as ir
 from phasewise.ir.errors import UserKernelError
 from phasewise.ir.lowering import Lowered
-from phasewise.ir.nodes import FunctionDefinition
 from phasewise.ir.printing import printed_c, printed_parts
 from phasewise.ir.raising.parse import parse_file
 from phasewise.ir.targets import TARGETS, IsaTarget
@@ -26,7 +26,7 @@ NAME = "original"
 class Original:
     """A function of the low level and the hash that a database knows it by."""
 
-    function: FunctionDefinition
+    function: ir.FunctionDefinition
     digest: int
 
     @property
@@ -45,7 +45,7 @@ class Original:
 
 
 def original_of(
-    path: Path, kernel: FunctionDefinition, target: IsaTarget,
+    path: Path, kernel: ir.FunctionDefinition, target: IsaTarget,
     include: Sequence[Path] = (), define: Sequence[str] = (),
 ) -> Original:  # fmt: skip
     """The function of the C file with the kernel's name; folders of its headers, macros that it needs.

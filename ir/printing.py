@@ -2,32 +2,8 @@
 
 from __future__ import annotations
 
+from phasewise.ir import nodes as ir
 from phasewise.ir.c_text import c_type, number, struct_text, wrapped
-from phasewise.ir.nodes import (
-    AddressOf,
-    Assign,
-    Binary,
-    BlockStatement,
-    Body,
-    CallExpression,
-    Cast,
-    Const,
-    Declare,
-    Do,
-    Expr,
-    For,
-    FunctionDefinition,
-    If,
-    Index,
-    Leave,
-    Member,
-    Return,
-    Stmt,
-    Ternary,
-    Unary,
-    Var,
-    While,
-)
 from phasewise.ir.operations import COMPARISONS
 from phasewise.ir.raising.intrinsics import register_name
 from phasewise.ir.types import (
@@ -45,7 +21,7 @@ HEADERS = {"neon": "#include <arm_neon.h>\n", "neon_dotprod": "#include <arm_neo
 _BITS = """static inline {to} {name}({of} a) {{ {to} x; memcpy(&x, &a, sizeof x); return x; }}"""
 
 
-def printed_c(function: FunctionDefinition) -> str:
+def printed_c(function: ir.FunctionDefinition) -> str:
     """A file with the function, its helpers, structs and tables."""
     own = HEADERS.get(function.source_isa, "#include <immintrin.h>\n")
     head = f"#include <math.h>\n#include <stdint.h>\n#include <string.h>\n{own}"
@@ -55,7 +31,7 @@ def printed_c(function: FunctionDefinition) -> str:
     return "\n".join([head, *structs, *definitions.values(), body, ""])
 
 
-def printed_parts(function: FunctionDefinition, is_static: bool = False) -> tuple[dict[str, str], str]:
+def printed_parts(function: ir.FunctionDefinition, is_static: bool = False) -> tuple[dict[str, str], str]:
     """Declarations that the function needs but structs and headers, by name, and the function."""
     printer = _Printer(function.source_isa)
     tables = {one.name: one for part in (*function.helpers, function) for one in part.tables}
@@ -79,7 +55,7 @@ class _Printer:
             return register_name(self._isa, of) or "?"
         return "__fp16" if of == F16 else None
 
-    def array(self, one: Declare) -> str:
+    def array(self, one: ir.Declare) -> str:
         of = innermost(one.type)
         values = ""
         if one.values and isinstance(of, Scalar):
@@ -92,82 +68,82 @@ class _Printer:
                 values = " = {" + ", ".join(f"{{{group}}}" for group in groups) + "}"
         return f"{self.type(one.type, one.name)}{values};"
 
-    def function(self, function: FunctionDefinition, is_static: bool = False) -> str:
+    def function(self, function: ir.FunctionDefinition, is_static: bool = False) -> str:
         args = ", ".join(self.type(of, name) for name, of in function.args) or "void"
         head = f"{self.type(function.result)} {function.name}({args})".replace("* ", "*")
         return "\n".join(
             [f"{'static inline ' if is_static else ''}{head} {{", *self._body(function.body, 1), "}"]
         )
 
-    def _body(self, body: Body, depth: int) -> list[str]:
+    def _body(self, body: ir.Body, depth: int) -> list[str]:
         return [line for one in body for line in self._statement(one, depth)]
 
-    def _statement(self, one: Stmt, depth: int) -> list[str]:
+    def _statement(self, one: ir.Stmt, depth: int) -> list[str]:
         pad = "    " * depth
         match one:
-            case Declare(type=Array()):
+            case ir.Declare(type=Array()):
                 return [pad + ("static const " if one.is_const else "") + self.array(one)]
-            case Declare() | Assign() | Do():
+            case ir.Declare() | ir.Assign() | ir.Do():
                 return [f"{pad}{self._simple(one)};"]
-            case For(start, condition, update, body, _):
+            case ir.For(start, condition, update, body, _):
                 before = [f"{pad}{self._simple(part)};" for part in start]
                 after = ", ".join(self._simple(part) for part in update)
                 head = f"{pad}for (; {self.expr(condition)}; {after}) {{"
                 return [f"{pad}{{", *before, head, *self._body(body, depth + 1), f"{pad}}}", f"{pad}}}"]
-            case While(condition, body, _, is_after):
+            case ir.While(condition, body, _, is_after):
                 inner = self._body(body, depth + 1)
                 if is_after:
                     return [f"{pad}do {{", *inner, f"{pad}}} while ({self.expr(condition)});"]
                 return [f"{pad}while ({self.expr(condition)}) {{", *inner, f"{pad}}}"]
-            case If(condition, then, otherwise, _):
+            case ir.If(condition, then, otherwise, _):
                 lines = [f"{pad}if ({self.expr(condition)}) {{", *self._body(then, depth + 1)]
                 if otherwise:
                     lines += [f"{pad}}} else {{", *self._body(otherwise, depth + 1)]
                 return [*lines, f"{pad}}}"]
-            case Return(value, _):
+            case ir.Return(value, _):
                 return [f"{pad}return;" if value is None else f"{pad}return {self.expr(value)};"]
-            case Leave(word, _):
+            case ir.Leave(word, _):
                 return [f"{pad}{word};"]
-            case BlockStatement(body, _):
+            case ir.BlockStatement(body, _):
                 return [f"{pad}{{", *self._body(body, depth + 1), f"{pad}}}"]
         raise AssertionError(one)
 
-    def _simple(self, one: Stmt) -> str:
+    def _simple(self, one: ir.Stmt) -> str:
         match one:
-            case Declare(name, of, value, _):
+            case ir.Declare(name, of, value, _):
                 init = "" if value is None else f" = {self.expr(value)}"
                 return f"{self.type(of, name)}{init}"
-            case Assign(target, value, _):
+            case ir.Assign(target, value, _):
                 return f"{self.expr(target)} = {self.expr(value)}"
-            case Do(what, _):
+            case ir.Do(what, _):
                 return self.expr(what)
         raise AssertionError(one)
 
-    def expr(self, e: Expr) -> str:
+    def expr(self, e: ir.Expr) -> str:
         match e:
-            case Const(of, value):
+            case ir.Const(of, value):
                 assert isinstance(of, Scalar)
                 return number(value, of)
-            case Var(_, name):
+            case ir.Var(_, name):
                 return name
-            case Unary(_, op, a):
+            case ir.Unary(_, op, a):
                 return f"{op}{wrapped(self.expr(a))}"
-            case Binary():
+            case ir.Binary():
                 return self._binary(e)
-            case Ternary(_, condition, a, b):
+            case ir.Ternary(_, condition, a, b):
                 return f"{wrapped(self.expr(condition))} ? {wrapped(self.expr(a))} : {wrapped(self.expr(b))}"
-            case Cast(of, a):
+            case ir.Cast(of, a):
                 return f"({self.type(of)}){wrapped(self.expr(a))}"
-            case Index(_, base, index):
+            case ir.Index(_, base, index):
                 return f"{wrapped(self.expr(base))}[{self.expr(index)}]"
-            case Member(_, base, field):
+            case ir.Member(_, base, field):
                 return f"{wrapped(self.expr(base))}.{field}"
-            case AddressOf(_, a):
+            case ir.AddressOf(_, a):
                 return f"&{wrapped(self.expr(a))}"
-            case CallExpression():
+            case ir.CallExpression():
                 return self._call(e)
 
-    def _binary(self, e: Binary) -> str:
+    def _binary(self, e: ir.Binary) -> str:
         a, b = self.expr(e.a), self.expr(e.b)
         left, right = e.a.type, e.b.type
         if e.op in COMPARISONS and isinstance(left, Scalar) and isinstance(right, Scalar) and left != right:
@@ -176,7 +152,7 @@ class _Printer:
             b = b if promoted(right) == shared else f"({self.type(shared)}){wrapped(b)}"
         return f"{wrapped(a)} {e.op} {wrapped(b)}"
 
-    def _call(self, e: CallExpression) -> str:
+    def _call(self, e: ir.CallExpression) -> str:
         args = [self.expr(one) for one in e.args]
         if e.name == "__clear":
             return f"memset({args[0]}, 0, sizeof {args[0]})"

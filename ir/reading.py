@@ -12,29 +12,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from phasewise.ir import nodes as ir
 from phasewise.ir.loops import SUM_ORDERS, WHOLE
-from phasewise.ir.nodes import (
-    Argument,
-    Assign,
-    Body,
-    CallExpression,
-    Const,
-    Declare,
-    Do,
-    Expr,
-    FunctionDefinition,
-    How,
-    If,
-    Index,
-    Leave,
-    Member,
-    Parameter,
-    Return,
-    Steps,
-    Stmt,
-    Var,
-    While,
-)
 from phasewise.ir.operations import (
     OPERATIONS,
     Mistyped,
@@ -76,7 +55,7 @@ WORDS_BEHIND = {"unroll": (WHOLE,), "apart": (WHOLE, *SUM_ORDERS)}
 """Words in quotes that may follow the arguments of a transformation."""
 
 
-def read(text: str, where: str = "kernel", choice: Mapping[str, int] | None = None) -> FunctionDefinition:
+def read(text: str, where: str = "kernel", choice: Mapping[str, int] | None = None) -> ir.FunctionDefinition:
     """A kernel of its text. With `choice`, these values stand in place of the parameters; else the names
     stay, and types are those of the defaults. Raises SourceError."""
     return _Reader(text, where, choice).function()
@@ -85,8 +64,8 @@ def read(text: str, where: str = "kernel", choice: Mapping[str, int] | None = No
 class _Reader(TextExpressions):
     def __init__(self, text: str, where: str, choice: Mapping[str, int] | None) -> None:
         super().__init__(where, choice)
-        self._tables: dict[str, Declare] = {}
-        self._described: list[Argument] = []
+        self._tables: dict[str, ir.Declare] = {}
+        self._described: list[ir.Argument] = []
         self._free: set[str] = set()
         """Parameters of several values."""
         self._loops: set[str] = set()
@@ -125,7 +104,7 @@ class _Reader(TextExpressions):
 
     # ---- the file ----
 
-    def function(self) -> FunctionDefinition:
+    def function(self) -> ir.FunctionDefinition:
         found: ast.FunctionDef | None = None
         for node in self._tree.body:
             match node:
@@ -163,7 +142,7 @@ class _Reader(TextExpressions):
         if not isinstance(of, Array):
             raise self._refuse(node, f"table `{name}` is an array")
         values = self._list(node.value, of, node)
-        self._tables[name] = Declare(name, of, None, node.lineno, values, True)
+        self._tables[name] = ir.Declare(name, of, None, node.lineno, values, True)
         self._types[name] = of
 
     def _list(self, node: ast.expr | None, of: Array, at: ast.AST) -> tuple[int | float, ...]:
@@ -181,7 +160,7 @@ class _Reader(TextExpressions):
 
     # ---- the kernel ----
 
-    def _kernel(self, node: ast.FunctionDef) -> FunctionDefinition:
+    def _kernel(self, node: ast.FunctionDef) -> ir.FunctionDefinition:
         spec = node.args
         if spec.vararg or spec.kwarg or spec.kwonlyargs or spec.defaults or spec.posonlyargs:
             raise self._refuse(node, "arguments are written `name: type`")
@@ -206,7 +185,7 @@ class _Reader(TextExpressions):
             raise self._refuse(
                 node, f"the parameters have {space} choices together; at most {MAX_SPACE} are searched"
             )
-        found = FunctionDefinition(
+        found = ir.FunctionDefinition(
             name=node.name,
             args=tuple(args),
             result=self._result,
@@ -260,7 +239,7 @@ class _Reader(TextExpressions):
             if chosen not in values:
                 raise self._refuse(node, f"parameter `{name}` may be one of {tuple(values)}, not {chosen}")
             values = [chosen]
-        self._parameters[name] = Parameter(name, tuple(values), node.lineno)
+        self._parameters[name] = ir.Parameter(name, tuple(values), node.lineno)
 
     def _describe(self, node: ast.Call) -> None:
         match node.args:
@@ -268,7 +247,7 @@ class _Reader(TextExpressions):
                 pass
             case _:
                 raise self._refuse(node, "describe begins with the name of an argument")
-        one = Argument(name, node.lineno)
+        one = ir.Argument(name, node.lineno)
         for keyword in node.keywords:
             match keyword.arg, keyword.value:
                 case "count", value:
@@ -295,16 +274,16 @@ class _Reader(TextExpressions):
 
     # ---- statements ----
 
-    def _body(self, nodes: list[ast.stmt]) -> Body:
+    def _body(self, nodes: list[ast.stmt]) -> ir.Body:
         return tuple(new for one in nodes for new in self._statement(one))
 
-    def _statement(self, node: ast.stmt) -> list[Stmt]:
+    def _statement(self, node: ast.stmt) -> list[ir.Stmt]:
         try:
             return self._typed_statement(node)
         except Mistyped as error:
             raise self._refuse(node, str(error)) from None
 
-    def _typed_statement(self, node: ast.stmt) -> list[Stmt]:
+    def _typed_statement(self, node: ast.stmt) -> list[ir.Stmt]:
         line = node.lineno
         match node:
             case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation, value=value):
@@ -313,9 +292,9 @@ class _Reader(TextExpressions):
                 return [self._assignment(target, self._expr(value), node)]
             case ast.Expr(value=ast.Call() as one):
                 found = self._expr(one)
-                if not isinstance(found, CallExpression) or not OPERATIONS[found.name].is_effect:
+                if not isinstance(found, ir.CallExpression) or not OPERATIONS[found.name].is_effect:
                     raise self._refuse(node, "has no effect")
-                return [Do(found, line)]
+                return [ir.Do(found, line)]
             case ast.For(
                 target=ast.Name(id=name), iter=ast.Call(func=ast.Name(id="steps")) as steps, body=body
             ):
@@ -323,33 +302,35 @@ class _Reader(TextExpressions):
                     raise self._refuse(node, "`else` of a loop")
                 return [self._loop(name, steps, body, node)]
             case ast.While(test=test, body=body, orelse=[]):
-                return [While(self._number(test), self._body(body), line)]
+                return [ir.While(self._number(test), self._body(body), line)]
             case ast.If(test=test, body=body, orelse=orelse):
                 condition = self._number(test)
-                return [If(condition, self._body(body), self._body(orelse), line)]
+                return [ir.If(condition, self._body(body), self._body(orelse), line)]
             case ast.Return(value=value):
                 if (value is None) != (self._result == VOID):
                     raise self._refuse(node, f"the kernel gives {spelled(self._result)}")
                 return [
-                    Return(None if value is None else self._fit(self._expr(value), self._result, node), line)
+                    ir.Return(
+                        None if value is None else self._fit(self._expr(value), self._result, node), line
+                    )
                 ]
             case ast.Break():
-                return [Leave("break", line)]
+                return [ir.Leave("break", line)]
             case ast.Continue():
-                return [Leave("continue", line)]
+                return [ir.Leave("continue", line)]
             case ast.Pass():
                 return []
         raise self._refuse(node, f"`{ast.unparse(node).splitlines()[0][:50]}` is nothing that a kernel does")
 
-    def _declaration(self, name: str, of: Type, value: ast.expr | None, node: ast.stmt) -> Declare:
+    def _declaration(self, name: str, of: Type, value: ast.expr | None, node: ast.stmt) -> ir.Declare:
         self._new_name(name, of, node)
         if isinstance(of, Array):
             values = () if value is None else self._list(value, of, node)
-            return Declare(name, of, None, node.lineno, values)
+            return ir.Declare(name, of, None, node.lineno, values)
         if isinstance(of, Struct):
             raise self._refuse(node, "a variable that is a struct")
         init = None if value is None else self._fit(self._expr(value), of, node)
-        return Declare(name, of, init, node.lineno)
+        return ir.Declare(name, of, init, node.lineno)
 
     def _new_name(self, name: str, of: Type, node: ast.AST) -> None:
         known = self._types.get(name)
@@ -364,18 +345,18 @@ class _Reader(TextExpressions):
             raise self._refuse(node, f"`{name}` cannot be the name of a variable")
         self._types[name] = of
 
-    def _fit(self, value: Expr, of: Type, node: ast.AST) -> Expr:
+    def _fit(self, value: ir.Expr, of: Type, node: ast.AST) -> ir.Expr:
         """A value where a type is needed. Numbers of the text take it, nothing else is converted."""
         if value.type == of:
             return value
         if (
-            isinstance(value, Const)
+            isinstance(value, ir.Const)
             and isinstance(of, Scalar)
             and (of.is_float or isinstance(value.value, int))
         ):
             fitted = fitting(value.value, of)
             if fitted == value.value or of.is_float:
-                return Const(of, fitted)
+                return ir.Const(of, fitted)
         if isinstance(value.type, Array) and decayed(value.type) == of:
             return value
         if isinstance(of, Pointer) and isinstance(decayed(value.type), Pointer):
@@ -387,7 +368,7 @@ class _Reader(TextExpressions):
             node, f"{spelled(value.type)} where {spelled(of)} is needed; write {spelled(of)}(..)"
         )
 
-    def _assignment(self, target: ast.expr, value: Expr, node: ast.stmt) -> Stmt:
+    def _assignment(self, target: ast.expr, value: ir.Expr, node: ast.stmt) -> ir.Stmt:
         if isinstance(target, ast.Name):
             known = self._types.get(target.id)
             if known is None:
@@ -396,26 +377,26 @@ class _Reader(TextExpressions):
                         node, f"`{target.id}` is new: write `{target.id}: {spelled(value.type)} = ..`"
                     )
                 self._new_name(target.id, value.type, node)
-                return Declare(target.id, value.type, value, node.lineno)
+                return ir.Declare(target.id, value.type, value, node.lineno)
             if isinstance(known, Array) or target.id in self._tables:
                 raise self._refuse(node, f"`{target.id}` is an array; assign to its elements")
-            return Assign(Var(known, target.id), self._fit(value, known, node), node.lineno)
+            return ir.Assign(ir.Var(known, target.id), self._fit(value, known, node), node.lineno)
         place = self._expr(target)
-        if not isinstance(place, Index | Member) or isinstance(place.type, Array | Struct):
+        if not isinstance(place, ir.Index | ir.Member) or isinstance(place.type, Array | Struct):
             raise self._refuse(node, "only variables, elements and fields are assigned to")
         self._check_writable(place, node)
-        return Assign(place, self._fit(value, place.type, node), node.lineno)
+        return ir.Assign(place, self._fit(value, place.type, node), node.lineno)
 
-    def _check_writable(self, place: Expr, node: ast.AST) -> None:
-        while isinstance(place, Index | Member):
+    def _check_writable(self, place: ir.Expr, node: ast.AST) -> None:
+        while isinstance(place, ir.Index | ir.Member):
             base = place.base
             if isinstance(base.type, Pointer) and base.type.is_const:
                 raise self._refuse(node, "assigns to memory that is const")
-            if isinstance(base, Var) and base.name in self._tables:
+            if isinstance(base, ir.Var) and base.name in self._tables:
                 raise self._refuse(node, f"assigns to the table `{base.name}`")
             place = base
 
-    def _loop(self, variable: str, steps: ast.Call, body: list[ast.stmt], node: ast.For) -> Steps:
+    def _loop(self, variable: str, steps: ast.Call, body: list[ast.stmt], node: ast.For) -> ir.Steps:
         if len(steps.args) < 4 or steps.keywords:
             raise self._refuse(node, 'a loop is written `for i in steps("name", start, condition, step):`')
         name, start, condition, step, *how = steps.args
@@ -436,9 +417,11 @@ class _Reader(TextExpressions):
         if not isinstance(by.type, Scalar) or by.type.is_float:
             raise self._refuse(node, "a step is a whole number")
         transformed = tuple(self._how(one) for one in how)
-        return Steps(name.value, variable, of, first, until, by, self._body(body), node.lineno, transformed)
+        return ir.Steps(
+            name.value, variable, of, first, until, by, self._body(body), node.lineno, transformed
+        )
 
-    def _how(self, node: ast.expr) -> How:
+    def _how(self, node: ast.expr) -> ir.How:
         match node:
             case ast.Call(func=ast.Name(id=name), args=args) if name in TRANSFORMATIONS:
                 n = TRANSFORMATIONS[name]
@@ -449,7 +432,7 @@ class _Reader(TextExpressions):
                         node, f"{name} takes {n} arguments{behind and f' and may add{behind[1:]}'}"
                     )
                 self._check_order(name, args[:n], words, node)
-                return How(name, (*(self._expr(one) for one in args[:n]), *map(str, words)))
+                return ir.How(name, (*(self._expr(one) for one in args[:n]), *map(str, words)))
         raise self._refuse(
             node, f"`{ast.unparse(node)[:40]}` is no transformation; there are {', '.join(TRANSFORMATIONS)}"
         )

@@ -6,20 +6,9 @@ import ast
 from collections.abc import Mapping
 from dataclasses import replace
 
+from phasewise.ir import nodes as ir
 from phasewise.ir.arithmetic import integer_result
 from phasewise.ir.errors import SourceError
-from phasewise.ir.nodes import (
-    Binary,
-    Const,
-    Expr,
-    Index,
-    Member,
-    Parameter,
-    Rewriter,
-    Ternary,
-    Var,
-    integer,
-)
 from phasewise.ir.operations import (
     OPERATIONS,
     ORDERS,
@@ -58,7 +47,7 @@ class TextExpressions:
         self._choice = choice
         self._structs: dict[str, Struct] = {}
         self._types: dict[str, Type] = {}
-        self._parameters: dict[str, Parameter] = {}
+        self._parameters: dict[str, ir.Parameter] = {}
 
     def _refuse(self, node: ast.AST | int, reason: str) -> SourceError:
         line = node if isinstance(node, int) else getattr(node, "lineno", 0)
@@ -110,36 +99,36 @@ class TextExpressions:
 
     def _count(self, node: ast.expr) -> int:
         found = self._expr(node)
-        if isinstance(found, Var) and found.name in self._parameters:
+        if isinstance(found, ir.Var) and found.name in self._parameters:
             return self._parameters[found.name].values[0]
-        if not isinstance(found, Const) or not isinstance(found.value, int):
+        if not isinstance(found, ir.Const) or not isinstance(found.value, int):
             raise self._refuse(node, "a number that is known before the kernel runs is needed")
         return found.value
 
     # ---- expressions ----
 
-    def _number(self, node: ast.expr) -> Expr:
+    def _number(self, node: ast.expr) -> ir.Expr:
         found = self._expr(node)
         if not isinstance(found.type, Scalar | Pointer):
             raise self._refuse(node, f"{spelled(found.type)} as a condition")
         return found
 
-    def _expr(self, node: ast.expr) -> Expr:
+    def _expr(self, node: ast.expr) -> ir.Expr:
         try:
             return self._typed_expr(node)
         except Mistyped as error:
             raise self._refuse(node, str(error)) from None
 
-    def _typed_expr(self, node: ast.expr) -> Expr:
+    def _typed_expr(self, node: ast.expr) -> ir.Expr:
         match node:
             case ast.Constant(value=bool() as flag):
-                return integer(int(flag))
+                return ir.integer(int(flag))
             case ast.Constant(value=int() as value):
                 if fitting(value, I32) != value:
                     raise self._refuse(node, f"{value} is no i32; write i64(..) or u32(..)")
-                return integer(value)
+                return ir.integer(value)
             case ast.Constant(value=float() as value):
-                return Const(F32, fitting(value, F32))
+                return ir.Const(F32, fitting(value, F32))
             case ast.Name(id=name):
                 return self._name(name, node)
             case ast.UnaryOp(op=op, operand=operand):
@@ -165,24 +154,24 @@ class TextExpressions:
                 of = inner.type.type_of(field) if isinstance(inner.type, Struct) else None
                 if of is None:
                     raise self._refuse(node, f"{spelled(inner.type)} has no field `{field}`")
-                return Member(of, inner, field)
+                return ir.Member(of, inner, field)
         raise self._refuse(node, f"`{ast.unparse(node)[:40]}` is no expression of a kernel")
 
-    def _name(self, name: str, node: ast.expr) -> Expr:
+    def _name(self, name: str, node: ast.expr) -> ir.Expr:
         if name in ("inf", "nan"):
-            return Const(F32, float(name))
+            return ir.Const(F32, float(name))
         if name in self._parameters:
             if self._choice is not None:
-                return integer(self._parameters[name].values[0])
-            return Var(I32, name)
+                return ir.integer(self._parameters[name].values[0])
+            return ir.Var(I32, name)
         if name not in self._types:
             raise self._refuse(node, f"`{name}` has no value here")
-        return Var(self._types[name], name)
+        return ir.Var(self._types[name], name)
 
-    def _unary(self, op: ast.unaryop, operand: ast.expr) -> Expr:
+    def _unary(self, op: ast.unaryop, operand: ast.expr) -> ir.Expr:
         a = self._expr(operand)
-        if isinstance(op, ast.USub) and isinstance(a, Const):
-            return Const(a.type, -a.value)
+        if isinstance(op, ast.USub) and isinstance(a, ir.Const):
+            return ir.Const(a.type, -a.value)
         word = {ast.USub: "-", ast.Invert: "~", ast.Not: "!"}.get(type(op))
         if word is None:
             raise self._refuse(operand, "+ before a value")
@@ -194,7 +183,7 @@ class TextExpressions:
             raise self._refuse(node, "an operator that kernels do not have")
         return word
 
-    def _binary(self, op: str, left: ast.expr, right: ast.expr, node: ast.expr) -> Expr:
+    def _binary(self, op: str, left: ast.expr, right: ast.expr, node: ast.expr) -> ir.Expr:
         a, b = self._expr(left), self._expr(right)
         if not op:
             raise self._refuse(node, "a comparison that kernels do not have")
@@ -207,16 +196,16 @@ class TextExpressions:
             raise self._refuse(node, "/ divides floats; write // for whole numbers")
         return binary("/" if op == "//" else op, a, b)
 
-    def _choice_of(self, condition: Expr, a: Expr, b: Expr, node: ast.expr) -> Expr:
+    def _choice_of(self, condition: ir.Expr, a: ir.Expr, b: ir.Expr, node: ast.expr) -> ir.Expr:
         one, other = decayed(a.type), decayed(b.type)
         if one == other:
-            return Ternary(one, condition, a, b)
+            return ir.Ternary(one, condition, a, b)
         if isinstance(one, Scalar) and isinstance(other, Scalar):
             of = common(one, other)
-            return Ternary(of, condition, cast(of, a), cast(of, b))
+            return ir.Ternary(of, condition, cast(of, a), cast(of, b))
         raise self._refuse(node, f"{spelled(one)} or {spelled(other)}")
 
-    def _index(self, base: Expr, index: Expr, node: ast.expr) -> Expr:
+    def _index(self, base: ir.Expr, index: ir.Expr, node: ast.expr) -> ir.Expr:
         element = (
             base.type.to
             if isinstance(base.type, Pointer)
@@ -228,9 +217,9 @@ class TextExpressions:
             raise self._refuse(node, f"an element of {spelled(base.type)}")
         if not isinstance(index.type, Scalar) or index.type.is_float:
             raise self._refuse(node, f"an index that is {spelled(index.type)}")
-        return Index(element, base, index)
+        return ir.Index(element, base, index)
 
-    def _call(self, func: ast.expr, args: list[ast.expr], node: ast.expr) -> Expr:
+    def _call(self, func: ast.expr, args: list[ast.expr], node: ast.expr) -> ir.Expr:
         if isinstance(func, ast.Subscript) or (isinstance(func, ast.Name) and func.id in SCALARS):
             return self._cast(self._type(func), args, node)
         if not isinstance(func, ast.Name) or func.id not in OPERATIONS:
@@ -244,11 +233,11 @@ class TextExpressions:
             if not args or not isinstance(args[0], ast.Name) or args[0].id not in SCALARS:
                 raise self._refuse(node, "vector begins with a type, e.g. i32")
             elem = SCALARS[args[0].id]
-            lanes = tuple(Const(elem, self._plain_number(one, elem)) for one in args[1:])
+            lanes = tuple(ir.Const(elem, self._plain_number(one, elem)) for one in args[1:])
             return call(name, (), lanes, elem)
         if name in REDUCTIONS and len(args) == 2 and isinstance(args[1], ast.Name) and args[1].id in ORDERS:
             number = ORDERS.index(args[1].id)
-            return call(name, (self._expr(args[0]),), (integer(number),) if number else ())
+            return call(name, (self._expr(args[0]),), (ir.integer(number),) if number else ())
         values = tuple(self._expr(one) for one in args)
         n_values = OPERATIONS[name].values if OPERATIONS[name].takes_numbers else len(values)
         return self._with_lanes(name, values[:n_values], values[n_values:], of, node)
@@ -256,21 +245,21 @@ class TextExpressions:
     def _with_lanes(
         self,
         name: str,
-        values: tuple[Expr, ...],
-        numbers: tuple[Expr, ...],
+        values: tuple[ir.Expr, ...],
+        numbers: tuple[ir.Expr, ...],
         of: Scalar | None,
         node: ast.expr,
-    ) -> Expr:
+    ) -> ir.Expr:
         """Numbers may be parameters: the type is that of their defaults, the names stay."""
         known = tuple(self._known(one) for one in numbers)
         found = call(name, values, known, of)
         return found if known == numbers else replace(found, numbers=numbers)
 
-    def _known(self, e: Expr) -> Expr:
-        by_default = {name: integer(one.values[0]) for name, one in self._parameters.items()}
+    def _known(self, e: ir.Expr) -> ir.Expr:
+        by_default = {name: ir.integer(one.values[0]) for name, one in self._parameters.items()}
         return Folder(by_default).expr(e)
 
-    def _cast(self, of: Type, args: list[ast.expr], node: ast.expr) -> Expr:
+    def _cast(self, of: Type, args: list[ast.expr], node: ast.expr) -> ir.Expr:
         if len(args) != 1:
             raise self._refuse(node, "a conversion takes one value")
         plain = args[0].operand if isinstance(args[0], ast.UnaryOp) else args[0]
@@ -280,7 +269,7 @@ class TextExpressions:
             and is_plain
             and not isinstance(getattr(args[0], "op", None), ast.Invert | ast.Not)
         ):
-            return Const(of, self._plain_number(args[0], of))
+            return ir.Const(of, self._plain_number(args[0], of))
         value = self._expr(args[0])
         is_number = isinstance(of, Scalar) and isinstance(value.type, Scalar)
         if is_number or (isinstance(of, Pointer) and isinstance(decayed(value.type), Pointer)):
@@ -300,22 +289,22 @@ _OPERATORS: dict[type[ast.operator], str] = {
 }  # fmt: skip
 
 
-class Folder(Rewriter):
+class Folder(ir.Rewriter):
     """Arithmetic on known whole numbers, done."""
 
-    def __init__(self, by: Mapping[str, Const] | None = None) -> None:
-        self._by: Mapping[str, Const] = by or {}
+    def __init__(self, by: Mapping[str, ir.Const] | None = None) -> None:
+        self._by: Mapping[str, ir.Const] = by or {}
 
-    def leave(self, e: Expr) -> Expr:
+    def leave(self, e: ir.Expr) -> ir.Expr:
         match e:
-            case Var(name=name) if name in self._by:
+            case ir.Var(name=name) if name in self._by:
                 return self._by[name]
-            case Binary(type=Scalar() as of, op=op, a=Const(value=int(a)), b=Const(value=int(b))) if (
-                not of.is_float
-            ):
+            case ir.Binary(
+                type=Scalar() as of, op=op, a=ir.Const(value=int(a)), b=ir.Const(value=int(b))
+            ) if not of.is_float:
                 value = integer_result(op, a, b, of)
                 if value is not None and isinstance(e.a.type, Scalar) and e.a.type == e.b.type:
-                    return Const(of, value)
-            case Ternary(condition=Const(value=value), a=a, b=b):
+                    return ir.Const(of, value)
+            case ir.Ternary(condition=ir.Const(value=value), a=a, b=b):
                 return a if value else b
         return e

@@ -6,43 +6,14 @@ import math
 
 import numpy as np
 
-from phasewise.ir.nodes import (
-    AddressOf,
-    Argument,
-    Assign,
-    Binary,
-    BlockStatement,
-    Body,
-    CallExpression,
-    Cast,
-    Const,
-    Declare,
-    Do,
-    Expr,
-    For,
-    FunctionDefinition,
-    How,
-    If,
-    Index,
-    Leave,
-    Member,
-    Parameter,
-    Return,
-    Steps,
-    Stmt,
-    Ternary,
-    Unary,
-    Var,
-    While,
-    vec,
-)
+from phasewise.ir import nodes as ir
 from phasewise.ir.operations import OPERATIONS, ORDERS, REDUCTIONS
 from phasewise.ir.types import F32, I32, Array, Pointer, Scalar, Vec, numbers_of, spelled
 
 FIRST_LINE = "# phasewise kernel 1"
 
 
-def printed(function: FunctionDefinition) -> str:
+def printed(function: ir.FunctionDefinition) -> str:
     """The text of a kernel at the high level; `reading.read` takes it back."""
     lines = [FIRST_LINE]
     if function.source_isa:
@@ -62,17 +33,17 @@ def printed(function: FunctionDefinition) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _parameter(one: Parameter) -> str:
+def _parameter(one: ir.Parameter) -> str:
     values = ", ".join(map(str, one.values))
     return f"{one.name} = tune({values})" if len(one.values) > 1 else f"{one.name} = {values}"
 
 
-def _values(table: Declare) -> list[str]:
+def _values(table: ir.Declare) -> list[str]:
     words = [_number(value, numbers_of(table.type)) for value in table.values]
     return [f"    {', '.join(words[i : i + 16])}," for i in range(0, len(words), 16)]
 
 
-def _argument(one: Argument) -> str:
+def _argument(one: ir.Argument) -> str:
     parts = [f'"{one.name}"']
     if one.count is not None:
         parts.append(f"count={expression(one.count)}")
@@ -90,38 +61,38 @@ def _plain(value: float) -> str:
     return str(int(value)) if value == int(value) else repr(value)
 
 
-def _body(body: Body, depth: int) -> list[str]:
+def _body(body: ir.Body, depth: int) -> list[str]:
     lines = [line for one in body for line in _statement(one, depth)]
     return lines or ["    " * depth + "pass"]
 
 
-def _statement(one: Stmt, depth: int) -> list[str]:
+def _statement(one: ir.Stmt, depth: int) -> list[str]:
     pad = "    " * depth
     match one:
-        case Declare(name, of, value, _, values):
+        case ir.Declare(name, of, value, _, values):
             return [pad + _declaration(name, of, value, values)]
-        case Assign(target, value, _):
+        case ir.Assign(target, value, _):
             return [f"{pad}{expression(target)} = {expression(value)}"]
-        case Do(what, _):
+        case ir.Do(what, _):
             return [pad + expression(what)]
-        case Steps():
+        case ir.Steps():
             return [f"{pad}for {one.variable} in {_steps(one)}:", *_body(one.body, depth + 1)]
-        case While(condition, body, _):
+        case ir.While(condition, body, _):
             return [f"{pad}while {expression(condition)}:", *_body(body, depth + 1)]
-        case If(condition, then, otherwise, _):
+        case ir.If(condition, then, otherwise, _):
             lines = [f"{pad}if {expression(condition)}:", *_body(then, depth + 1)]
             return [*lines, f"{pad}else:", *_body(otherwise, depth + 1)] if otherwise else lines
-        case Return(value, _):
+        case ir.Return(value, _):
             return [pad + ("return" if value is None else f"return {expression(value)}")]
-        case Leave(word, _):
+        case ir.Leave(word, _):
             return [pad + word]
-        case BlockStatement(body, _):
+        case ir.BlockStatement(body, _):
             return [line for inner in body for line in _statement(inner, depth)]
-        case For():
+        case ir.For():
             raise AssertionError("a loop of the low level")
 
 
-def _declaration(name: str, of: object, value: Expr | None, values: tuple[int | float, ...]) -> str:
+def _declaration(name: str, of: object, value: ir.Expr | None, values: tuple[int | float, ...]) -> str:
     if isinstance(of, Array):
         text = f"{name}: {spelled(of)}"
         if not values:
@@ -137,12 +108,12 @@ def _declaration(name: str, of: object, value: Expr | None, values: tuple[int | 
     return f"{name}: {spelled(of)} = {expression(value)}"
 
 
-def _steps(loop: Steps) -> str:
+def _steps(loop: ir.Steps) -> str:
     parts = [f'"{loop.name}"', expression(loop.start), expression(loop.condition), expression(loop.step)]
     return f"steps({', '.join([*parts, *map(_how, loop.how)])})"
 
 
-def _how(one: How) -> str:
+def _how(one: ir.How) -> str:
     args = ", ".join(f'"{arg}"' if isinstance(arg, str) else expression(arg) for arg in one.args)
     return f"{one.name}({args})"
 
@@ -150,56 +121,56 @@ def _how(one: How) -> str:
 WORDS = {"&&": "and", "||": "or"}
 
 
-def expression(e: Expr) -> str:
+def expression(e: ir.Expr) -> str:
     """One expression; every operation within another one stands in parentheses."""
     match e:
-        case Const(of, value):
+        case ir.Const(of, value):
             assert isinstance(of, Scalar)
             word = _number(value, of)
             return word if of in (I32, F32) else f"{of.name}({word})"
-        case Var(_, name):
+        case ir.Var(_, name):
             return name
-        case Unary(_, op, a):
+        case ir.Unary(_, op, a):
             return f"{'not ' if op == '!' else op}{_inner(a)}"
-        case Binary(_, op, a, b):
+        case ir.Binary(_, op, a, b):
             return f"{_inner(a)} {_operator(e)} {_inner(b)}"
-        case Ternary(_, condition, a, b):
+        case ir.Ternary(_, condition, a, b):
             return f"{_inner(a)} if {_inner(condition)} else {_inner(b)}"
-        case Cast(of, a):
+        case ir.Cast(of, a):
             return f"{spelled(of)}({expression(a)})"
-        case CallExpression():
+        case ir.CallExpression():
             return _call(e)
-        case Index(_, base, index):
+        case ir.Index(_, base, index):
             return f"{_inner(base)}[{expression(index)}]"
-        case Member(_, base, field):
+        case ir.Member(_, base, field):
             return f"{_inner(base)}.{field}"
-        case AddressOf():
+        case ir.AddressOf():
             raise AssertionError("an address at the high level")
 
 
-def _operator(e: Binary) -> str:
+def _operator(e: ir.Binary) -> str:
     if e.op == "/" and isinstance(e.type, Scalar) and not e.type.is_float:
         return "//"
     return WORDS.get(e.op, e.op)
 
 
-def _inner(e: Expr) -> str:
+def _inner(e: ir.Expr) -> str:
     text = expression(e)
-    is_negative = isinstance(e, Const) and text.startswith("-")
-    return f"({text})" if isinstance(e, Unary | Binary | Ternary) or is_negative else text
+    is_negative = isinstance(e, ir.Const) and text.startswith("-")
+    return f"({text})" if isinstance(e, ir.Unary | ir.Binary | ir.Ternary) or is_negative else text
 
 
-def _call(e: CallExpression) -> str:
+def _call(e: ir.CallExpression) -> str:
     parts = [expression(one) for one in e.args]
     if e.name in OPERATIONS and OPERATIONS[e.name].names_type:
         of = e.type.elem if isinstance(e.type, Vec) else e.type
         parts.append(spelled(of))
     elif e.name == "vector":
-        elem = vec(e).elem
-        numbers = (_number(one.value, elem) for one in e.numbers if isinstance(one, Const))
+        elem = ir.vec(e).elem
+        numbers = (_number(one.value, elem) for one in e.numbers if isinstance(one, ir.Const))
         return f"vector({elem.name}, {', '.join(numbers)})"
     elif e.name in REDUCTIONS:
-        parts += [ORDERS[int(one.value)] for one in e.numbers if isinstance(one, Const)]
+        parts += [ORDERS[int(one.value)] for one in e.numbers if isinstance(one, ir.Const)]
     else:
         parts += [expression(one) for one in e.numbers]
     return f"{e.name}({', '.join(parts)})"

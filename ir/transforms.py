@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from phasewise.ir import nodes as ir
 from phasewise.ir.errors import SourceError
 from phasewise.ir.loops import (
     SUM_ORDERS,
@@ -41,29 +42,6 @@ from phasewise.ir.loops import (
     times,
     trip_count,
 )
-from phasewise.ir.nodes import (
-    Assign,
-    Body,
-    CallExpression,
-    Const,
-    Declare,
-    Do,
-    Expr,
-    FunctionDefinition,
-    How,
-    If,
-    Replace,
-    StatementRewriter,
-    Steps,
-    Stmt,
-    Substitute,
-    Var,
-    While,
-    assigned,
-    integer,
-    used,
-    walk_body,
-)
 from phasewise.ir.operations import binary, call, cast
 from phasewise.ir.types import U8, Pointer, Scalar
 from phasewise.ir.widening import widened
@@ -72,7 +50,7 @@ MAX_COPIES = 64
 _COPYING = ("unroll", "apart", "widen", "jam")
 
 
-def transformed(function: FunctionDefinition, where: str = "kernel") -> FunctionDefinition:
+def transformed(function: ir.FunctionDefinition, where: str = "kernel") -> ir.FunctionDefinition:
     """The function with every loop transformed as it says. SourceError where one cannot be, naming its
     line.
     """
@@ -80,34 +58,34 @@ def transformed(function: FunctionDefinition, where: str = "kernel") -> Function
     return replace(function, body=worker.body(function.body))
 
 
-class _Transformer(StatementRewriter):
-    def __init__(self, function: FunctionDefinition, where: str) -> None:
+class _Transformer(ir.StatementRewriter):
+    def __init__(self, function: ir.FunctionDefinition, where: str) -> None:
         self._where = where
         self._reassociate = function.reassociate
         self._n = 0
 
-    def statement(self, statement: Stmt) -> Body:
+    def statement(self, statement: ir.Stmt) -> ir.Body:
         """The outer loop first: what its transformations copy has the inner ones still to be transformed."""
-        if not isinstance(statement, Steps) or not statement.how:
+        if not isinstance(statement, ir.Steps) or not statement.how:
             return (self.statement_inside(statement),)
         how, loop = statement.how[0], replace(statement, how=statement.how[1:])
         self._n += 1
         before, main, after = _BY_NAME[how.name](self, loop, how)
         return self.body((*before, *(() if main is None else (main,)), *after))
 
-    def refuse(self, loop: Steps, reason: str) -> SourceError:
+    def refuse(self, loop: ir.Steps, reason: str) -> SourceError:
         return SourceError(self._where, loop.line, f"loop `{loop.name}`: {reason}")
 
-    def count(self, loop: Steps, how: How, at: int = 0) -> int:
+    def count(self, loop: ir.Steps, how: ir.How, at: int = 0) -> int:
         """An argument of a transformation: a number from 1 on."""
         value = how.args[at]
-        if not isinstance(value, Const) or not isinstance(value.value, int):
+        if not isinstance(value, ir.Const) or not isinstance(value.value, int):
             raise self.refuse(loop, f"{how.name} takes a number that is known before the kernel runs")
         if not 0 <= value.value <= (MAX_COPIES if how.name in _COPYING else 1 << 20):
             raise self.refuse(loop, f"{how.name} by {value.value}")
         return value.value
 
-    def split_sums(self, loop: Steps, how: str) -> list[Accumulator]:
+    def split_sums(self, loop: ir.Steps, how: str) -> list[Accumulator]:
         """The sums that may have a second accumulator."""
         sums, _ = accumulators(loop)
         return [one for one in sums if one.is_exact or self._reassociate]
@@ -116,10 +94,10 @@ class _Transformer(StatementRewriter):
         return f"_{self._n}_{copy}"
 
 
-Result = tuple[Body, "Steps | None", Body]
+Result = tuple[ir.Body, ir.Steps | None, ir.Body]
 
 
-def _unroll(worker: _Transformer, loop: Steps, how: How) -> Result:
+def _unroll(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
     trips = trip_count(loop)
     n = worker.count(loop, how)
     if n > 1 and trips is not None and trips <= n and WHOLE not in how.args and not leaves_early(loop.body):
@@ -127,12 +105,12 @@ def _unroll(worker: _Transformer, loop: Steps, how: How) -> Result:
     return _in_a_row(worker, loop, how, worker.split_sums(loop, "unroll"))
 
 
-def _apart(worker: _Transformer, loop: Steps, how: How) -> Result:
+def _apart(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
     sums, _ = accumulators(loop)
     return _in_a_row(worker, loop, how, sums)
 
 
-def _in_a_row(worker: _Transformer, loop: Steps, how: How, sums: list[Accumulator]) -> Result:
+def _in_a_row(worker: _Transformer, loop: ir.Steps, how: ir.How, sums: list[Accumulator]) -> Result:
     """Several turns as one, with these sums for each turn of it."""
     n = worker.count(loop, how)
     if n <= 1:
@@ -140,22 +118,24 @@ def _in_a_row(worker: _Transformer, loop: Steps, how: How, sums: list[Accumulato
     if leaves_early(loop.body):
         raise worker.refuse(loop, f"{how.name} of a loop that may end within a turn")
     order = next((word for word in SUM_ORDERS if word in how.args), SUM_ORDERS[0])
-    before: list[Stmt] = []
-    after: list[Stmt] = []
-    copies: list[Stmt] = list(loop.body)
-    own: dict[int, dict[str, Expr]] = {}
+    before: list[ir.Stmt] = []
+    after: list[ir.Stmt] = []
+    copies: list[ir.Stmt] = list(loop.body)
+    own: dict[int, dict[str, ir.Expr]] = {}
     for copy in range(1, n):
-        own[copy] = {one.name: Var(one.type, f"{one.name}{worker.suffix(copy)}") for one in sums}
+        own[copy] = {one.name: ir.Var(one.type, f"{one.name}{worker.suffix(copy)}") for one in sums}
         for one in sums:
             second = own[copy][one.name]
-            assert isinstance(second, Var)
-            before.append(Declare(second.name, one.type, one.identity(Var(one.type, one.name)), loop.line))
+            assert isinstance(second, ir.Var)
+            before.append(
+                ir.Declare(second.name, one.type, one.identity(ir.Var(one.type, one.name)), loop.line)
+            )
         copied = renamed(loop.body, worker.suffix(copy))
-        copied = Substitute({loop.variable: later(loop, copy), **own[copy]}).body(copied)
+        copied = ir.Substitute({loop.variable: later(loop, copy), **own[copy]}).body(copied)
         copies += copied
     for one in sums:
-        parts: list[Expr] = [Var(one.type, one.name), *(own[copy][one.name] for copy in range(1, n))]
-        after.append(Assign(parts[0], one.total(parts, order), loop.line))
+        parts: list[ir.Expr] = [ir.Var(one.type, one.name), *(own[copy][one.name] for copy in range(1, n))]
+        after.append(ir.Assign(parts[0], one.total(parts, order), loop.line))
     main = replace(
         loop,
         name=f"{loop.name}_by_{n}",
@@ -165,24 +145,24 @@ def _in_a_row(worker: _Transformer, loop: Steps, how: How, sums: list[Accumulato
     )
     if WHOLE in how.args:
         return tuple(before), main, tuple(after)
-    rest = replace(loop, start=Var(loop.type, loop.variable), how=())
+    rest = replace(loop, start=ir.Var(loop.type, loop.variable), how=())
     return tuple(before), main, (*after, rest)
 
 
-def _expanded(worker: _Transformer, loop: Steps, trips: int) -> Body:
+def _expanded(worker: _Transformer, loop: ir.Steps, trips: int) -> ir.Body:
     """All turns of a loop of known length, one after another."""
-    assert isinstance(loop.start, Const)
-    assert isinstance(loop.step, Const)
-    found: list[Stmt] = []
+    assert isinstance(loop.start, ir.Const)
+    assert isinstance(loop.step, ir.Const)
+    found: list[ir.Stmt] = []
     for turn in range(trips):
-        at = Const(loop.type, int(loop.start.value) + turn * int(loop.step.value))
+        at = ir.Const(loop.type, int(loop.start.value) + turn * int(loop.step.value))
         body = renamed(loop.body, worker.suffix(turn)) if turn else loop.body
-        found += Substitute({loop.variable: at}).body(body)
-    end = Const(loop.type, int(loop.start.value) + trips * int(loop.step.value))
-    return (*found, Declare(loop.variable, loop.type, end, loop.line))
+        found += ir.Substitute({loop.variable: at}).body(body)
+    end = ir.Const(loop.type, int(loop.start.value) + trips * int(loop.step.value))
+    return (*found, ir.Declare(loop.variable, loop.type, end, loop.line))
 
 
-def _widen(worker: _Transformer, loop: Steps, how: How) -> Result:
+def _widen(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
     n = worker.count(loop, how)
     if n <= 1:
         return (), loop, ()
@@ -202,23 +182,23 @@ def _widen(worker: _Transformer, loop: Steps, how: How) -> Result:
         before, main, after = widened(loop, sums, n, worker.suffix(0))
     except ValueError as error:
         raise worker.refuse(loop, f"widen: {error}") from None
-    rest = replace(loop, start=Var(loop.type, loop.variable), how=())
+    rest = replace(loop, start=ir.Var(loop.type, loop.variable), how=())
     return before, main, (*after, rest)
 
 
-def _split(worker: _Transformer, loop: Steps, how: How) -> Result:
+def _split(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
     n = worker.count(loop, how)
     if n <= 1:
         return (), loop, ()
     outer = f"{loop.variable}{worker.suffix(0)}"
-    blocks = Var(loop.type, outer)
+    blocks = ir.Var(loop.type, outer)
     end = binary("+", blocks, times(loop.step, n))
-    inside = binary("&&", loop.condition, binary("<", Var(loop.type, loop.variable), end))
-    if isinstance(loop.step, Const) and int(loop.step.value) < 0:
+    inside = binary("&&", loop.condition, binary("<", ir.Var(loop.type, loop.variable), end))
+    if isinstance(loop.step, ir.Const) and int(loop.step.value) < 0:
         raise worker.refuse(loop, "split of a loop that counts down")
     inner = replace(loop, name=f"{loop.name}_in", start=blocks, condition=inside)
-    condition = Substitute({loop.variable: blocks}).expr(loop.condition)
-    whole = Steps(
+    condition = ir.Substitute({loop.variable: blocks}).expr(loop.condition)
+    whole = ir.Steps(
         f"{loop.name}_blocks",
         outer,
         loop.type,
@@ -231,24 +211,24 @@ def _split(worker: _Transformer, loop: Steps, how: How) -> Result:
     return (), whole, ()
 
 
-def _only_loop(worker: _Transformer, loop: Steps, how: str) -> tuple[Body, Steps, Body]:
+def _only_loop(worker: _Transformer, loop: ir.Steps, how: str) -> tuple[ir.Body, ir.Steps, ir.Body]:
     """The statements before and after the one loop that a loop holds."""
-    places = [i for i, one in enumerate(loop.body) if isinstance(one, Steps | While)]
+    places = [i for i, one in enumerate(loop.body) if isinstance(one, ir.Steps | ir.While)]
     inner = loop.body[places[0]] if len(places) == 1 else None
-    if not isinstance(inner, Steps):
+    if not isinstance(inner, ir.Steps):
         raise worker.refuse(loop, f"{how} of a loop that does not hold one loop")
     return loop.body[: places[0]], inner, loop.body[places[0] + 1 :]
 
 
-def _check_independent(worker: _Transformer, loop: Steps, how: str) -> None:
+def _check_independent(worker: _Transformer, loop: ir.Steps, how: str) -> None:
     """Turns may change their order: they carry nothing, and read nothing that another turn writes."""
-    own = {node.name for node in walk_body(loop.body) if isinstance(node, Declare)}
-    own |= {node.variable for node in walk_body(loop.body) if isinstance(node, Steps)}
-    carried = assigned(loop.body) - own - {loop.variable}
+    own = {node.name for node in ir.walk_body(loop.body) if isinstance(node, ir.Declare)}
+    own |= {node.variable for node in ir.walk_body(loop.body) if isinstance(node, ir.Steps)}
+    carried = ir.assigned(loop.body) - own - {loop.variable}
     if carried:
         raise worker.refuse(loop, f"{how}: `{min(carried)}` is carried from turn to turn")
     reads = loaded(loop.body)
-    changing = assigned(loop.body)
+    changing = ir.assigned(loop.body)
     for base, address in stored(loop.body):
         if not isinstance(address.type, Pointer):
             raise worker.refuse(
@@ -260,7 +240,7 @@ def _check_independent(worker: _Transformer, loop: Steps, how: str) -> None:
             raise worker.refuse(loop, f"{how}: a turn may read what another writes to `{base}`")
 
 
-def _jam(worker: _Transformer, loop: Steps, how: How) -> Result:
+def _jam(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
     n = worker.count(loop, how)
     if n <= 1:
         return (), loop, ()
@@ -268,21 +248,21 @@ def _jam(worker: _Transformer, loop: Steps, how: How) -> Result:
     _check_independent(worker, loop, "jam")
     if (
         leaves_early(loop.body)
-        or used(inner.condition) & {loop.variable}
-        or used(inner.start) & {loop.variable}
+        or ir.used(inner.condition) & {loop.variable}
+        or ir.used(inner.start) & {loop.variable}
     ):
         raise worker.refuse(loop, "jam: the inner loop depends on the outer one")
-    parts: tuple[list[Stmt], list[Stmt], list[Stmt]] = ([], [], [])
+    parts: tuple[list[ir.Stmt], list[ir.Stmt], list[ir.Stmt]] = ([], [], [])
     for copy in range(n):
         by = {loop.variable: later(loop, copy)}
         for into, body in zip(parts, (head, inner.body, tail), strict=True):
-            names = {node.name for node in walk_body(loop.body) if isinstance(node, Declare)}
-            renaming: dict[str, Expr] = {
-                node.name: Var(node.type, f"{node.name}{worker.suffix(copy)}")
-                for node in walk_body(loop.body)
-                if isinstance(node, Declare) and copy and node.name in names
+            names = {node.name for node in ir.walk_body(loop.body) if isinstance(node, ir.Declare)}
+            renaming: dict[str, ir.Expr] = {
+                node.name: ir.Var(node.type, f"{node.name}{worker.suffix(copy)}")
+                for node in ir.walk_body(loop.body)
+                if isinstance(node, ir.Declare) and copy and node.name in names
             }
-            into += Substitute({**by, **renaming}).body(body)
+            into += ir.Substitute({**by, **renaming}).body(body)
     jammed = replace(inner, body=tuple(parts[1]))
     main = replace(
         loop,
@@ -291,49 +271,49 @@ def _jam(worker: _Transformer, loop: Steps, how: How) -> Result:
         step=times(loop.step, n),
         body=(*parts[0], jammed, *parts[2]),
     )
-    return (), main, (replace(loop, start=Var(loop.type, loop.variable), how=()),)
+    return (), main, (replace(loop, start=ir.Var(loop.type, loop.variable), how=()),)
 
 
-def _interchange(worker: _Transformer, loop: Steps, how: How) -> Result:
+def _interchange(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
     head, inner, tail = _only_loop(worker, loop, "interchange")
     if head or tail:
         raise worker.refuse(loop, "interchange of loops with statements between them")
     _check_independent(worker, loop, "interchange")
     parts = (inner.start, inner.condition, inner.step)
-    if any(loop.variable in used(part) for part in parts) or inner.variable in used(loop.condition):
+    if any(loop.variable in ir.used(part) for part in parts) or inner.variable in ir.used(loop.condition):
         raise worker.refuse(loop, "interchange: the inner loop depends on the outer one")
     return (), replace(inner, body=(replace(loop, body=inner.body),)), ()
 
 
-def _prefetch(worker: _Transformer, loop: Steps, how: How) -> Result:
+def _prefetch(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
     n_bytes = worker.count(loop, how, 1)
     pointer = how.args[0]
     if n_bytes == 0:
         return (), loop, ()
     name = base_of(pointer) if not isinstance(pointer, str) else pointer
-    changing = assigned(loop.body)
+    changing = ir.assigned(loop.body)
     for base, address in loaded(loop.body):
-        if base == name and not (used(address) & changing) and isinstance(address.type, Pointer):
-            ahead = binary("+", cast(Pointer(U8, True), address), integer(n_bytes))
-            return (), replace(loop, body=(Do(call("prefetch", (ahead,)), loop.line), *loop.body)), ()
+        if base == name and not (ir.used(address) & changing) and isinstance(address.type, Pointer):
+            ahead = binary("+", cast(Pointer(U8, True), address), ir.integer(n_bytes))
+            return (), replace(loop, body=(ir.Do(call("prefetch", (ahead,)), loop.line), *loop.body)), ()
     raise worker.refuse(
         loop, f"prefetch: nothing is read through `{name}` at a place that the loop's variable gives"
     )
 
 
-def _pipeline(worker: _Transformer, loop: Steps, how: How) -> Result:
-    changing = assigned(loop.body)
+def _pipeline(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
+    changing = ir.assigned(loop.body)
     writes = {base for base, _ in stored(loop.body)}
     if leaves_early(loop.body):
         raise worker.refuse(loop, "pipeline of a loop that may end within a turn")
     found = next(
         (
             node
-            for node in walk_body(loop.body)
-            if isinstance(node, CallExpression)
+            for node in ir.walk_body(loop.body)
+            if isinstance(node, ir.CallExpression)
             and node.name == "load"
-            and loop.variable in used(node)
-            and not used(node) & changing
+            and loop.variable in ir.used(node)
+            and not ir.used(node) & changing
             and base_of(node.args[0]) not in writes
         ),
         None,
@@ -341,38 +321,38 @@ def _pipeline(worker: _Transformer, loop: Steps, how: How) -> Result:
     if found is None:
         raise worker.refuse(loop, "pipeline: no load whose place the loop's variable alone gives")
     name = f"next{worker.suffix(0)}"
-    current = Var(found.type, f"this{worker.suffix(0)}")
-    following = Var(found.type, name)
-    first = Substitute({loop.variable: loop.start}).expr(found)
-    can_begin = Substitute({loop.variable: loop.start}).expr(loop.condition)
-    before: Body = (
-        Declare(name, found.type, None, loop.line),
-        If(can_begin, (Assign(following, first, loop.line),), (), loop.line),
+    current = ir.Var(found.type, f"this{worker.suffix(0)}")
+    following = ir.Var(found.type, name)
+    first = ir.Substitute({loop.variable: loop.start}).expr(found)
+    can_begin = ir.Substitute({loop.variable: loop.start}).expr(loop.condition)
+    before: ir.Body = (
+        ir.Declare(name, found.type, None, loop.line),
+        ir.If(can_begin, (ir.Assign(following, first, loop.line),), (), loop.line),
     )
-    body = Replace(found, current).body(loop.body)
+    body = ir.Replace(found, current).body(loop.body)
     main = replace(
         loop,
         name=f"{loop.name}_ahead",
         condition=moved(loop.condition, loop, 1),
         body=(
-            Declare(current.name, found.type, following, loop.line),
-            Assign(following, moved(found, loop, 1), loop.line),
+            ir.Declare(current.name, found.type, following, loop.line),
+            ir.Assign(following, moved(found, loop, 1), loop.line),
             *body,
         ),
     )
-    variable = Var(loop.type, loop.variable)
-    last = renamed(Replace(found, following).body(loop.body), worker.suffix(1))
+    variable = ir.Var(loop.type, loop.variable)
+    last = renamed(ir.Replace(found, following).body(loop.body), worker.suffix(1))
     assert isinstance(loop.type, Scalar | Pointer)
-    step = Assign(variable, _stepped(variable, loop.step), loop.line)
-    return before, main, (If(loop.condition, (*last, step), (), loop.line),)
+    step = ir.Assign(variable, _stepped(variable, loop.step), loop.line)
+    return before, main, (ir.If(loop.condition, (*last, step), (), loop.line),)
 
 
-def _stepped(variable: Var, step: Expr) -> Expr:
+def _stepped(variable: ir.Var, step: ir.Expr) -> ir.Expr:
     moved_on = binary("+", variable, step)
     return cast(variable.type, moved_on)
 
 
-_BY_NAME: dict[str, Callable[[_Transformer, Steps, How], Result]] = {
+_BY_NAME: dict[str, Callable[[_Transformer, ir.Steps, ir.How], Result]] = {
     "unroll": _unroll,
     "apart": _apart,
     "widen": _widen,

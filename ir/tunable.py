@@ -6,19 +6,9 @@ import itertools
 import re
 from dataclasses import dataclass
 
+from phasewise.ir import nodes as ir
 from phasewise.ir.errors import SourceError
 from phasewise.ir.loops import WHOLE
-from phasewise.ir.nodes import (
-    Body,
-    CallExpression,
-    Const,
-    FunctionDefinition,
-    If,
-    Index,
-    Steps,
-    While,
-    walk_body,
-)
 from phasewise.ir.reading import read
 from phasewise.ir.text import printed
 from phasewise.ir.transforms import transformed
@@ -92,36 +82,36 @@ class _Change:
         return True
 
 
-def _changes(loop: Steps, reassociate: bool) -> list[_Change]:
+def _changes(loop: ir.Steps, reassociate: bool) -> list[_Change]:
     widen = _Change(loop.name, "WIDEN", WIDEN)
     for how in loop.how:
         if how.name in ("unroll", "apart"):
             number = how.args[0]
             is_free = WHOLE not in how.args and (reassociate or how.name == "unroll")
-            if not is_free or not isinstance(number, Const):
+            if not is_free or not isinstance(number, ir.Const):
                 return [widen]
             others = (int(number.value), *(one for one in UNROLL if one != number.value))
             return [widen, _Change(loop.name, "UNROLL", others, how.name)]
     return [widen, _Change(loop.name, "UNROLL", UNROLL)]
 
 
-def innermost(body: Body) -> list[Steps]:
+def innermost(body: ir.Body) -> list[ir.Steps]:
     """Loops that hold no loop, in the order of the text."""
-    found: list[Steps] = []
+    found: list[ir.Steps] = []
     for one in body:
-        inner: list[Steps] = []
-        if isinstance(one, Steps | While):
+        inner: list[ir.Steps] = []
+        if isinstance(one, ir.Steps | ir.While):
             inner = innermost(one.body)
-        elif isinstance(one, If):
+        elif isinstance(one, ir.If):
             inner = [*innermost(one.then), *innermost(one.otherwise)]
-        has_while = any(isinstance(node, While) for node in walk_body((one,)))
-        found += inner or ([one] if isinstance(one, Steps) and not has_while else [])
+        has_while = any(isinstance(node, ir.While) for node in ir.walk_body((one,)))
+        found += inner or ([one] if isinstance(one, ir.Steps) and not has_while else [])
     return found
 
 
-def _is_worth(loop: Steps, function: FunctionDefinition) -> bool:
-    def has_vectors(body: Body) -> bool:
-        nodes = (node for node in walk_body(body) if isinstance(node, CallExpression | Index))
+def _is_worth(loop: ir.Steps, function: ir.FunctionDefinition) -> bool:
+    def has_vectors(body: ir.Body) -> bool:
+        nodes = (node for node in ir.walk_body(body) if isinstance(node, ir.CallExpression | ir.Index))
         return any(isinstance(node.type, Vec) or getattr(node, "name", "") == "store" for node in nodes)
 
     return has_vectors(loop.body) or not has_vectors(function.body)

@@ -8,28 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from phasewise.ir import nodes as ir
 from phasewise.ir.loops import Accumulator, coefficient, later, leaves_early, moved, times
-from phasewise.ir.nodes import (
-    Assign,
-    Binary,
-    Body,
-    CallExpression,
-    Const,
-    Declare,
-    Do,
-    Expr,
-    Index,
-    Steps,
-    Stmt,
-    Substitute,
-    Ternary,
-    Unary,
-    Var,
-    assigned,
-    integer,
-    used,
-    vec,
-)
 from phasewise.ir.operations import OPERATIONS, call
 from phasewise.ir.types import Scalar, Vec
 
@@ -41,7 +21,7 @@ SMALL_BYTES = 32
 class _Turns:
     """One value of each turn; `is_same`: they are one and the same."""
 
-    values: tuple[Expr, ...]
+    values: tuple[ir.Expr, ...]
 
     @property
     def is_same(self) -> bool:
@@ -50,10 +30,12 @@ class _Turns:
 
 @dataclass(frozen=True, slots=True)
 class _Long:
-    value: Expr
+    value: ir.Expr
 
 
-def widened(loop: Steps, sums: list[Accumulator], n: int, suffix: str) -> tuple[Body, Steps, Body]:
+def widened(
+    loop: ir.Steps, sums: list[Accumulator], n: int, suffix: str
+) -> tuple[ir.Body, ir.Steps, ir.Body]:
     """The statements before, the loop of n turns at once, and the statements after it. ValueError: why that
     cannot be.
     """
@@ -72,162 +54,164 @@ def widened(loop: Steps, sums: list[Accumulator], n: int, suffix: str) -> tuple[
 
 
 class _Widener:
-    def __init__(self, loop: Steps, sums: list[Accumulator], n: int, suffix: str) -> None:
+    def __init__(self, loop: ir.Steps, sums: list[Accumulator], n: int, suffix: str) -> None:
         self._loop = loop
         self._n = n
         self._suffix = suffix
-        self._changing = assigned(loop.body)
+        self._changing = ir.assigned(loop.body)
         self._known: dict[str, _Turns | _Long] = {}
-        self._out: list[Stmt] = []
-        self.before: list[Stmt] = []
-        self.after: list[Stmt] = []
+        self._out: list[ir.Stmt] = []
+        self.before: list[ir.Stmt] = []
+        self.after: list[ir.Stmt] = []
         for one in sums:
             self._sum(one)
 
     def _sum(self, one: Accumulator) -> None:
         """A sum becomes a long one, or one for each turn where it is a number."""
-        own, line = Var(one.type, one.name), self._loop.line
+        own, line = ir.Var(one.type, one.name), self._loop.line
         if isinstance(one.type, Scalar):
-            copies = [own, *(Var(one.type, f"{one.name}{self._suffix}_{i}") for i in range(1, self._n))]
+            copies = [own, *(ir.Var(one.type, f"{one.name}{self._suffix}_{i}") for i in range(1, self._n))]
             for copy in copies[1:]:
-                self.before.append(Declare(copy.name, one.type, one.identity(own), line))
+                self.before.append(ir.Declare(copy.name, one.type, one.identity(own), line))
             self._known[one.name] = _Turns(tuple(copies))
-            total: Expr = own
+            total: ir.Expr = own
             for copy in copies[1:]:
                 total = one.combined(total, copy)
-            self.after.append(Assign(own, total, line))
+            self.after.append(ir.Assign(own, total, line))
             return
         begun = [own, *([one.identity(own)] * (self._n - 1))]
         long = _joined(begun)
         name = f"{one.name}{self._suffix}"
-        self.before.append(Declare(name, long.type, long, line))
-        self._known[one.name] = _Long(Var(long.type, name))
-        value: Expr = Var(long.type, name)
+        self.before.append(ir.Declare(name, long.type, long, line))
+        self._known[one.name] = _Long(ir.Var(long.type, name))
+        value: ir.Expr = ir.Var(long.type, name)
         rest = self._n
         while rest > 1:
             value = one.combined(call("lo", (value,)), call("hi", (value,)))
             rest //= 2
-        self.after.append(Assign(own, value, line))
+        self.after.append(ir.Assign(own, value, line))
 
     # ---- statements ----
 
-    def body(self) -> Body:
+    def body(self) -> ir.Body:
         for one in self._loop.body:
             self._statement(one)
         return tuple(self._out)
 
-    def _statement(self, one: Stmt) -> None:
+    def _statement(self, one: ir.Stmt) -> None:
         match one:
-            case Declare(name=name, type=of, value=value) if value is not None:
+            case ir.Declare(name=name, type=of, value=value) if value is not None:
                 self._new(name, self._value(value), one.line)
-            case Assign(target=Var(name=name), value=value):
+            case ir.Assign(target=ir.Var(name=name), value=value):
                 if name not in self._known:
                     raise ValueError(f"`{name}` is assigned to before it has a value")
                 self._set(name, self._value(value), one.line)
-            case Assign(target=Index(type=of, base=base, index=index), value=value):
+            case ir.Assign(target=ir.Index(type=of, base=base, index=index), value=value):
                 places = self._turns(self._value(index)).values
                 bases = self._turns(self._value(base)).values
                 values = self._turns(self._value(value)).values
                 for place, from_base, each in zip(places, bases, values, strict=True):
-                    self._out.append(Assign(Index(of, from_base, place), each, one.line))
-            case Do(call=CallExpression(name="store", args=(place, value))):
+                    self._out.append(ir.Assign(ir.Index(of, from_base, place), each, one.line))
+            case ir.Do(call=ir.CallExpression(name="store", args=(place, value))):
                 self._store(place, value, one.line)
-            case Do(call=CallExpression(name="prefetch", args=(place,))):
-                self._out.append(Do(call("prefetch", (place,)), one.line))
+            case ir.Do(call=ir.CallExpression(name="prefetch", args=(place,))):
+                self._out.append(ir.Do(call("prefetch", (place,)), one.line))
             case _:
                 raise ValueError("the loop holds another loop, a condition, or memory of its own")
 
     def _new(self, name: str, value: _Turns | _Long, line: int) -> None:
         if isinstance(value, _Long):
-            own = Var(value.value.type, f"{name}{self._suffix}")
-            self._out.append(Declare(own.name, own.type, value.value, line))
+            own = ir.Var(value.value.type, f"{name}{self._suffix}")
+            self._out.append(ir.Declare(own.name, own.type, value.value, line))
             self._known[name] = _Long(own)
             return
-        if value.is_same and isinstance(value.values[0], Var | Const):
+        if value.is_same and isinstance(value.values[0], ir.Var | ir.Const):
             self._known[name] = value
             return
-        copies: list[Expr] = []
+        copies: list[ir.Expr] = []
         for i, one in enumerate(value.values):
             if value.is_same and i:
                 copies.append(copies[0])
                 continue
-            copy = Var(one.type, f"{name}{self._suffix}_{i}")
+            copy = ir.Var(one.type, f"{name}{self._suffix}_{i}")
             copies.append(copy)
-            self._out.append(Declare(copy.name, one.type, one, line))
+            self._out.append(ir.Declare(copy.name, one.type, one, line))
         self._known[name] = _Turns(tuple(copies))
 
     def _set(self, name: str, value: _Turns | _Long, line: int) -> None:
         known = self._known[name]
         if isinstance(known, _Long):
-            self._out.append(Assign(known.value, self._long(value), line))
+            self._out.append(ir.Assign(known.value, self._long(value), line))
             return
         for target, one in zip(known.values, self._turns(value).values, strict=True):
-            if not isinstance(target, Var) or (known.is_same and self._n > 1 and len(set(known.values)) == 1):
+            if not isinstance(target, ir.Var) or (
+                known.is_same and self._n > 1 and len(set(known.values)) == 1
+            ):
                 raise ValueError(f"`{name}` differs from turn to turn and did not before")
-            self._out.append(Assign(target, one, line))
+            self._out.append(ir.Assign(target, one, line))
 
-    def _store(self, place: Expr, value: Expr, line: int) -> None:
+    def _store(self, place: ir.Expr, value: ir.Expr, line: int) -> None:
         new = self._value(value)
         places = self._turns(self._value(place)).values
-        if self._stride(place) == vec(value).lanes:
-            self._out.append(Do(call("store", (places[0], self._long(new))), line))
+        if self._stride(place) == ir.vec(value).lanes:
+            self._out.append(ir.Do(call("store", (places[0], self._long(new))), line))
             return
         for at, one in zip(places, self._turns(new).values, strict=True):
-            self._out.append(Do(call("store", (at, one)), line))
+            self._out.append(ir.Do(call("store", (at, one)), line))
 
     # ---- values ----
 
-    def _stride(self, place: Expr) -> int | None:
+    def _stride(self, place: ir.Expr) -> int | None:
         """Elements between the places of two turns."""
         step = self._loop.step
         by = coefficient(place, self._loop.variable, self._changing)
-        return by * int(step.value) if by is not None and isinstance(step, Const) else None
+        return by * int(step.value) if by is not None and isinstance(step, ir.Const) else None
 
     def _turns(self, value: _Turns | _Long) -> _Turns:
         if isinstance(value, _Turns):
             return value
         return _Turns(tuple(_part(value.value, i, self._n) for i in range(self._n)))
 
-    def _long(self, value: _Turns | _Long) -> Expr:
+    def _long(self, value: _Turns | _Long) -> ir.Expr:
         return value.value if isinstance(value, _Long) else _joined(list(value.values))
 
-    def _value(self, e: Expr) -> _Turns | _Long:
-        if isinstance(e, Var):
+    def _value(self, e: ir.Expr) -> _Turns | _Long:
+        if isinstance(e, ir.Var):
             if e.name == self._loop.variable:
                 return _Turns(tuple(later(self._loop, i) for i in range(self._n)))
             return self._known.get(e.name, _Turns((e,) * self._n))
-        if isinstance(e, Const):
+        if isinstance(e, ir.Const):
             return _Turns((e,) * self._n)
-        if not isinstance(e.type, Vec) or not used(e):
-            if isinstance(e.type, Vec) and isinstance(e, CallExpression) and e.name in ("splat", "vector"):
+        if not isinstance(e.type, Vec) or not ir.used(e):
+            if isinstance(e.type, Vec) and isinstance(e, ir.CallExpression) and e.name in ("splat", "vector"):
                 return self._call(e)
             return self._each(e)
-        if isinstance(e, CallExpression):
+        if isinstance(e, ir.CallExpression):
             return self._call(e)
-        if isinstance(e, Binary) and e.op in ("<<", ">>"):
+        if isinstance(e, ir.Binary) and e.op in ("<<", ">>"):
             return self._lanewise(e, (e.a,))
-        if isinstance(e, Binary):
+        if isinstance(e, ir.Binary):
             return self._lanewise(e, (e.a, e.b))
-        if isinstance(e, Unary):
+        if isinstance(e, ir.Unary):
             return self._lanewise(e, (e.a,))
-        if isinstance(e, Ternary):
+        if isinstance(e, ir.Ternary):
             return self._each(e)
         raise ValueError("an array of vectors")
 
-    def _each(self, e: Expr) -> _Turns:
+    def _each(self, e: ir.Expr) -> _Turns:
         """A value that every turn computes for itself."""
-        values: list[Expr] = []
+        values: list[ir.Expr] = []
         for i in range(self._n):
-            by: dict[str, Expr] = {}
-            for name in used(e):
+            by: dict[str, ir.Expr] = {}
+            for name in ir.used(e):
                 if name == self._loop.variable:
                     by[name] = later(self._loop, i)
                 elif name in self._known:
                     by[name] = self._turns(self._known[name]).values[i]
-            values.append(Substitute(by).expr(e))
+            values.append(ir.Substitute(by).expr(e))
         return _Turns(tuple(values))
 
-    def _lanewise(self, e: Expr, operands: tuple[Expr, ...]) -> _Turns | _Long:
+    def _lanewise(self, e: ir.Expr, operands: tuple[ir.Expr, ...]) -> _Turns | _Long:
         """The same operation on longer vectors."""
         values = [self._value(one) for one in operands]
         is_short = all(isinstance(one, _Turns) for one in values) and all(
@@ -238,66 +222,66 @@ class _Widener:
             return _Turns(tuple(_with_operands(e, operands, list(each)) for each in zip(*turns, strict=True)))
         return _Long(_with_operands(e, operands, [self._long(one) for one in values]))
 
-    def _call(self, e: CallExpression) -> _Turns | _Long:
+    def _call(self, e: ir.CallExpression) -> _Turns | _Long:
         match e.name:
             case "load":
                 return self._load(e)
             case "splat":
                 inner = self._turns(self._value(e.args[0])).values
                 (lanes,) = e.numbers
-                assert isinstance(lanes, Const)
+                assert isinstance(lanes, ir.Const)
                 if all(one == inner[0] for one in inner):
-                    return _Long(call("splat", (inner[0],), (integer(int(lanes.value) * self._n),)))
+                    return _Long(call("splat", (inner[0],), (ir.integer(int(lanes.value) * self._n),)))
                 return _Turns(tuple(call("splat", (one,), e.numbers) for one in inner))
             case "vector":
-                return _Long(call("vector", (), e.numbers * self._n, vec(e).elem))
+                return _Long(call("vector", (), e.numbers * self._n, ir.vec(e).elem))
             case name if OPERATIONS[name].moves_lanes:
                 return self._each(e)  # each turn's vector by itself
         return self._lanewise(e, e.args)
 
-    def _load(self, e: CallExpression) -> _Turns | _Long:
+    def _load(self, e: ir.CallExpression) -> _Turns | _Long:
         places = self._turns(self._value(e.args[0])).values
-        if self._stride(e.args[0]) == vec(e).lanes:
-            return _Long(call("load", (places[0],), (integer(vec(e).lanes * self._n),)))
+        if self._stride(e.args[0]) == ir.vec(e).lanes:
+            return _Long(call("load", (places[0],), (ir.integer(ir.vec(e).lanes * self._n),)))
         if all(one == places[0] for one in places):
             return _Turns((e,) * self._n)
         return _Turns(tuple(call("load", (one,), e.numbers) for one in places))
 
 
-def _with_operands(e: Expr, old: tuple[Expr, ...], new: list[Expr]) -> Expr:
+def _with_operands(e: ir.Expr, old: tuple[ir.Expr, ...], new: list[ir.Expr]) -> ir.Expr:
     """The operation on other vectors, its result as long as they are."""
     first_old, first_new = old[0].type, new[0].type
     assert isinstance(first_old, Vec)
     assert isinstance(first_new, Vec)
-    of = Vec(vec(e).elem, vec(e).lanes * first_new.lanes // first_old.lanes)
-    if isinstance(e, CallExpression):
+    of = Vec(ir.vec(e).elem, ir.vec(e).lanes * first_new.lanes // first_old.lanes)
+    if isinstance(e, ir.CallExpression):
         return replace(e, type=of, args=tuple(new))
-    if isinstance(e, Unary):
+    if isinstance(e, ir.Unary):
         return replace(e, type=of, a=new[0])
-    assert isinstance(e, Binary)
+    assert isinstance(e, ir.Binary)
     return replace(e, type=of, a=new[0], b=new[1]) if len(new) == 2 else replace(e, type=of, a=new[0])
 
 
-def _joined(values: list[Expr]) -> Expr:
+def _joined(values: list[ir.Expr]) -> ir.Expr:
     if (
         all(one == values[0] for one in values)
-        and isinstance(values[0], CallExpression)
+        and isinstance(values[0], ir.CallExpression)
         and values[0].name == "splat"
     ):
         (lanes,) = values[0].numbers
-        assert isinstance(lanes, Const)
-        return call("splat", values[0].args, (integer(int(lanes.value) * len(values)),))
+        assert isinstance(lanes, ir.Const)
+        return call("splat", values[0].args, (ir.integer(int(lanes.value) * len(values)),))
     while len(values) > 1:
         values = [call("concat", (values[i], values[i + 1])) for i in range(0, len(values), 2)]
     return values[0]
 
 
-def _part(e: Expr, at: int, n: int) -> Expr:
+def _part(e: ir.Expr, at: int, n: int) -> ir.Expr:
     """The n-th part of a long vector."""
     while n > 1:
         n //= 2
         which = "hi" if at >= n else "lo"
-        is_joined = isinstance(e, CallExpression) and e.name == "concat"
-        e = e.args[which == "hi"] if isinstance(e, CallExpression) and is_joined else call(which, (e,))
+        is_joined = isinstance(e, ir.CallExpression) and e.name == "concat"
+        e = e.args[which == "hi"] if isinstance(e, ir.CallExpression) and is_joined else call(which, (e,))
         at %= n
     return e

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
+from phasewise.ir import nodes as ir
 from phasewise.ir.builders import (
     Build,
     Intrinsic,
@@ -26,7 +27,6 @@ from phasewise.ir.builders import (
     store,
     unpacked,
 )
-from phasewise.ir.nodes import Binary, CallExpression, Const, Expr, integer
 from phasewise.ir.operations import Mistyped, as_elem, binary, call, unary
 from phasewise.ir.types import (
     F32,
@@ -97,13 +97,13 @@ def _neon_plain(table: Table, q: str, suffix: str, reg: Vec) -> None:
         VOID, lambda a: call("store", (pointer_to(a[0], elem), permuted(a[1], (number(a[2]),))))
     )
     table[f"vld1{q}_dup_{suffix}"] = Intrinsic(
-        reg, lambda a: call("splat", (element(pointer_to(a[0], elem)),), (integer(reg.lanes),))
+        reg, lambda a: call("splat", (element(pointer_to(a[0], elem)),), (ir.integer(reg.lanes),))
     )
     table[f"vget{q}_lane_{suffix}"] = Intrinsic(
-        elem, lambda a: call("lane", (a[0],), (integer(number(a[1])),))
+        elem, lambda a: call("lane", (a[0],), (ir.integer(number(a[1])),))
     )
     table[f"vset{q}_lane_{suffix}"] = Intrinsic(
-        reg, lambda a: call("with_lane", (a[1], a[0]), (integer(number(a[2])),))
+        reg, lambda a: call("with_lane", (a[1], a[0]), (ir.integer(number(a[2])),))
     )
     table[f"vmul{q}_n_{suffix}"] = Intrinsic(reg, lambda a: binary("*", a[0], splat(elem, reg.lanes)(a[1:])))
     put("mla", lambda a: binary("+", a[0], binary("*", a[1], a[2])))
@@ -126,7 +126,7 @@ def _neon_plain(table: Table, q: str, suffix: str, reg: Vec) -> None:
                 lambda a, to=to: as_elem(a[0], to),  # type: ignore[misc]
             )
     if q:
-        put("addv", lambda a: call("reduce_add", (a[0],), (integer(1),) if elem.is_float else ()), elem)
+        put("addv", lambda a: call("reduce_add", (a[0],), (ir.integer(1),) if elem.is_float else ()), elem)
         if not elem.is_float:
             put("maxv", called("reduce_max", elem), elem)
             put("minv", called("reduce_min", elem), elem)
@@ -140,7 +140,7 @@ def _neon_plain(table: Table, q: str, suffix: str, reg: Vec) -> None:
         put("ext", lambda a: shuffled(a[0], a[1], [number(a[2]) + i for i in range(group)]))
 
 
-def _bit_select(a: Sequence[Expr], elem: Scalar, bits: Scalar) -> Expr:
+def _bit_select(a: Sequence[ir.Expr], elem: Scalar, bits: Scalar) -> ir.Expr:
     """(mask & a) | (~mask & b), bit by bit, as the instruction does."""
     mask, one, other = (as_elem(e, bits) for e in a)
     return as_elem(binary("|", binary("&", mask, one), call("andnot", (mask, other))), elem)
@@ -156,7 +156,7 @@ def _neon_halves(table: Table, suffix: str, elem: Scalar) -> None:
     wide = SCALARS[f"{elem.name[0]}{16 * elem.size}"]
     to = Vec(wide, small.lanes)
 
-    def wider(e: Expr) -> Expr:
+    def wider(e: ir.Expr) -> ir.Expr:
         return call("widen", (e,), of=wide)
 
     table[f"vmovl_{suffix}"] = Intrinsic(to, lambda a: wider(a[0]))
@@ -172,7 +172,7 @@ def _neon_halves(table: Table, suffix: str, elem: Scalar) -> None:
     narrow_suffix = f"{suffix[0]}{16 * elem.size}"
     table[f"vmovn_{narrow_suffix}"] = Intrinsic(small, lambda a: call("narrow", (a[0],), of=elem))
 
-    def pairs(e: Expr) -> Expr:
+    def pairs(e: ir.Expr) -> ir.Expr:
         """Neighbours added, wide."""
         low, high = wider(half("lo", e)), wider(half("hi", e))
         if size_of(low) < 16:
@@ -225,7 +225,7 @@ def _neon_dots(table: Table) -> None:
         )
 
 
-def _looked_up(table: Expr, places: Expr) -> Expr:
+def _looked_up(table: ir.Expr, places: ir.Expr) -> ir.Expr:
     """Places from 16 on give 0 on Arm; `lookup` sees four bits of a place. So they must be below 16."""
     if not is_below_16(places):
         raise Mistyped("takes places that are seen to be below 16, as `v & 15` are")
@@ -233,19 +233,19 @@ def _looked_up(table: Expr, places: Expr) -> Expr:
 
 
 def _created(elem: Scalar) -> Build:
-    return lambda a: as_elem(call("splat", (a[0],), (integer(1),)), elem)
+    return lambda a: as_elem(call("splat", (a[0],), (ir.integer(1),)), elem)
 
 
-def is_below_16(e: Expr) -> bool:
+def is_below_16(e: ir.Expr) -> bool:
     """True if a mask, or a shift of bytes, keeps every lane below 16."""
-    if isinstance(e, Binary) and e.op == "&":
+    if isinstance(e, ir.Binary) and e.op == "&":
         return any(_is_small_splat(one) for one in (e.a, e.b))
-    if isinstance(e, Binary) and e.op == ">>" and isinstance(e.type, Vec):
-        return e.type.elem == U8 and isinstance(e.b, Const) and e.b.value >= 4
-    return isinstance(e, CallExpression) and e.name == "bits" and is_below_16(e.args[0])
+    if isinstance(e, ir.Binary) and e.op == ">>" and isinstance(e.type, Vec):
+        return e.type.elem == U8 and isinstance(e.b, ir.Const) and e.b.value >= 4
+    return isinstance(e, ir.CallExpression) and e.name == "bits" and is_below_16(e.args[0])
 
 
-def _is_small_splat(e: Expr) -> bool:
-    if not isinstance(e, CallExpression) or e.name != "splat":
+def _is_small_splat(e: ir.Expr) -> bool:
+    if not isinstance(e, ir.CallExpression) or e.name != "splat":
         return False
-    return isinstance(e.args[0], Const) and 0 <= e.args[0].value < 16
+    return isinstance(e.args[0], ir.Const) and 0 <= e.args[0].value < 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 
+from phasewise.ir import nodes as ir
 from phasewise.ir.builders import (
     Build,
     Intrinsic,
@@ -33,7 +34,6 @@ from phasewise.ir.builders import (
     unpacked,
     zero,
 )
-from phasewise.ir.nodes import CallExpression, Const, Expr, integer, vec
 from phasewise.ir.operations import REDUCTIONS, Mistyped, as_elem, binary, call, cast, unary
 from phasewise.ir.types import (
     BITS,
@@ -77,7 +77,7 @@ COMPARED = {
 
 
 def _compared(elem: Scalar) -> Build:
-    def build(a: Sequence[Expr]) -> Expr:
+    def build(a: Sequence[ir.Expr]) -> ir.Expr:
         op = COMPARED.get(number(a[2]))
         if op is None:
             raise Mistyped(f"comparison {number(a[2])} has no operation")
@@ -92,7 +92,7 @@ def _as(elem: Scalar, build: Build) -> Build:
 
 
 def _fused(is_product_negative: bool, is_sum_negative: bool) -> Build:
-    def build(a: Sequence[Expr]) -> Expr:
+    def build(a: Sequence[ir.Expr]) -> ir.Expr:
         product = unary("-", a[0]) if is_product_negative else a[0]
         return call("fma", (product, a[1], unary("-", a[2]) if is_sum_negative else a[2]))
 
@@ -148,7 +148,7 @@ def _x86_float_builders(elem: Scalar, lanes: int) -> dict[str, Build]:
     }
 
 
-def _rounded(a: Sequence[Expr]) -> Expr:
+def _rounded(a: Sequence[ir.Expr]) -> ir.Expr:
     name = {0: "nearest", 1: "floor", 2: "ceil", 3: "trunc"}.get(number(a[1]) & 7)
     if name is None:
         raise Mistyped("rounds as the processor is set, which is not known")
@@ -156,24 +156,24 @@ def _rounded(a: Sequence[Expr]) -> Expr:
 
 
 def _set(elem: Scalar, lanes: int, is_reversed: bool = False) -> Build:
-    def build(given: Sequence[Expr]) -> Expr:
+    def build(given: Sequence[ir.Expr]) -> ir.Expr:
         values = [cast(elem, one) for one in (reversed(given) if is_reversed else given)]
         if len(values) != lanes:
             raise Mistyped(f"takes {lanes} numbers, not {len(values)}")
-        known = [one.value for one in values if isinstance(one, Const)]
+        known = [one.value for one in values if isinstance(one, ir.Const)]
         if len(known) == lanes:
             return constant(elem, known)
         if all(one == values[0] for one in values):
-            return call("splat", (values[0],), (integer(lanes),))
+            return call("splat", (values[0],), (ir.integer(lanes),))
         return _gathered(values, elem)
 
     return build
 
 
-def _gathered(values: list[Expr], elem: Scalar) -> Expr:
+def _gathered(values: list[ir.Expr], elem: Scalar) -> ir.Expr:
     """A vector of values that are known when the kernel runs: halves of equal ones are splats."""
     if all(one == values[0] for one in values):
-        return call("splat", (values[0],), (integer(len(values)),))
+        return call("splat", (values[0],), (ir.integer(len(values)),))
     middle = len(values) // 2
     return call("concat", (_gathered(values[:middle], elem), _gathered(values[middle:], elem)))
 
@@ -239,12 +239,12 @@ def _x86_integers(table: Table, prefix: str, size: int) -> None:
 def _bitwise(op: str, elem: Scalar) -> Build:
     """In the lanes that both sides have, so that no reinterpretation stands between them."""
 
-    def build(a: Sequence[Expr]) -> Expr:
+    def build(a: Sequence[ir.Expr]) -> ir.Expr:
         own = [one.type.elem for one in a if isinstance(one.type, Vec)]
         shared = own[0] if own[0] == own[1] and not own[0].is_float else elem
 
         for one, other in ((0, 1), (1, 0)):
-            constant_side = isinstance(a[one], CallExpression) and a[one].name in ("splat", "vector")  # type: ignore[union-attr]
+            constant_side = isinstance(a[one], ir.CallExpression) and a[one].name in ("splat", "vector")  # type: ignore[union-attr]
             if constant_side and not own[one].is_float and own[one] != own[other]:
                 shared = own[one]
         return binary(op, as_elem(a[0], shared), as_elem(a[1], shared))
@@ -292,7 +292,7 @@ def _x86_moves(table: Table, prefix: str, size: int) -> None:
                     )
 
 
-def _part(e: Expr, at: int, size: int) -> Expr:
+def _part(e: ir.Expr, at: int, size: int) -> ir.Expr:
     """The part number `at` of `size` bytes."""
     parts = size_of(e) // size
     while parts > 1:
@@ -337,12 +337,12 @@ def _x86_shuffles(table: Table, prefix: str, size: int) -> None:
     put("hadd_epi16", lambda a: neighbours(a, I16))
 
 
-def _shuffle_ps(a: Sequence[Expr]) -> Expr:
+def _shuffle_ps(a: Sequence[ir.Expr]) -> ir.Expr:
     imm = imm4(number(a[2]))
     return shuffled(a[0], a[1], (imm[0], imm[1], 4 + imm[2], 4 + imm[3]))
 
 
-def _aligned(high: Expr, low: Expr, by: int) -> Expr:
+def _aligned(high: ir.Expr, low: ir.Expr, by: int) -> ir.Expr:
     if by > 16:
         raise Mistyped("shifts by more than 16 bytes are not in the subset")
     return (
@@ -400,12 +400,12 @@ def _x86_halves(table: Table) -> None:
         table[f"{prefix}broadcastss_ps"] = Intrinsic(
             Vec(F32, size // 4),
             lambda a, size=size: call(  # type: ignore[misc]
-                "splat", (call("lane", (a[0],), (integer(0),)),), (integer(size // 4),)
+                "splat", (call("lane", (a[0],), (ir.integer(0),)),), (ir.integer(size // 4),)
             ),
         )
         table[f"{prefix}broadcast_ss"] = Intrinsic(
             Vec(F32, size // 4),
-            lambda a, size=size: call("splat", (element(a[0]),), (integer(size // 4),)),  # type: ignore[misc]
+            lambda a, size=size: call("splat", (element(a[0]),), (ir.integer(size // 4),)),  # type: ignore[misc]
         )
     table["_mm256_broadcast_ps"] = Intrinsic(Vec(F32, 8), lambda a: joined(load(F32, 4)(a), load(F32, 4)(a)))
     for name in REDUCTIONS:
@@ -413,28 +413,28 @@ def _x86_halves(table: Table) -> None:
         table[f"_mm512_{name}_epi32"] = Intrinsic(I32, called(name, I32))
 
 
-def _inserted(a: Sequence[Expr]) -> Expr:
-    whole = as_elem(a[0], vec(a[1]).elem)
+def _inserted(a: Sequence[ir.Expr]) -> ir.Expr:
+    whole = as_elem(a[0], ir.vec(a[1]).elem)
     if size_of(whole) != 2 * size_of(a[1]):
         raise Mistyped("only halves are inserted in this subset")
     return joined(half("lo", whole), a[1]) if number(a[2]) & 1 else joined(a[1], half("hi", whole))
 
 
-def _chosen_halves(a: Sequence[Expr]) -> Expr:
+def _chosen_halves(a: Sequence[ir.Expr]) -> ir.Expr:
     imm = number(a[2])
 
-    def chosen(bits: int) -> Expr:
+    def chosen(bits: int) -> ir.Expr:
         if bits & 8:
-            return zero(vec(a[0]).elem, vec(a[0]).lanes // 2)
+            return zero(ir.vec(a[0]).elem, ir.vec(a[0]).lanes // 2)
         return half("hi" if bits & 1 else "lo", a[bits >> 1 & 1])
 
     return joined(chosen(imm & 15), chosen(imm >> 4 & 15))
 
 
-def _places(e: Expr) -> list[int]:
+def _places(e: ir.Expr) -> list[int]:
 
     found = as_elem(e, I32)
-    if not isinstance(found, CallExpression) or found.name != "vector":
+    if not isinstance(found, ir.CallExpression) or found.name != "vector":
         raise Mistyped("takes places that are known when compiling")
     return [number(one) & 7 for one in found.numbers]
 
@@ -443,7 +443,7 @@ def _x86_scalars(table: Table) -> None:
     """Intrinsics between vectors and numbers, and those of the lowest lane alone."""
 
     def lane(elem: Scalar, at: int = 0) -> Build:
-        return lambda a: call("lane", (as_elem(a[0], elem),), (integer(at),))
+        return lambda a: call("lane", (as_elem(a[0], elem),), (ir.integer(at),))
 
     for bits, size in ((128, 16), (256, 32), (512, 64)):
         prefix = "_mm_" if size == 16 else f"_mm{bits}_"
@@ -484,31 +484,31 @@ def _x86_scalars(table: Table) -> None:
 
 
 def _extracted(elem: Scalar, of: Scalar) -> Build:
-    return lambda a: cast(of, call("lane", (as_elem(a[0], elem),), (integer(number(a[1])),)))
+    return lambda a: cast(of, call("lane", (as_elem(a[0], elem),), (ir.integer(number(a[1])),)))
 
 
 def _with(elem: Scalar) -> Build:
-    return lambda a: call("with_lane", (as_elem(a[0], elem), cast(elem, a[1])), (integer(number(a[2])),))
+    return lambda a: call("with_lane", (as_elem(a[0], elem), cast(elem, a[1])), (ir.integer(number(a[2])),))
 
 
 def _alone(elem: Scalar) -> Build:
     lanes = 16 // elem.size
-    return lambda a: call("with_lane", (zero(elem, lanes), cast(elem, a[0])), (integer(0),))
+    return lambda a: call("with_lane", (zero(elem, lanes), cast(elem, a[0])), (ir.integer(0),))
 
 
-def _lowest(op: Callable[[Expr, Expr], Expr]) -> Build:
+def _lowest(op: Callable[[ir.Expr, ir.Expr], ir.Expr]) -> Build:
     """An operation on lane 0; the other lanes are the first argument's."""
 
-    def build(a: Sequence[Expr]) -> Expr:
-        x, y = (call("lane", (one,), (integer(0),)) for one in a)
-        return call("with_lane", (a[0], op(x, y)), (integer(0),))
+    def build(a: Sequence[ir.Expr]) -> ir.Expr:
+        x, y = (call("lane", (one,), (ir.integer(0),)) for one in a)
+        return call("with_lane", (a[0], op(x, y)), (ir.integer(0),))
 
     return build
 
 
 def _lowest_by_vector(name: str) -> Build:
-    def build(a: Sequence[Expr]) -> Expr:
-        found = call("lane", (call(name, tuple(a)),), (integer(0),))
-        return call("with_lane", (a[0], found), (integer(0),))
+    def build(a: Sequence[ir.Expr]) -> ir.Expr:
+        found = call("lane", (call(name, tuple(a)),), (ir.integer(0),))
+        return call("with_lane", (a[0], found), (ir.integer(0),))
 
     return build

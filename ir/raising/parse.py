@@ -12,31 +12,8 @@ from pathlib import Path
 
 from tree_sitter import Node
 
+from phasewise.ir import nodes as ir
 from phasewise.ir.errors import SourceError
-from phasewise.ir.nodes import (
-    AddressOf,
-    Assign,
-    Binary,
-    BlockStatement,
-    Body,
-    CallExpression,
-    Cast,
-    Const,
-    Declare,
-    Do,
-    Expr,
-    For,
-    FunctionDefinition,
-    If,
-    Index,
-    Leave,
-    Member,
-    Return,
-    Stmt,
-    Var,
-    While,
-    integer,
-)
 from phasewise.ir.operations import (
     binary,
     decayed,
@@ -66,7 +43,7 @@ def parse_file(
     isa: str | None = None,
     include: Sequence[Path] = (),
     define: Sequence[str] = (),
-) -> FunctionDefinition:
+) -> ir.FunctionDefinition:
     """The function of that name and all that it calls, at the low level. SourceError where it is outside the
     subset.
     """
@@ -74,13 +51,13 @@ def parse_file(
     return parse(preprocess(path, isa or guess_isa(text), include, define), function, str(path))
 
 
-def parse_all(expanded: Expanded, path: str) -> dict[str, FunctionDefinition]:
+def parse_all(expanded: Expanded, path: str) -> dict[str, ir.FunctionDefinition]:
     """Every function that a source defines, by name."""
     source = _Unit(expanded, path)
     return {name: source.function(name) for name in source.names.functions}
 
 
-def parse(expanded: Expanded, function: str, path: str) -> FunctionDefinition:
+def parse(expanded: Expanded, function: str, path: str) -> ir.FunctionDefinition:
     """As `parse_file`, of preprocessed text."""
     source = _Unit(expanded, path)
     if function not in source.names.functions:
@@ -98,11 +75,11 @@ class _Unit(Source):
     def number(self, node: Node) -> int:
         """A constant expression."""
         found = _Body(self, "").expr(node)
-        if isinstance(found, Const) and isinstance(found.value, int):
+        if isinstance(found, ir.Const) and isinstance(found.value, int):
             return found.value
         raise self.refuse(node, f"`{self.text(node)[:40]}` is not a number that is known when compiling")
 
-    def function(self, name: str) -> FunctionDefinition:
+    def function(self, name: str) -> ir.FunctionDefinition:
         if name in self.read:
             return self.read[name]
         node = self.names.functions[name]
@@ -144,7 +121,7 @@ _UNSUPPORTED = {
 class _Body(SourceExpressions):
     """One function's statements."""
 
-    def read(self, node: Node) -> FunctionDefinition:
+    def read(self, node: Node) -> ir.FunctionDefinition:
         source = self.source
         declarator = node.child_by_field_name("declarator")
         is_const = is_const_node(node)
@@ -162,7 +139,7 @@ class _Body(SourceExpressions):
         body = node.child_by_field_name("body")
         assert body is not None
         statements = self.block(body)
-        return FunctionDefinition(
+        return ir.FunctionDefinition(
             name=self.name,
             args=tuple(args),
             result=self.result,
@@ -193,13 +170,13 @@ class _Body(SourceExpressions):
         self._note(of)
         return [(self._new(name, of).name, of)]
 
-    def block(self, node: Node) -> Body:
+    def block(self, node: Node) -> ir.Body:
         self.scopes.append({})
         found = [one for child in node.named_children for one in self.statement(child)]
         self.scopes.pop()
         return tuple(found)
 
-    def _as_body(self, node: Node | None) -> Body:
+    def _as_body(self, node: Node | None) -> ir.Body:
         if node is None:
             return ()
         if node.type == "compound_statement":
@@ -209,7 +186,7 @@ class _Body(SourceExpressions):
         self.scopes.pop()
         return found
 
-    def statement(self, node: Node) -> list[Stmt]:
+    def statement(self, node: Node) -> list[ir.Stmt]:
         if node.type not in ("declaration", "expression_statement"):
             return self._statement(node)
         self._after = []
@@ -217,58 +194,60 @@ class _Body(SourceExpressions):
         after, self._after = self._after, None
         return [*found, *after]
 
-    def _statement(self, node: Node) -> list[Stmt]:
+    def _statement(self, node: Node) -> list[ir.Stmt]:
         line = self.source.line(node)
         match node.type:
             case "comment" | "type_definition":
                 return []
             case "compound_statement":
-                return [BlockStatement(self.block(node), line)]
+                return [ir.BlockStatement(self.block(node), line)]
             case "declaration":
                 return self._declaration(node)
             case "expression_statement":
                 return self._effect(node.named_children[0]) if node.named_children else []
             case "return_statement":
                 value = node.named_children[0] if node.named_children else None
-                return [Return(None if value is None else self._converted(value, self.result), line)]
+                return [ir.Return(None if value is None else self._converted(value, self.result), line)]
             case "if_statement":
                 otherwise = node.child_by_field_name("alternative")
                 if otherwise is not None and otherwise.type == "else_clause":
                     otherwise = next((one for one in otherwise.named_children if one.type != "comment"), None)
                 condition = self.expr(needed(node, "condition"))
                 return [
-                    If(condition, self._as_body(needed(node, "consequence")), self._as_body(otherwise), line)
+                    ir.If(
+                        condition, self._as_body(needed(node, "consequence")), self._as_body(otherwise), line
+                    )
                 ]
             case "for_statement":
                 return self._for(node, line)
             case "while_statement":
                 return [
-                    While(self.expr(needed(node, "condition")), self._as_body(needed(node, "body")), line)
+                    ir.While(self.expr(needed(node, "condition")), self._as_body(needed(node, "body")), line)
                 ]
             case "do_statement":
                 body = self._as_body(needed(node, "body"))
-                return [While(self.expr(needed(node, "condition")), body, line, is_after=True)]
+                return [ir.While(self.expr(needed(node, "condition")), body, line, is_after=True)]
             case "break_statement":
-                return [Leave("break", line)]
+                return [ir.Leave("break", line)]
             case "continue_statement":
-                return [Leave("continue", line)]
+                return [ir.Leave("continue", line)]
             case "attributed_statement":
                 return self.statement(node.named_children[-1])
             case _:
                 what = _UNSUPPORTED.get(node.type, described_node(node))
                 raise self.source.refuse(node, f"{what} is not in the subset")
 
-    def _for(self, node: Node, line: int) -> list[Stmt]:
+    def _for(self, node: Node, line: int) -> list[ir.Stmt]:
         self.scopes.append({})
         start = node.child_by_field_name("initializer")
-        first: list[Stmt] = []
+        first: list[ir.Stmt] = []
         if start is not None:
             first = self._declaration(start) if start.type == "declaration" else self._effect(start)
         condition = node.child_by_field_name("condition")
         update = node.child_by_field_name("update")
-        found = For(
+        found = ir.For(
             tuple(first),
-            integer(1) if condition is None else self.expr(condition),
+            ir.integer(1) if condition is None else self.expr(condition),
             tuple(self._effect(update) if update is not None else ()),
             self._as_body(needed(node, "body")),
             line,
@@ -276,7 +255,7 @@ class _Body(SourceExpressions):
         self.scopes.pop()
         return [found]
 
-    def _declaration(self, node: Node) -> list[Stmt]:
+    def _declaration(self, node: Node) -> list[ir.Stmt]:
         line, is_const = self.source.line(node), is_const_node(node)
         is_static = any(
             c.type == "storage_class_specifier" and self.source.text(c) == "static" for c in node.children
@@ -284,7 +263,7 @@ class _Body(SourceExpressions):
         if is_static and not is_const:
             raise self.source.refuse(node, "a static variable keeps state between calls")
         base = self.source.type_of(node.child_by_field_name("type"), node)
-        found: list[Stmt] = []
+        found: list[ir.Stmt] = []
         for declarator in node.children_by_field_name("declarator"):
             name, of, value = self.source.declared(base, declarator, is_const)
             if isinstance(of, Array) and isinstance(of.of, Vec) and value is not None:
@@ -295,24 +274,24 @@ class _Body(SourceExpressions):
 
     def _declared(
         self, name: str, of: Type, value: Node | None, line: int, is_const: bool, at: Node
-    ) -> Declare:
+    ) -> ir.Declare:
         if isinstance(of, Array):
             return self._array(name, of, value, line, is_const, at)
         if isinstance(of, Struct):
             raise self.source.refuse(at, f"`{name}`: variables that are structs are not in the subset")
         self._note(of)
         if isinstance(of, Vec) and value is not None and value.type == "initializer_list":
-            return Declare(
+            return ir.Declare(
                 self._new(name, of).name, of, self._lanes_listed(value, of), line, is_const=is_const
             )
         init = None if value is None else self._converted(value, of)
-        return Declare(self._new(name, of).name, of, init, line, is_const=is_const)
+        return ir.Declare(self._new(name, of).name, of, init, line, is_const=is_const)
 
-    def _registers_declared(self, name: str, of: Array, value: Node, line: int, at: Node) -> list[Stmt]:
+    def _registers_declared(self, name: str, of: Array, value: Node, line: int, at: Node) -> list[ir.Stmt]:
         declared = self._array(name, of, None, line, False, at)
-        return [declared, *self._registers(Var(of, declared.name), value, line)]
+        return [declared, *self._registers(ir.Var(of, declared.name), value, line)]
 
-    def _registers(self, target: Expr, value: Node, line: int) -> list[Stmt]:
+    def _registers(self, target: ir.Expr, value: Node, line: int) -> list[ir.Stmt]:
         """Values of several registers, one by one: from a list, or from a load of several."""
         of = target.type
         assert isinstance(of, Array)
@@ -320,9 +299,9 @@ class _Body(SourceExpressions):
             values = self._listed(value, of)
         else:
             values = self._loaded_together(value, of)
-        return [Assign(Index(of.of, target, integer(i)), one, line) for i, one in enumerate(values)]
+        return [ir.Assign(ir.Index(of.of, target, ir.integer(i)), one, line) for i, one in enumerate(values)]
 
-    def _lanes_listed(self, node: Node, of: Vec) -> Expr:
+    def _lanes_listed(self, node: Node, of: Vec) -> ir.Expr:
         """A NEON register of the lanes in a list; lanes that are not there are zero."""
         word = "q" if of.size == 16 else ""
         suffix = of.elem.name.replace("i", "s")
@@ -330,13 +309,13 @@ class _Body(SourceExpressions):
         values = [self._converted(one, of.elem) for one in node.named_children if one.type != "comment"]
         if any(one not in self.source.intrinsics for one in names) or len(values) > of.lanes:
             raise self.source.refuse(node, "a list of lanes is not in the subset here")
-        found: Expr = CallExpression(of, names[0], (Const(of.elem, 0.0 if of.elem.is_float else 0),))
+        found: ir.Expr = ir.CallExpression(of, names[0], (ir.Const(of.elem, 0.0 if of.elem.is_float else 0),))
         for lane, value in enumerate(values):
-            if not (isinstance(value, Const) and value.value == 0):
-                found = CallExpression(of, names[1], (value, found, integer(lane)))
+            if not (isinstance(value, ir.Const) and value.value == 0):
+                found = ir.CallExpression(of, names[1], (value, found, ir.integer(lane)))
         return found
 
-    def _listed(self, node: Node, of: Array) -> list[Expr]:
+    def _listed(self, node: Node, of: Array) -> list[ir.Expr]:
         """The elements of a list of registers; `{0}` is zero everywhere."""
         inner = [one for one in node.named_children if one.type != "comment"]
         if len(inner) == 1 and inner[0].type == "initializer_list":
@@ -345,11 +324,11 @@ class _Body(SourceExpressions):
             assert isinstance(of.of, Vec)
             suffix = of.of.elem.name.replace("i", "s")
             zero = "_mm256_setzero_si256" if of.of.elem.name == "bits" else f"vdupq_n_{suffix}"
-            args = () if of.of.elem.name == "bits" else (integer(0),)
-            return [CallExpression(of.of, zero, args)] * of.count
+            args = () if of.of.elem.name == "bits" else (ir.integer(0),)
+            return [ir.CallExpression(of.of, zero, args)] * of.count
         return [self._converted(one, of.of) for one in inner]
 
-    def _loaded_together(self, node: Node, of: Array) -> list[Expr]:
+    def _loaded_together(self, node: Node, of: Array) -> list[ir.Expr]:
         name, _, many = self.source.text(node.child_by_field_name("function")).rpartition("_x")
         known = self.source.intrinsics.get(name)
         if known is None or known.result != of.of or many != str(of.count) or not isinstance(of.of, Vec):
@@ -358,13 +337,13 @@ class _Body(SourceExpressions):
         (place,) = self._arguments(node)
         lanes = of.of.lanes
         return [
-            CallExpression(
-                of.of, name, (self._typed(lambda i=i: binary("+", place, integer(i * lanes)), node),)
+            ir.CallExpression(
+                of.of, name, (self._typed(lambda i=i: binary("+", place, ir.integer(i * lanes)), node),)
             )
             for i in range(of.count)
         ]
 
-    def _effect(self, node: Node) -> list[Stmt]:
+    def _effect(self, node: Node) -> list[ir.Stmt]:
         """An expression that stands alone."""
         line = self.source.line(node)
         match node.type:
@@ -377,7 +356,7 @@ class _Body(SourceExpressions):
             case "update_expression":
                 target = self.expr(needed(node, "argument"))
                 op = self.source.text(needed(node, "operator"))[0]
-                return [Assign(target, self._typed(lambda: binary(op, target, integer(1)), node), line)]
+                return [ir.Assign(target, self._typed(lambda: binary(op, target, ir.integer(1)), node), line)]
             case "call_expression":
                 return self._called_alone(node, line)
             case "gnu_asm_expression":
@@ -388,7 +367,7 @@ class _Body(SourceExpressions):
                 self.expr(node)
                 return []
 
-    def _called_alone(self, node: Node, line: int) -> list[Stmt]:
+    def _called_alone(self, node: Node, line: int) -> list[ir.Stmt]:
         name = self.source.text(needed(node, "function"))
         if name in ("memcpy", "__builtin_memcpy"):
             return self._memcpy(node, line)
@@ -397,61 +376,61 @@ class _Body(SourceExpressions):
         if name in ("_mm256_zeroupper", "_mm256_zeroall", "_mm_sfence", "_mm_empty"):
             return []
         found = self.expr(node)
-        return [Do(found, line)]
+        return [ir.Do(found, line)]
 
-    def _memcpy(self, node: Node, line: int) -> list[Stmt]:
+    def _memcpy(self, node: Node, line: int) -> list[ir.Stmt]:
         """The bits of one variable or element as another one: the only use of it that kernels of the subset
         have.
         """
         to, of, size = self._arguments(node)
-        if isinstance(to, Var) and isinstance(to.type, Array) and isinstance(size, Const):
+        if isinstance(to, ir.Var) and isinstance(to.type, Array) and isinstance(size, ir.Const):
             return self._copied_elements(to, of, int(size.value), node, line)
         target, value = _pointee(to), _pointee(of)
-        n_bytes = size.value if isinstance(size, Const) else -1
+        n_bytes = size.value if isinstance(size, ir.Const) else -1
         if target is None or value is None or target.type.size != n_bytes:
             raise self.source.refuse(node, "memcpy of other than one number")
         if value.type.size != n_bytes:
-            value = Index(
+            value = ir.Index(
                 target.type,
-                Cast(Pointer(target.type, True), AddressOf(Pointer(value.type), value)),
-                integer(0),
+                ir.Cast(Pointer(target.type, True), ir.AddressOf(Pointer(value.type), value)),
+                ir.integer(0),
             )
         if isinstance(target.type, Vec) or isinstance(value.type, Vec):
             raise self.source.refuse(node, "memcpy of registers is not in the subset")
         if target.type == value.type:
-            return [Assign(target, value, line)]
-        return [Assign(target, CallExpression(target.type, "__bits", (value,)), line)]
+            return [ir.Assign(target, value, line)]
+        return [ir.Assign(target, ir.CallExpression(target.type, "__bits", (value,)), line)]
 
-    def _copied_elements(self, to: Var, of: Expr, n_bytes: int, node: Node, line: int) -> list[Stmt]:
+    def _copied_elements(self, to: ir.Var, of: ir.Expr, n_bytes: int, node: Node, line: int) -> list[ir.Stmt]:
         """The beginning of an array, from memory of any type."""
         assert isinstance(to.type, Array)
         element = to.type.of
         is_simple = isinstance(element, Scalar) and n_bytes % element.size == 0 and n_bytes <= to.type.size
         if not is_simple or n_bytes > 64 * element.size or not isinstance(decayed(of.type), Pointer):
             raise self.source.refuse(node, "memcpy to an array of other than a few whole elements")
-        source = Cast(Pointer(element, True), of)
+        source = ir.Cast(Pointer(element, True), of)
         return [
-            Assign(Index(element, to, integer(i)), Index(element, source, integer(i)), line)
+            ir.Assign(ir.Index(element, to, ir.integer(i)), ir.Index(element, source, ir.integer(i)), line)
             for i in range(n_bytes // element.size)
         ]
 
-    def _memset(self, node: Node, line: int) -> list[Stmt]:
+    def _memset(self, node: Node, line: int) -> list[ir.Stmt]:
         to, value, size = self._arguments(node)
-        while isinstance(to, Cast):
+        while isinstance(to, ir.Cast):
             to = to.a
-        ok = isinstance(to.type, Array) and isinstance(value, Const) and value.value == 0
-        if not ok or not isinstance(size, Const) or size.value != to.type.size:
+        ok = isinstance(to.type, Array) and isinstance(value, ir.Const) and value.value == 0
+        if not ok or not isinstance(size, ir.Const) or size.value != to.type.size:
             raise self.source.refuse(node, "memset of other than a whole array to zero")
-        assert isinstance(to, Var)
+        assert isinstance(to, ir.Var)
         assert isinstance(to.type, Array)
-        return [Do(CallExpression(VOID, "__clear", (to,)), line)]
+        return [ir.Do(ir.CallExpression(VOID, "__clear", (to,)), line)]
 
-    def _assignment(self, node: Node, line: int) -> list[Stmt]:
+    def _assignment(self, node: Node, line: int) -> list[ir.Stmt]:
         right = needed(node, "right")
-        before: list[Stmt] = []
+        before: list[ir.Stmt] = []
         op = self.source.text(needed(node, "operator"))
         target = self.expr(needed(node, "left"))
-        if not isinstance(target, Var | Index | Member):
+        if not isinstance(target, ir.Var | ir.Index | ir.Member):
             raise self.source.refuse(node, f"`{self.source.text(node)[:40]}` assigns to what is no variable")
         if op == "=" and right.type == "assignment_expression":
             before = self._effect(right)
@@ -459,19 +438,21 @@ class _Body(SourceExpressions):
         if op == "=" and isinstance(target.type, Array):
             return self._registers(target, right, line)
         if op == "=":
-            return [*before, Assign(target, self._converted(right, target.type), line)]
+            return [*before, ir.Assign(target, self._converted(right, target.type), line)]
         value = self.expr(right)
         combined = self._typed(lambda: binary(op[:-1], target, value), node)
-        return [Assign(target, self._convert(combined, target.type, node), line)]
+        return [ir.Assign(target, self._convert(combined, target.type, node), line)]
 
 
-def _pointee(e: Expr) -> Index | Var | Member | None:
+def _pointee(e: ir.Expr) -> ir.Index | ir.Var | ir.Member | None:
     """The type of what an address points to."""
-    while isinstance(e, Cast):
+    while isinstance(e, ir.Cast):
         e = e.a
-    if isinstance(e, AddressOf) and isinstance(e.a, Index | Var | Member):
+    if isinstance(e, ir.AddressOf) and isinstance(e.a, ir.Index | ir.Var | ir.Member):
         return e.a
     of = pointee(e.type)
     if not isinstance(of, Scalar):
         return None
-    return Index(of, e.a, e.b) if isinstance(e, Binary) and e.op == "+" else Index(of, e, integer(0))
+    return (
+        ir.Index(of, e.a, e.b) if isinstance(e, ir.Binary) and e.op == "+" else ir.Index(of, e, ir.integer(0))
+    )

@@ -9,23 +9,8 @@ from dataclasses import replace
 from tree_sitter import Node
 
 from phasewise._words import counted
+from phasewise.ir import nodes as ir
 from phasewise.ir.arithmetic import integer_result
-from phasewise.ir.nodes import (
-    AddressOf,
-    Assign,
-    CallExpression,
-    Cast,
-    Const,
-    Declare,
-    Expr,
-    FunctionDefinition,
-    Index,
-    Member,
-    Stmt,
-    Ternary,
-    Var,
-    integer,
-)
 from phasewise.ir.operations import (
     COMPARISONS,
     LIBRARY,
@@ -70,13 +55,13 @@ class SourceExpressions:
     def __init__(self, source: Source, name: str) -> None:
         self.source = source
         self.name = name
-        self.scopes: list[dict[str, Var]] = [{}]
+        self.scopes: list[dict[str, ir.Var]] = [{}]
         self.taken: set[str] = set()
-        self.helpers: dict[str, FunctionDefinition] = {}
+        self.helpers: dict[str, ir.FunctionDefinition] = {}
         self.structs: dict[str, Struct] = {}
-        self.tables: dict[str, Declare] = {}
+        self.tables: dict[str, ir.Declare] = {}
         self.result: Type = VOID
-        self._after: list[Stmt] | None = None
+        self._after: list[ir.Stmt] | None = None
         """The list that takes `i++` within the statement at hand; None: it may not be there."""
 
     # ---- names ----
@@ -93,7 +78,7 @@ class SourceExpressions:
                     self._note(one)
                 self.structs[name] = of
 
-    def _new(self, name: str, of: Type) -> Var:
+    def _new(self, name: str, of: Type) -> ir.Var:
         """A variable; one that hides another gets a name of its own."""
         plain = f"{name.lower()}_" if name in _TAKEN_BY_TEXT or _LIKE_A_PARAMETER.fullmatch(name) else name
         unique, n = plain, 1
@@ -101,15 +86,15 @@ class SourceExpressions:
             n += 1
             unique = f"{plain}_{n}"
         self.taken.add(unique)
-        self.scopes[-1][name] = Var(of, unique)
+        self.scopes[-1][name] = ir.Var(of, unique)
         return self.scopes[-1][name]
 
-    def _look_up(self, name: str) -> Var | None:
+    def _look_up(self, name: str) -> ir.Var | None:
         return next((scope[name] for scope in reversed(self.scopes) if name in scope), None)
 
     def _array(
         self, name: str, of: Array, value: Node | None, line: int, is_const: bool, at: Node
-    ) -> Declare:
+    ) -> ir.Declare:
         values: tuple[int | float, ...] = ()
         if value is not None:
             if value.type == "initializer_list":
@@ -126,7 +111,7 @@ class SourceExpressions:
             raise self.source.refuse(at, f"`{name}` has {counted(n_all, 'element')}, not {len(values)}")
         if value is not None:
             values = values + (0,) * (n_all - len(values))
-        return Declare(self._new(name, of).name, of, None, line, values, is_const)
+        return ir.Declare(self._new(name, of).name, of, None, line, values, is_const)
 
     def _flat(self, node: Node, of: Type) -> list[int | float]:
         found: list[int | float] = []
@@ -137,44 +122,46 @@ class SourceExpressions:
             if one.type == "comment":
                 continue
             value = self.expr(one)
-            if not isinstance(value, Const) or not isinstance(of, Scalar):
+            if not isinstance(value, ir.Const) or not isinstance(of, Scalar):
                 raise self.source.refuse(
                     one, f"`{self.source.text(one)[:40]}` is not a number that is known when compiling"
                 )
             found.append(fitting(value.value, of))
         return found
 
-    def _arguments(self, node: Node) -> list[Expr]:
+    def _arguments(self, node: Node) -> list[ir.Expr]:
         return [self.expr(one) for one in needed(node, "arguments").named_children if one.type != "comment"]
 
     # ---- expressions ----
 
-    def _converted(self, node: Node, to: Type) -> Expr:
+    def _converted(self, node: Node, to: Type) -> ir.Expr:
         return self._convert(self.expr(node), to, node)
 
-    def _convert(self, value: Expr, to: Type, at: Node) -> Expr:
+    def _convert(self, value: ir.Expr, to: Type, at: Node) -> ir.Expr:
         """As C converts it without a cast."""
         given = decayed(value.type)
         if given == to:
             return value if value.type == to or isinstance(value.type, Array) else replace(value, type=to)
         if isinstance(given, Scalar) and isinstance(to, Scalar):
-            return Const(to, fitting(value.value, to)) if isinstance(value, Const) else Cast(to, value)
+            return (
+                ir.Const(to, fitting(value.value, to)) if isinstance(value, ir.Const) else ir.Cast(to, value)
+            )
         if isinstance(given, Pointer) and isinstance(to, Pointer):
             if given.to == to.to:
-                return value if given.is_const == to.is_const else Cast(to, value)
+                return value if given.is_const == to.is_const else ir.Cast(to, value)
             if VOID in (given.to, to.to):
-                return Cast(to, value)
+                return ir.Cast(to, value)
         if to == VOID:
             return value
         raise self.source.refuse(at, f"{spelled(given)} where {spelled(to)} is needed")
 
-    def _typed(self, make: object, node: Node) -> Expr:
+    def _typed(self, make: object, node: Node) -> ir.Expr:
         try:
             return make()  # type: ignore[operator, no-any-return]
         except Mistyped as error:
             raise self.source.refuse(node, str(error)) from None
 
-    def expr(self, node: Node) -> Expr:
+    def expr(self, node: Node) -> ir.Expr:
         match node.type:
             case "parenthesized_expression":
                 return self.expr(next(one for one in node.named_children if one.type != "comment"))
@@ -184,9 +171,9 @@ class SourceExpressions:
                 text = self.source.text(node)
                 if len(text) != 3:
                     raise self.source.refuse(node, f"the character {text}")
-                return integer(ord(text[1]))
+                return ir.integer(ord(text[1]))
             case "true" | "false":
-                return integer(int(node.type == "true"))
+                return ir.integer(int(node.type == "true"))
             case "identifier":
                 return self._identifier(node)
             case "binary_expression":
@@ -221,7 +208,7 @@ class SourceExpressions:
                     node, f"{described_node(node)} `{self.source.text(node)[:40]}` is not in the subset"
                 )
 
-    def _counted_after(self, node: Node, after: list[Stmt]) -> Expr:
+    def _counted_after(self, node: Node, after: list[ir.Stmt]) -> ir.Expr:
         """`i++` in a statement that names i nowhere else: i, which grows behind the statement."""
         argument, operator = needed(node, "argument"), needed(node, "operator")
         whole = node
@@ -229,16 +216,16 @@ class SourceExpressions:
             whole = whole.parent
         target = self.expr(argument)
         names = _identifiers(whole, self.source)
-        is_safe = isinstance(target, Var) and names.count(self.source.text(argument)) == 1
+        is_safe = isinstance(target, ir.Var) and names.count(self.source.text(argument)) == 1
         if operator.start_byte < argument.start_byte or not is_safe or _is_lazy(node, whole):
             text = self.source.text(node)[:40]
             raise self.source.refuse(node, f"`{text}` inside an expression is not in the subset")
         op = self.source.text(operator)[0]
-        value = self._typed(lambda: binary(op, target, integer(1)), node)
-        after.append(Assign(target, value, self.source.line(node)))
+        value = self._typed(lambda: binary(op, target, ir.integer(1)), node)
+        after.append(ir.Assign(target, value, self.source.line(node)))
         return target
 
-    def _identifier(self, node: Node) -> Expr:
+    def _identifier(self, node: Node) -> ir.Expr:
         name = self.source.text(node)
         known = self._look_up(name)
         if known is not None:
@@ -246,15 +233,15 @@ class SourceExpressions:
         if name in self.source.names.numbers:
             value, more = self.source.names.numbers[name]
             if value is None or value.type == "enumerator":
-                return integer(more)
+                return ir.integer(more)
             found = self.expr(value)
-            if isinstance(found, Const):
-                return integer(int(found.value) + more)
+            if isinstance(found, ir.Const):
+                return ir.integer(int(found.value) + more)
         if name in self.source.names.tables:
             return self._table(name, node)
         raise self.source.refuse(node, f"unknown name `{name}`")
 
-    def _table(self, name: str, at: Node) -> Expr:
+    def _table(self, name: str, at: Node) -> ir.Expr:
         """A constant of the file."""
         if name not in self.tables:
             node, declarator = self.source.names.tables[name]
@@ -266,16 +253,16 @@ class SourceExpressions:
             declared, of, value = self.source.declared(base, declarator, is_const=True)
             if isinstance(of, Scalar) and value is not None:
                 found = self._convert(self.expr(value), of, value)
-                if isinstance(found, Const):
+                if isinstance(found, ir.Const):
                     return found
             if not isinstance(of, Array):
                 raise self.source.refuse(at, f"`{name}` is no array of numbers")
             outer = SourceExpressions(self.source, "")
             self.tables[name] = outer._array(declared, of, value, self.source.line(node), True, declarator)
             self.taken.add(name)
-        return Var(self.tables[name].type, name)
+        return ir.Var(self.tables[name].type, name)
 
-    def _binary(self, node: Node) -> Expr:
+    def _binary(self, node: Node) -> ir.Expr:
         op = self.source.text(needed(node, "operator"))
         a, b = self.expr(needed(node, "left")), self.expr(needed(node, "right"))
         if isinstance(a.type, Vec) or isinstance(b.type, Vec):
@@ -283,7 +270,7 @@ class SourceExpressions:
         found = self._typed(lambda: binary(op, a, b), node)
         return _folded(op, a, b, found)
 
-    def _unary(self, node: Node) -> Expr:
+    def _unary(self, node: Node) -> ir.Expr:
         op = self.source.text(needed(node, "operator"))
         a = self.expr(needed(node, "argument"))
         if op == "+":
@@ -291,25 +278,27 @@ class SourceExpressions:
         if isinstance(a.type, Vec):
             raise self.source.refuse(node, f"{op} of a register; write the intrinsic")
         found = self._typed(lambda: unary(op, a), node)
-        if isinstance(a, Const) and isinstance(found.type, Scalar):
+        if isinstance(a, ir.Const) and isinstance(found.type, Scalar):
             value = {"-": -a.value, "!": int(not a.value)}.get(op)
             if value is None and isinstance(a.value, int):
                 value = ~a.value
             if value is not None:
-                return Const(found.type, fitting(value, found.type))
+                return ir.Const(found.type, fitting(value, found.type))
         return found
 
-    def _cast(self, node: Node) -> Expr:
+    def _cast(self, node: Node) -> ir.Expr:
         to = self._described(needed(node, "type"))
         value = self.expr(needed(node, "value"))
         given = decayed(value.type)
         if to == VOID:
             return value
         if isinstance(to, Scalar) and isinstance(given, Scalar):
-            return Const(to, fitting(value.value, to)) if isinstance(value, Const) else Cast(to, value)
+            return (
+                ir.Const(to, fitting(value.value, to)) if isinstance(value, ir.Const) else ir.Cast(to, value)
+            )
         if isinstance(to, Pointer) and isinstance(given, Pointer):
             self._note(to)
-            return Cast(to, value)
+            return ir.Cast(to, value)
         if to == given:
             return value
         raise self.source.refuse(node, f"a cast of {spelled(given)} to {spelled(to)} is not in the subset")
@@ -328,7 +317,7 @@ class SourceExpressions:
             declarator = declarator.child_by_field_name("declarator")
         return base
 
-    def _conditional(self, node: Node) -> Expr:
+    def _conditional(self, node: Node) -> ir.Expr:
         condition = self.expr(needed(node, "condition"))
         a, b = self.expr(needed(node, "consequence")), self.expr(needed(node, "alternative"))
         if isinstance(a.type, Scalar) and isinstance(b.type, Scalar):
@@ -338,11 +327,11 @@ class SourceExpressions:
             of = decayed(a.type)
         else:
             raise self.source.refuse(node, f"{spelled(a.type)} or {spelled(b.type)}")
-        if isinstance(condition, Const):
+        if isinstance(condition, ir.Const):
             return a if condition.value else b
-        return Ternary(of, condition, a, b)
+        return ir.Ternary(of, condition, a, b)
 
-    def _element(self, base: Expr, index: Expr, node: Node) -> Expr:
+    def _element(self, base: ir.Expr, index: ir.Expr, node: Node) -> ir.Expr:
         element = pointee(base.type)
         if element is None:
             raise self.source.refuse(node, f"an element of {spelled(base.type)}")
@@ -350,42 +339,42 @@ class SourceExpressions:
             raise self.source.refuse(node, "an element of void")
         if not isinstance(index.type, Scalar) or index.type.is_float:
             raise self.source.refuse(node, f"an index that is {spelled(index.type)}")
-        return Index(element, base, index)
+        return ir.Index(element, base, index)
 
-    def _pointer(self, node: Node) -> Expr:
+    def _pointer(self, node: Node) -> ir.Expr:
         op = self.source.text(needed(node, "operator"))
         a = self.expr(needed(node, "argument"))
         if op == "*":
-            return self._element(a, integer(0), node)
-        if isinstance(a, Index) and isinstance(a.type, Scalar | Struct):
+            return self._element(a, ir.integer(0), node)
+        if isinstance(a, ir.Index) and isinstance(a.type, Scalar | Struct):
             return self._typed(lambda: binary("+", a.base, a.index), node)
-        return AddressOf(Pointer(a.type), a)
+        return ir.AddressOf(Pointer(a.type), a)
 
-    def _field(self, node: Node) -> Expr:
+    def _field(self, node: Node) -> ir.Expr:
         base = self.expr(needed(node, "argument"))
         name = self.source.text(needed(node, "field"))
         if name == "val" and isinstance(base.type, Array) and isinstance(base.type.of, Vec):
             return base
         is_arrow = any(self.source.text(one) == "->" for one in node.children)
         if is_arrow:
-            base = self._element(base, integer(0), node)
+            base = self._element(base, ir.integer(0), node)
         of = base.type
         field_type = of.type_of(name) if isinstance(of, Struct) else None
         if field_type is None:
             raise self.source.refuse(node, f"{spelled(of)} has no field `{name}`")
-        return Member(field_type, base, name)
+        return ir.Member(field_type, base, name)
 
-    def _sizeof(self, node: Node) -> Expr:
+    def _sizeof(self, node: Node) -> ir.Expr:
         described = node.child_by_field_name("type")
         if described is not None:
-            return Const(U64, self._described(described).size)
+            return ir.Const(U64, self._described(described).size)
         value = needed(node, "value")
         name = self.source.text(value).strip("() ")
         if self._look_up(name) is None and name in self.source.names.types:  # C's grammar alone cannot tell
-            return Const(U64, self.source._named_type(name, node).size)
-        return Const(U64, self.expr(value).type.size)
+            return ir.Const(U64, self.source._named_type(name, node).size)
+        return ir.Const(U64, self.expr(value).type.size)
 
-    def _call(self, node: Node) -> Expr:
+    def _call(self, node: Node) -> ir.Expr:
         function = needed(node, "function")
         name = self.source.text(function)
         if function.type != "identifier":
@@ -394,15 +383,15 @@ class SourceExpressions:
             )
         args = self._arguments(node)
         if name in ("__builtin_inff", "__builtin_nanf"):
-            return Const(F32, float("inf" if name.endswith("inff") else "nan"))
+            return ir.Const(F32, float("inf" if name.endswith("inff") else "nan"))
         known = self.source.intrinsics.get(name)
         if known is not None:
-            return CallExpression(known.result, name, tuple(args))
+            return ir.CallExpression(known.result, name, tuple(args))
         if name in _ABS:
             return self._absolute(args[0], node)
         library = name.removeprefix("__builtin_")
         if library in LIBRARY:
-            return CallExpression(F32, library, tuple(self._convert(one, F32, node) for one in args))
+            return ir.CallExpression(F32, library, tuple(self._convert(one, F32, node) for one in args))
         if name in self.source.names.functions:
             return self._helper(name, args, node)
         if name.startswith(("_mm", "__builtin_")) or name in _OTHER_INTRINSICS or _looks_like_neon(name):
@@ -411,10 +400,10 @@ class SourceExpressions:
             )
         raise self.source.refuse(node, f"`{name}` is not defined here")
 
-    def _absolute(self, a: Expr, node: Node) -> Expr:
-        return Ternary(a.type, self._typed(lambda: binary("<", a, integer(0)), node), unary("-", a), a)
+    def _absolute(self, a: ir.Expr, node: Node) -> ir.Expr:
+        return ir.Ternary(a.type, self._typed(lambda: binary("<", a, ir.integer(0)), node), unary("-", a), a)
 
-    def _helper(self, name: str, args: list[Expr], node: Node) -> Expr:
+    def _helper(self, name: str, args: list[ir.Expr], node: Node) -> ir.Expr:
         helper = self.source.function(name)
         if len(args) != len(helper.args):
             raise self.source.refuse(
@@ -427,7 +416,7 @@ class SourceExpressions:
         for table in helper.tables:
             self.tables[table.name] = table
         converted = [self._convert(one, of, node) for one, (_, of) in zip(args, helper.args, strict=True)]
-        return CallExpression(helper.result, name, tuple(converted))
+        return ir.CallExpression(helper.result, name, tuple(converted))
 
 
 def _identifiers(node: Node, source: Source) -> list[str]:
@@ -460,7 +449,7 @@ def _looks_like_neon(name: str) -> bool:
     return name[:1] == "v" and name.rpartition("_")[2] in {suffix for suffix, _ in NEON_ELEMS} | {"f16"}
 
 
-def _literal(source: Source, node: Node) -> Const:
+def _literal(source: Source, node: Node) -> ir.Const:
     text = source.text(node).lower().replace("'", "")
     is_hex = text.startswith("0x")
     try:
@@ -468,7 +457,7 @@ def _literal(source: Source, node: Node) -> Const:
             is_f32 = text.endswith("f")
             number = text.rstrip("fl") if not is_hex else text.rstrip("l").removesuffix("f")
             value = float.fromhex(number) if is_hex else float(number)
-            return Const(F32, fitting(value, F32)) if is_f32 else Const(F64, value)
+            return ir.Const(F32, fitting(value, F32)) if is_f32 else ir.Const(F64, value)
         digits = text.rstrip("ul")
         suffix = text[len(digits) :]
         is_octal = not is_hex and len(digits) > 1 and digits[0] == "0" and digits[1:].isdigit()
@@ -484,13 +473,13 @@ def _literal(source: Source, node: Node) -> Const:
     ]
     for of in wanted:
         if fitting(value_i, of) == value_i:
-            return Const(of, value_i)
+            return ir.Const(of, value_i)
     raise source.refuse(node, f"`{text[:40]}` has more than 64 bits")
 
 
-def _folded(op: str, a: Expr, b: Expr, found: Expr) -> Expr:
+def _folded(op: str, a: ir.Expr, b: ir.Expr, found: ir.Expr) -> ir.Expr:
     """A number where both sides are numbers: sizes and indices read better."""
-    if not (isinstance(a, Const) and isinstance(b, Const) and isinstance(found.type, Scalar)):
+    if not (isinstance(a, ir.Const) and isinstance(b, ir.Const) and isinstance(found.type, Scalar)):
         return found
     if found.type.is_float or not isinstance(a.value, int) or not isinstance(b.value, int):
         return found
@@ -504,4 +493,4 @@ def _folded(op: str, a: Expr, b: Expr, found: Expr) -> Expr:
         value = integer_result(
             op, int(fitting(a.value, of)), b.value if op in ("<<", ">>") else int(fitting(b.value, of)), of
         )
-    return found if value is None else Const(of, value)
+    return found if value is None else ir.Const(of, value)

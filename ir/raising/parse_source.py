@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import tree_sitter_c
 from tree_sitter import Language, Node, Parser
 
+from phasewise.ir import nodes as ir
 from phasewise.ir.errors import SourceError
-from phasewise.ir.nodes import FunctionDefinition
 from phasewise.ir.raising import intrinsics
 from phasewise.ir.raising.preprocess import Expanded, SourcePlace
 from phasewise.ir.types import (
@@ -62,7 +62,7 @@ class Source(ABC):
         self.names = _Names()
         self.registers = intrinsics.register_types(expanded.isa)
         self.intrinsics = intrinsics.table_of(expanded.isa)
-        self.read: dict[str, FunctionDefinition] = {}
+        self.read: dict[str, ir.FunctionDefinition] = {}
         self.reading: list[str] = []
         self._types: dict[str, Type] = {}
         self._index(self.root)
@@ -278,7 +278,7 @@ class Source(ABC):
         """A constant expression."""
 
     @abstractmethod
-    def function(self, name: str) -> FunctionDefinition:
+    def function(self, name: str) -> ir.FunctionDefinition:
         """The function of that name, and all that it calls."""
 
 

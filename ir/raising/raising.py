@@ -7,38 +7,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from phasewise.ir import nodes as ir
 from phasewise.ir.builders import pointer_to, target
 from phasewise.ir.errors import SourceError
-from phasewise.ir.nodes import (
-    AddressOf,
-    Assign,
-    Binary,
-    BlockStatement,
-    Body,
-    CallExpression,
-    Cast,
-    Const,
-    Declare,
-    Do,
-    Expr,
-    For,
-    FunctionDefinition,
-    If,
-    Index,
-    Leave,
-    Member,
-    Return,
-    Steps,
-    Stmt,
-    Substitute,
-    Ternary,
-    Unary,
-    Var,
-    While,
-    assigned,
-    integer,
-    used,
-)
 from phasewise.ir.operations import LIBRARY, Mistyped, as_elem, binary, call, cast, unary
 from phasewise.ir.raising import intrinsics
 from phasewise.ir.raising.inline import inlined
@@ -65,14 +36,14 @@ from phasewise.ir.types import (
 )
 
 
-def raised(function: FunctionDefinition, path: str | Path = "") -> FunctionDefinition:
+def raised(function: ir.FunctionDefinition, path: str | Path = "") -> ir.FunctionDefinition:
     """The function at the high level."""
     flat = inlined(function, str(path))
     return lanes_named(rolled(recognised(_Raiser(flat, str(path)).function())))
 
 
 class _Raiser:
-    def __init__(self, function: FunctionDefinition, path: str) -> None:
+    def __init__(self, function: ir.FunctionDefinition, path: str) -> None:
         self._low = function
         self._path = path
         self._table = intrinsics.table_of(function.source_isa)
@@ -81,11 +52,11 @@ class _Raiser:
             self._types[table.name] = table.type
         self._line = function.line
         self._n_loops: dict[str, int] = {}
-        self._constants: dict[str, Expr] = {}
+        self._constants: dict[str, ir.Expr] = {}
         """Values of registers that are declared const."""
         self._declared: set[str] = {name for name, _ in function.args}
 
-    def function(self) -> FunctionDefinition:
+    def function(self) -> ir.FunctionDefinition:
         low = self._low
         body = self._body(low.body)
         return replace(
@@ -100,39 +71,39 @@ class _Raiser:
 
     # ---- statements ----
 
-    def _body(self, body: Body) -> Body:
+    def _body(self, body: ir.Body) -> ir.Body:
         return tuple(new for one in body for new in self._statement(one))
 
-    def _statement(self, statement: Stmt) -> Body:
+    def _statement(self, statement: ir.Stmt) -> ir.Body:
         self._line = statement.line
         match statement:
-            case Declare():
+            case ir.Declare():
                 return self._declare(statement)
-            case Assign(target, value, line):
+            case ir.Assign(target, value, line):
                 return self._assign(target, value, line)
-            case Do(what, line):
+            case ir.Do(what, line):
                 return self._do(what, line)
-            case For():
+            case ir.For():
                 return self._for(statement)
-            case While(condition, body, line, is_after):
-                return (While(self.expr(condition), self._body(body), line, is_after),)
-            case If(condition, then, otherwise, line):
+            case ir.While(condition, body, line, is_after):
+                return (ir.While(self.expr(condition), self._body(body), line, is_after),)
+            case ir.If(condition, then, otherwise, line):
                 test = self.expr(condition)
-                if isinstance(test, Const):
+                if isinstance(test, ir.Const):
                     return self._body(then if test.value else otherwise)
-                return (If(test, self._body(then), self._body(otherwise), line),)
-            case Return(value, line):
+                return (ir.If(test, self._body(then), self._body(otherwise), line),)
+            case ir.Return(value, line):
                 return (
-                    Return(None if value is None else self._as(self.expr(value), self._low.result), line),
+                    ir.Return(None if value is None else self._as(self.expr(value), self._low.result), line),
                 )
-            case BlockStatement(body, _):
+            case ir.BlockStatement(body, _):
                 return self._body(body)
-            case Leave():
+            case ir.Leave():
                 return (statement,)
             case _:
                 raise AssertionError(statement)
 
-    def _declare(self, one: Declare) -> Body:
+    def _declare(self, one: ir.Declare) -> ir.Body:
         if isinstance(one.type, Array):
             array = one.type
             if isinstance(array.of, Vec) and array.of.elem == BITS:
@@ -148,45 +119,45 @@ class _Raiser:
         value = self.expr(one.value)
         value = self._as(value, of) if not (isinstance(of, Vec) and of.elem == BITS) else value
         if one.is_const and isinstance(of, Vec):
-            self._constants[one.name] = Substitute(self._constants).expr(value)
+            self._constants[one.name] = ir.Substitute(self._constants).expr(value)
         self._types[one.name] = value.type if isinstance(of, Vec) else of
         return (replace(one, type=self._types[one.name], value=value),)
 
-    def _assign(self, target: Expr, value: Expr, line: int) -> Body:
+    def _assign(self, target: ir.Expr, value: ir.Expr, line: int) -> ir.Body:
         new = self.expr(value)
-        if isinstance(target, Var):
+        if isinstance(target, ir.Var):
             if target.name not in self._types:
                 self._types[target.name] = new.type
-                return (Declare(target.name, new.type, new, line),)
+                return (ir.Declare(target.name, new.type, new, line),)
             of = self._types[target.name]
-            return (Assign(Var(of, target.name), self._as(new, of), line),)
+            return (ir.Assign(ir.Var(of, target.name), self._as(new, of), line),)
         place = self.expr(target)
-        if isinstance(place, CallExpression) and place.name == "load":
-            return (Do(call("store", (place.args[0], self._as(new, place.type))), line),)
-        if not isinstance(place, Index | Member):
+        if isinstance(place, ir.CallExpression) and place.name == "load":
+            return (ir.Do(call("store", (place.args[0], self._as(new, place.type))), line),)
+        if not isinstance(place, ir.Index | ir.Member):
             raise self._refuse("assigns to what is no place in memory")
-        return (Assign(place, self._as(new, place.type), line),)
+        return (ir.Assign(place, self._as(new, place.type), line),)
 
-    def _do(self, what: Expr, line: int) -> Body:
-        if isinstance(what, CallExpression) and what.name == "__clear":
+    def _do(self, what: ir.Expr, line: int) -> ir.Body:
+        if isinstance(what, ir.CallExpression) and what.name == "__clear":
             array = self.expr(what.args[0])
-            assert isinstance(array, Var)
+            assert isinstance(array, ir.Var)
             assert isinstance(array.type, Array)
             element = array.type.of
             if not isinstance(element, Scalar):
                 raise self._refuse("memset of other than numbers")
-            i = Var(I32, self._fresh_loop_variable())
-            zero = Const(element, 0.0 if element.is_float else 0)
-            body = (Assign(Index(element, array, i), zero, line),)
-            end = binary("<", i, integer(array.type.count))
-            return (Steps(self._loop_name(), i.name, I32, integer(0), end, integer(1), body, line),)
+            i = ir.Var(I32, self._fresh_loop_variable())
+            zero = ir.Const(element, 0.0 if element.is_float else 0)
+            body = (ir.Assign(ir.Index(element, array, i), zero, line),)
+            end = binary("<", i, ir.integer(array.type.count))
+            return (ir.Steps(self._loop_name(), i.name, I32, ir.integer(0), end, ir.integer(1), body, line),)
         new = self.expr(what)
-        if isinstance(new, CallExpression) and new.type == VOID:
-            return (Do(new, line),)
+        if isinstance(new, ir.CallExpression) and new.type == VOID:
+            return (ir.Do(new, line),)
         return ()
 
     def _fresh_loop_variable(self) -> str:
-        names = set(self._types) | assigned(self._low.body)
+        names = set(self._types) | ir.assigned(self._low.body)
         n = next(n for n in range(1000) if f"at{n}" not in names)
         self._types[f"at{n}"] = I32
         return f"at{n}"
@@ -197,16 +168,16 @@ class _Raiser:
 
     # ---- loops ----
 
-    def _for(self, loop: For) -> Body:
+    def _for(self, loop: ir.For) -> ir.Body:
         name = self._loop_name()
         before = list(self._body(loop.start))
         condition = loop.condition
-        steps = [one for one in loop.update if isinstance(one, Assign) and isinstance(one.target, Var)]
+        steps = [one for one in loop.update if isinstance(one, ir.Assign) and isinstance(one.target, ir.Var)]
         counted = [
             one
             for one in steps
-            if one.target.name in used(condition)  # type: ignore[union-attr]
-            and one.target.name not in assigned(loop.body)  # type: ignore[union-attr]
+            if one.target.name in ir.used(condition)  # type: ignore[union-attr]
+            and one.target.name not in ir.assigned(loop.body)  # type: ignore[union-attr]
             and _step_of(one) is not None
         ]
         if counted and _counts_down_unsigned(counted[0]):  # copies of a turn would ask behind zero
@@ -216,30 +187,30 @@ class _Raiser:
             if has_continue:
                 raise self._refuse("`continue` in a loop that is no simple count is not in the subset")
             after = self._body(loop.body) + self._body(loop.update)
-            return (*before, While(self.expr(condition), after, loop.line))
+            return (*before, ir.While(self.expr(condition), after, loop.line))
         counter = counted[0]
-        assert isinstance(counter.target, Var)
+        assert isinstance(counter.target, ir.Var)
         variable = counter.target.name
         step = _step_of(counter)
         assert step is not None
         of = self._types[variable]
-        start: Expr = Var(of, variable)
-        if before and isinstance(before[-1], Declare | Assign):
+        start: ir.Expr = ir.Var(of, variable)
+        if before and isinstance(before[-1], ir.Declare | ir.Assign):
             last = before[-1]
-            is_own = isinstance(last, Declare) and last.name == variable
-            if is_own or (isinstance(last, Assign) and last.target == Var(of, variable)):
+            is_own = isinstance(last, ir.Declare) and last.name == variable
+            if is_own or (isinstance(last, ir.Assign) and last.target == ir.Var(of, variable)):
                 assert last.value is not None
                 start = last.value
                 before.pop()
-                if isinstance(last, Declare):
+                if isinstance(last, ir.Declare):
                     self._types[variable] = of
         others = tuple(one for one in loop.update if one is not counter)
         raised_step = self.expr(step)
-        if used(raised_step) & (assigned(loop.body) | {variable}):
+        if ir.used(raised_step) & (ir.assigned(loop.body) | {variable}):
             raise self._refuse("the step of a loop changes within it; not in the subset")
         return (
             *before,
-            Steps(
+            ir.Steps(
                 name, variable, of, start, self.expr(condition), raised_step,
                 self._body(loop.body) + self._body(others), loop.line,
             ),
@@ -247,7 +218,7 @@ class _Raiser:
 
     # ---- expressions ----
 
-    def _as(self, e: Expr, of: Type) -> Expr:
+    def _as(self, e: ir.Expr, of: Type) -> ir.Expr:
         """`e` in the type that a place has."""
         of = _memory_type(of)
         if isinstance(of, Vec) and isinstance(e.type, Vec):
@@ -256,60 +227,60 @@ class _Raiser:
             return e
         return cast(of, e)
 
-    def expr(self, e: Expr) -> Expr:
+    def expr(self, e: ir.Expr) -> ir.Expr:
         try:
             return self._expr(e)
         except Mistyped as error:
-            name = f"`{e.name}` " if isinstance(e, CallExpression) else ""
+            name = f"`{e.name}` " if isinstance(e, ir.CallExpression) else ""
             raise self._refuse(f"{name}{error}") from None
 
-    def _expr(self, e: Expr) -> Expr:
+    def _expr(self, e: ir.Expr) -> ir.Expr:
         match e:
-            case Const():
+            case ir.Const():
                 return e
-            case Var(_, name):
+            case ir.Var(_, name):
                 if name not in self._types:
                     raise self._refuse(f"`{name}` is used before it has a value")
-                return Var(self._types[name], name)
-            case Unary(_, op, a):
+                return ir.Var(self._types[name], name)
+            case ir.Unary(_, op, a):
                 return unary(op, self.expr(a))
-            case Binary(_, op, a, b):
+            case ir.Binary(_, op, a, b):
                 return self._binary(op, a, b)
-            case Ternary(_, condition, a, b):
+            case ir.Ternary(_, condition, a, b):
                 one, other = self.expr(a), self.expr(b)
                 if isinstance(one.type, Vec) and isinstance(other.type, Vec):
                     other = as_elem(other, one.type.elem)
-                return Ternary(one.type, self.expr(condition), one, other)
-            case Cast(of, a):
+                return ir.Ternary(one.type, self.expr(condition), one, other)
+            case ir.Cast(of, a):
                 return self._cast(of, a)
-            case Index(of, base, index):
+            case ir.Index(of, base, index):
                 return self._index(of, base, index)
-            case Member(of, base, field):
-                return Member(_memory_type(of), self.expr(base), field)
-            case AddressOf(_, a):
+            case ir.Member(of, base, field):
+                return ir.Member(_memory_type(of), self.expr(base), field)
+            case ir.AddressOf(_, a):
                 inner = self.expr(a)
                 if isinstance(inner.type, Array):
                     return inner
-                if isinstance(inner, Index):
+                if isinstance(inner, ir.Index):
                     return binary("+", inner.base, inner.index)
                 raise self._refuse("the address of a variable is not in the subset, but for memcpy")
-            case CallExpression():
+            case ir.CallExpression():
                 return self._call(e)
 
-    def _binary(self, op: str, a: Expr, b: Expr) -> Expr:
+    def _binary(self, op: str, a: ir.Expr, b: ir.Expr) -> ir.Expr:
         left, right = self.expr(a), self.expr(b)
         for pointer, other in ((a, 1), (b, 0)):
             scale = _register_scale(pointer.type)
             if scale and op in "+-" and not isinstance((b if other else a).type, Pointer):
                 index = right if other else left
-                scaled = binary("*", index, integer(scale))
-                if isinstance(index, Const):
-                    scaled_const = integer(int(index.value) * scale)
+                scaled = binary("*", index, ir.integer(scale))
+                if isinstance(index, ir.Const):
+                    scaled_const = ir.integer(int(index.value) * scale)
                     return binary(op, left, scaled_const) if other else binary(op, scaled_const, right)
                 return binary(op, left, scaled) if other else binary(op, scaled, right)
         return binary(op, left, right)
 
-    def _cast(self, of: Type, a: Expr) -> Expr:
+    def _cast(self, of: Type, a: ir.Expr) -> ir.Expr:
         inner = self.expr(a)
         if a.type == F16 and of == F32:
             return call("from_f16", (inner,))
@@ -325,25 +296,25 @@ class _Raiser:
             return inner if not inner.type.is_const or of.is_const else cast(of, inner)
         return cast(_memory_type(of), inner)
 
-    def _index(self, of: Type, base: Expr, index: Expr) -> Expr:
+    def _index(self, of: Type, base: ir.Expr, index: ir.Expr) -> ir.Expr:
         if isinstance(of, Vec) and isinstance(base.type, Pointer):
             place = self._binary("+", base, index)
             return self._intrinsic_load(place, of)
-        new: Expr = self.expr(base)
+        new: ir.Expr = self.expr(base)
         at = self.expr(index)
-        if isinstance(new, Binary) and isinstance(new.a.type, Pointer | Array):
-            is_sum = new.op == "+" and at == integer(0)
+        if isinstance(new, ir.Binary) and isinstance(new.a.type, Pointer | Array):
+            is_sum = new.op == "+" and at == ir.integer(0)
             new, at = (new.a, new.b) if is_sum else (new, at)
         found = _memory_type(of)
         if isinstance(of, Vec) and isinstance(new.type, Array):
             found = new.type.of
-        return Index(found, new, at)
+        return ir.Index(found, new, at)
 
-    def _intrinsic_load(self, place: Expr, of: Vec) -> Expr:
+    def _intrinsic_load(self, place: ir.Expr, of: Vec) -> ir.Expr:
         p = pointer_to(place, None if of.elem == BITS else of.elem)
-        return call("load", (p,), (integer(of.size // target(p).size),))
+        return call("load", (p,), (ir.integer(of.size // target(p).size),))
 
-    def _call(self, e: CallExpression) -> Expr:
+    def _call(self, e: ir.CallExpression) -> ir.Expr:
         if e.name == "__bits":
             to = _memory_type(e.type)
             assert isinstance(to, Scalar)
@@ -351,15 +322,15 @@ class _Raiser:
             return given if given.type == to else call("bits", (given,), of=to)
         if e.name.endswith(("broadcast_ss", "_dup_f32")):
             inner = e.args[0]
-            while isinstance(inner, Cast):
+            while isinstance(inner, ir.Cast):
                 inner = inner.a
-            if isinstance(inner, AddressOf) and isinstance(e.type, Vec) and inner.a.type == F32:
-                return call("splat", (self.expr(inner.a),), (integer(e.type.lanes),))
+            if isinstance(inner, ir.AddressOf) and isinstance(e.type, Vec) and inner.a.type == F32:
+                return call("splat", (self.expr(inner.a),), (ir.integer(e.type.lanes),))
         args = tuple(self.expr(one) for one in e.args)
         if e.name in LIBRARY:
             return call(e.name, args)
         known = self._table[e.name]
-        if e.name.startswith("vqtbl1q_") and is_below_16(Substitute(self._constants).expr(args[1])):
+        if e.name.startswith("vqtbl1q_") and is_below_16(ir.Substitute(self._constants).expr(args[1])):
             looked_up = call("lookup", (as_elem(args[0], I8), as_elem(args[1], I8)))
             return as_elem(looked_up, I8 if e.name.endswith("s8") else U8)
         try:
@@ -392,7 +363,7 @@ def _register_scale(of: Type) -> int:
     return of.to.size if of.to.elem == BITS else of.to.lanes
 
 
-def _bytes(e: Expr, of: Pointer) -> Expr:
+def _bytes(e: ir.Expr, of: Pointer) -> ir.Expr:
     """A pointer to registers as one to numbers: of bytes where arithmetic may follow."""
     assert isinstance(of.to, Vec)
     elem = U8 if of.to.elem == BITS else of.to.elem
@@ -402,36 +373,36 @@ def _bytes(e: Expr, of: Pointer) -> Expr:
     return cast(Pointer(elem, of.is_const or (isinstance(e.type, Pointer) and e.type.is_const)), e)
 
 
-def _step_of(one: Assign) -> Expr | None:
+def _step_of(one: ir.Assign) -> ir.Expr | None:
     """The step of `i = i + step`; of `i = i - step`, its negative."""
     value = one.value
-    while isinstance(value, Cast):
+    while isinstance(value, ir.Cast):
         value = value.a
-    if not isinstance(value, Binary) or value.op not in "+-" or not isinstance(one.target, Var):
+    if not isinstance(value, ir.Binary) or value.op not in "+-" or not isinstance(one.target, ir.Var):
         return None
     if value.a != one.target or not isinstance(value.type, Scalar | Pointer):
         return None
     if value.op == "+":
         return value.b
-    return Const(value.b.type, -value.b.value) if isinstance(value.b, Const) else None
+    return ir.Const(value.b.type, -value.b.value) if isinstance(value.b, ir.Const) else None
 
 
-def _counts_down_unsigned(one: Assign) -> bool:
+def _counts_down_unsigned(one: ir.Assign) -> bool:
     of, step = one.target.type, _step_of(one)
-    is_less = isinstance(step, Const) and step.value < 0
+    is_less = isinstance(step, ir.Const) and step.value < 0
     return is_less and isinstance(of, Scalar) and not of.is_signed
 
 
-def _has_continue(body: Body) -> bool:
+def _has_continue(body: ir.Body) -> bool:
     """True if a `continue` belongs to this loop, not to one within it."""
     for one in body:
         match one:
-            case Leave(word="continue"):
+            case ir.Leave(word="continue"):
                 return True
-            case If(then=then, otherwise=otherwise):
+            case ir.If(then=then, otherwise=otherwise):
                 if _has_continue(then) or _has_continue(otherwise):
                     return True
-            case BlockStatement(body=inner):
+            case ir.BlockStatement(body=inner):
                 if _has_continue(inner):
                     return True
     return False

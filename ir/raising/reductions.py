@@ -9,28 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from phasewise.ir.nodes import (
-    Assign,
-    Binary,
-    Body,
-    CallExpression,
-    Cast,
-    Const,
-    Declare,
-    Expr,
-    FunctionDefinition,
-    If,
-    Rewriter,
-    StatementRewriter,
-    Steps,
-    Stmt,
-    Var,
-    While,
-    assigned,
-    integer,
-    used,
-    walk_body,
-)
+from phasewise.ir import nodes as ir
 from phasewise.ir.operations import ORDERS, as_elem, call
 from phasewise.ir.types import Pointer, Scalar, Vec
 
@@ -40,7 +19,7 @@ Tree: TypeAlias = Any
 OPERATIONS = {"+": "reduce_add", "max": "reduce_max", "min": "reduce_min"}
 
 
-def recognised(function: FunctionDefinition) -> FunctionDefinition:
+def recognised(function: ir.FunctionDefinition) -> ir.FunctionDefinition:
     """The function with reductions, without values that nothing uses."""
     return without_unused(replace(function, body=_Recogniser().body(function.body)))
 
@@ -64,22 +43,22 @@ def _node(op: str, a: Tree, b: Tree, elem: Scalar) -> Tree:
     return op, a, b
 
 
-class _Recogniser(Rewriter):
+class _Recogniser(ir.Rewriter):
     def __init__(self) -> None:
         self._known: dict[str, list[Tree]] = {}
         self._versions: dict[str, int] = {}
 
-    def statement(self, statement: Stmt) -> Body:
-        if isinstance(statement, Steps | While | If):
-            for name in assigned((statement,)):
+    def statement(self, statement: ir.Stmt) -> ir.Body:
+        if isinstance(statement, ir.Steps | ir.While | ir.If):
+            for name in ir.assigned((statement,)):
                 self._forget(name)
             new = self.statement_inside(statement)
-            for name in assigned((statement,)):
+            for name in ir.assigned((statement,)):
                 self._forget(name)
             return (new,)
         new = self.statement_inside(statement)
         match new:
-            case Declare(name=name, value=value) | Assign(target=Var(name=name), value=value):
+            case ir.Declare(name=name, value=value) | ir.Assign(target=ir.Var(name=name), value=value):
                 lanes = self._lanes(value) if value is not None and isinstance(value.type, Vec) else None
                 self._forget(name)
                 if lanes is not None and not _is_lane_by_lane(lanes):
@@ -90,24 +69,24 @@ class _Recogniser(Rewriter):
         self._versions[name] = self._versions.get(name, 0) + 1
         self._known.pop(name, None)
 
-    def leave(self, e: Expr) -> Expr:
+    def leave(self, e: ir.Expr) -> ir.Expr:
         match e:
-            case CallExpression(
+            case ir.CallExpression(
                 name="lane",
-                args=(CallExpression(name="with_lane", args=(_, value), numbers=given),),
+                args=(ir.CallExpression(name="with_lane", args=(_, value), numbers=given),),
                 numbers=asked,
             ) if asked == given:
                 return self._reduction(e) or value
-            case CallExpression(name="lane"):
+            case ir.CallExpression(name="lane"):
                 return self._reduction(e) or e
-            case CallExpression(name="store", args=(place, CallExpression(name="bits", args=(value,)))):
+            case ir.CallExpression(name="store", args=(place, ir.CallExpression(name="bits", args=(value,)))):
                 return _plain_store(place, value) or e
         return e
 
-    def _reduction(self, e: CallExpression) -> Expr | None:
+    def _reduction(self, e: ir.CallExpression) -> ir.Expr | None:
         lanes = self._lanes(e.args[0])
         at = e.numbers[0]
-        if lanes is None or not isinstance(at, Const) or not isinstance(e.type, Scalar):
+        if lanes is None or not isinstance(at, ir.Const) or not isinstance(e.type, Scalar):
             return None
         tree = lanes[int(at.value)]
         leaves = _leaves(tree)
@@ -119,46 +98,48 @@ class _Recogniser(Rewriter):
         own = [(name, version, lane, of) for lane in range(of.lanes)]
         for number, order in enumerate(ORDERS):
             if tree == halved(list(own), order, tree[0], of.elem):
-                numbers = (integer(number),) if number else ()
-                return call(OPERATIONS[tree[0]], (Var(of, name),), numbers)
+                numbers = (ir.integer(number),) if number else ()
+                return call(OPERATIONS[tree[0]], (ir.Var(of, name),), numbers)
         return None
 
-    def _lanes(self, e: Expr) -> list[Tree] | None:
+    def _lanes(self, e: ir.Expr) -> list[Tree] | None:
         """The source of each lane; None: something that no reduction does."""
         match e:
-            case Var(type=Vec() as of, name=name):
+            case ir.Var(type=Vec() as of, name=name):
                 own = [(name, self._versions.get(name, 0), lane, of) for lane in range(of.lanes)]
                 return self._known.get(name, own)
-            case Binary(type=Vec() as of, op="+", a=a, b=b):
+            case ir.Binary(type=Vec() as of, op="+", a=a, b=b):
                 return self._paired("+", a, b, of)
-            case CallExpression(type=Vec() as of, name="max" | "min" as name, args=(a, b)):
+            case ir.CallExpression(type=Vec() as of, name="max" | "min" as name, args=(a, b)):
                 return self._paired(name, a, b, of)
-            case CallExpression(name="lo" | "hi" as which, args=(a,)):
+            case ir.CallExpression(name="lo" | "hi" as which, args=(a,)):
                 lanes = self._lanes(a)
                 half = 0 if lanes is None else len(lanes) // 2
                 return None if lanes is None else lanes[:half] if which == "lo" else lanes[half:]
-            case CallExpression(type=Vec() as of, name="shuffle", args=(a, b), numbers=numbers):
-                return self._shuffled(a, b, [int(one.value) for one in numbers if isinstance(one, Const)], of)
-            case CallExpression(name="permute", args=(a,), numbers=numbers):
+            case ir.CallExpression(type=Vec() as of, name="shuffle", args=(a, b), numbers=numbers):
+                return self._shuffled(
+                    a, b, [int(one.value) for one in numbers if isinstance(one, ir.Const)], of
+                )
+            case ir.CallExpression(name="permute", args=(a,), numbers=numbers):
                 lanes = self._lanes(a)
-                return lanes and [lanes[int(one.value)] for one in numbers if isinstance(one, Const)]
-            case CallExpression(
+                return lanes and [lanes[int(one.value)] for one in numbers if isinstance(one, ir.Const)]
+            case ir.CallExpression(
                 type=Vec() as of,
                 name="with_lane",
-                args=(a, Binary(op="+", a=x, b=y)),
-                numbers=(Const(value=0),),
+                args=(a, ir.Binary(op="+", a=x, b=y)),
+                numbers=(ir.Const(value=0),),
             ):
                 return self._with_lowest(a, x, y, of)
-            case CallExpression(name="bits", args=(inner,)):
+            case ir.CallExpression(name="bits", args=(inner,)):
                 return self._same_width(e, inner)
         return None
 
-    def _same_width(self, e: Expr, inner: Expr) -> list[Tree] | None:
+    def _same_width(self, e: ir.Expr, inner: ir.Expr) -> list[Tree] | None:
         """Lanes of 64 bits that were moved as such, seen in halves."""
         if (
             not isinstance(e.type, Vec)
             or not isinstance(inner.type, Vec)
-            or not isinstance(inner, CallExpression)
+            or not isinstance(inner, ir.CallExpression)
         ):
             return None
         if inner.name != "shuffle" or inner.type.elem.size <= e.type.elem.size:
@@ -170,18 +151,18 @@ class _Recogniser(Rewriter):
         places = [
             int(one.value) * ratio + i
             for one in inner.numbers
-            if isinstance(one, Const)
+            if isinstance(one, ir.Const)
             for i in range(ratio)
         ]
         return self._shuffled(sides[0], sides[1], places, e.type)  # type: ignore[arg-type]
 
-    def _paired(self, op: str, a: Expr, b: Expr, of: Vec) -> list[Tree] | None:
+    def _paired(self, op: str, a: ir.Expr, b: ir.Expr, of: Vec) -> list[Tree] | None:
         one, other = self._lanes(a), self._lanes(b)
         if one is None or other is None:
             return None
         return [_node(op, x, y, of.elem) for x, y in zip(one, other, strict=True)]
 
-    def _shuffled(self, a: Expr, b: Expr, places: list[int], of: Vec) -> list[Tree] | None:
+    def _shuffled(self, a: ir.Expr, b: ir.Expr, places: list[int], of: Vec) -> list[Tree] | None:
         one, other = self._lanes(a), self._lanes(b)
         if one is None or other is None:
             return None
@@ -192,13 +173,13 @@ class _Recogniser(Rewriter):
             for place in places
         ]
 
-    def _with_lowest(self, a: Expr, x: Expr, y: Expr, of: Vec) -> list[Tree] | None:
+    def _with_lowest(self, a: ir.Expr, x: ir.Expr, y: ir.Expr, of: Vec) -> list[Tree] | None:
         rest = self._lanes(a)
         sides = []
         for side in (x, y):
             lanes = (
                 self._lanes(side.args[0])
-                if isinstance(side, CallExpression) and side.name == "lane"
+                if isinstance(side, ir.CallExpression) and side.name == "lane"
                 else None
             )
             if lanes is None:
@@ -216,9 +197,9 @@ def _is_lane_by_lane(lanes: list[Tree]) -> bool:
     )
 
 
-def _plain_store(place: Expr, value: Expr) -> Expr | None:
+def _plain_store(place: ir.Expr, value: ir.Expr) -> ir.Expr | None:
     """A store of bytes as one of numbers, where the pointer was one to such numbers."""
-    if not (isinstance(place, Cast) and isinstance(place.a.type, Pointer) and isinstance(value.type, Vec)):
+    if not (isinstance(place, ir.Cast) and isinstance(place.a.type, Pointer) and isinstance(value.type, Vec)):
         return None
     of = place.a.type.to
     if not isinstance(of, Scalar) or of.size != value.type.elem.size or place.a.type.is_const:
@@ -226,11 +207,13 @@ def _plain_store(place: Expr, value: Expr) -> Expr | None:
     return call("store", (place.a, as_elem(value, of)))
 
 
-def _unwrapped(e: Expr, of: Vec) -> Expr | None:
+def _unwrapped(e: ir.Expr, of: Vec) -> ir.Expr | None:
     """`e` without the reinterpretation that it came by, if it had the type."""
     if e.type == of:
         return e
-    return e.args[0] if isinstance(e, CallExpression) and e.name == "bits" and e.args[0].type == of else None
+    return (
+        e.args[0] if isinstance(e, ir.CallExpression) and e.name == "bits" and e.args[0].type == of else None
+    )
 
 
 def _leaves(tree: Tree) -> list[Tree]:
@@ -244,26 +227,26 @@ def _leaves(tree: Tree) -> list[Tree]:
     return found
 
 
-def without_unused(function: FunctionDefinition) -> FunctionDefinition:
+def without_unused(function: ir.FunctionDefinition) -> ir.FunctionDefinition:
     """The function without variables that nothing else reads; evaluating has no effect here."""
     body = function.body
     while True:
         reads: set[str] = set()
-        for node in walk_body(body):
+        for node in ir.walk_body(body):
             match node:
-                case Assign(target=Var(name=name), value=value):
-                    reads |= used(value) - {name}
-                case Assign(target=target, value=value):
-                    reads |= used(target) | used(value)
-                case Declare(value=value) if value is not None:
-                    reads |= used(value)
-                case Steps():
+                case ir.Assign(target=ir.Var(name=name), value=value):
+                    reads |= ir.used(value) - {name}
+                case ir.Assign(target=target, value=value):
+                    reads |= ir.used(target) | ir.used(value)
+                case ir.Declare(value=value) if value is not None:
+                    reads |= ir.used(value)
+                case ir.Steps():
                     for part in (node.start, node.condition, node.step, *node.how):
-                        reads |= used(part)
-                case If(condition=condition) | While(condition=condition):
-                    reads |= used(condition)
+                        reads |= ir.used(part)
+                case ir.If(condition=condition) | ir.While(condition=condition):
+                    reads |= ir.used(condition)
                 case _ if type(node).__name__ in ("Do", "Return"):
-                    reads |= used(node)
+                    reads |= ir.used(node)
         new = _Without(reads).body(body)
         if new == body:
             tables = tuple(one for one in function.tables if one.name in reads)
@@ -271,12 +254,12 @@ def without_unused(function: FunctionDefinition) -> FunctionDefinition:
         body = new
 
 
-class _Without(StatementRewriter):
+class _Without(ir.StatementRewriter):
     def __init__(self, reads: set[str]) -> None:
         self._reads = reads
 
-    def statement(self, statement: Stmt) -> Body:
+    def statement(self, statement: ir.Stmt) -> ir.Body:
         match statement:
-            case Declare(name=name) | Assign(target=Var(name=name)) if name not in self._reads:
+            case ir.Declare(name=name) | ir.Assign(target=ir.Var(name=name)) if name not in self._reads:
                 return ()
         return (self.statement_inside(statement),)

@@ -20,79 +20,56 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from phasewise.ir import nodes as ir
 from phasewise.ir.loops import SUM_ORDERS, WHOLE, Accumulator, accumulators, continued, leaves_early
-from phasewise.ir.nodes import (
-    Assign,
-    Binary,
-    Body,
-    CallExpression,
-    Const,
-    Declare,
-    Do,
-    Expr,
-    FunctionDefinition,
-    How,
-    If,
-    Replace,
-    StatementRewriter,
-    Steps,
-    Stmt,
-    Substitute,
-    Var,
-    While,
-    assigned,
-    integer,
-    used,
-    walk_body,
-)
 from phasewise.ir.operations import binary
 from phasewise.ir.raising.sameness import SUMMED, View
 from phasewise.ir.transforms import MAX_COPIES
 from phasewise.ir.types import Scalar
 
 
-def rolled(function: FunctionDefinition) -> FunctionDefinition:
+def rolled(function: ir.FunctionDefinition) -> ir.FunctionDefinition:
     """The function with loops of one turn for those that hold several alike."""
     return replace(function, body=_Roller(function.body).body(function.body))
 
 
-def without_whole(function: FunctionDefinition) -> FunctionDefinition:
+def without_whole(function: ir.FunctionDefinition) -> ir.FunctionDefinition:
     """For texts whose sums may change their order: loops take every turn that they can, where the loop of the
     rest goes on at whatever index they leave.
     """
     return replace(function, body=_Loosener().body(function.body))
 
 
-class _Roller(StatementRewriter):
-    def __init__(self, whole: Body) -> None:
+class _Roller(ir.StatementRewriter):
+    def __init__(self, whole: ir.Body) -> None:
         self._whole = whole
 
-    def body(self, body: Body) -> Body:
+    def body(self, body: ir.Body) -> ir.Body:
         found = tuple(new for one in body for new in self.statement(one))
         at = 0
         while at < len(found):
             one = found[at]
-            if isinstance(one, Steps) and not one.how:
+            if isinstance(one, ir.Steps) and not one.how:
                 found = _rolled_at(found, at, one, self._whole) or found
             at += 1
         return found
 
 
-class _Loosener(StatementRewriter):
-    def body(self, body: Body) -> Body:
+class _Loosener(ir.StatementRewriter):
+    def body(self, body: ir.Body) -> ir.Body:
         found = list(super().body(body))
         for at, one in enumerate(found):
-            if isinstance(one, Steps) and continued(tuple(found), at) is not None:
+            if isinstance(one, ir.Steps) and continued(tuple(found), at) is not None:
                 how = tuple(replace(h, args=tuple(a for a in h.args if a != WHOLE)) for h in one.how)
                 found[at] = replace(one, how=how)
         return tuple(found)
 
 
-def _rolled_at(body: Body, at: int, loop: Steps, whole: Body) -> Body | None:
+def _rolled_at(body: ir.Body, at: int, loop: ir.Steps, whole: ir.Body) -> ir.Body | None:
     """The body with a loop in it rolled up; None: it is not several turns alike."""
-    if not isinstance(loop.step, Const) or loop.type not in SUMMED or leaves_early(loop.body):
+    if not isinstance(loop.step, ir.Const) or loop.type not in SUMMED or leaves_early(loop.body):
         return None
-    if not all(isinstance(one, Declare | Assign | Do) for one in loop.body):
+    if not all(isinstance(one, ir.Declare | ir.Assign | ir.Do) for one in loop.body):
         return None
     step, n_statements = int(loop.step.value), len(loop.body)
     most = min(math.gcd(step, n_statements), MAX_COPIES) if step > 0 else 0
@@ -104,7 +81,7 @@ def _rolled_at(body: Body, at: int, loop: Steps, whole: Body) -> Body | None:
             turns = _turns(loop, copies, step // n) if condition and copies else None
             if condition and turns:
                 one = replace(
-                    loop, condition=condition, step=integer(step // n, loop.step.type), body=copies[0]
+                    loop, condition=condition, step=ir.integer(step // n, loop.step.type), body=copies[0]
                 )
                 found = _in_one(body, at, one, turns, n, whole)
                 if found:
@@ -112,14 +89,14 @@ def _rolled_at(body: Body, at: int, loop: Steps, whole: Body) -> Body | None:
     return None
 
 
-def _one_after_another(body: Body, n: int) -> list[Body]:
+def _one_after_another(body: ir.Body, n: int) -> list[ir.Body]:
     size = len(body) // n
     return [body[i * size : (i + 1) * size] for i in range(n)]
 
 
-def _side_by_side(body: Body, n: int) -> list[Body]:
+def _side_by_side(body: ir.Body, n: int) -> list[ir.Body]:
     """Each statement n times; nothing is written, because copies would write in another order."""
-    return [] if any(isinstance(one, Do) for one in body) else [body[i::n] for i in range(n)]
+    return [] if any(isinstance(one, ir.Do) for one in body) else [body[i::n] for i in range(n)]
 
 
 @dataclass(frozen=True)
@@ -135,7 +112,7 @@ class _Turns:
         return any(len(set(names)) > 1 for names in self.carried.values())
 
 
-def _turns(loop: Steps, copies: Sequence[Body], step: int) -> _Turns | None:
+def _turns(loop: ir.Steps, copies: Sequence[ir.Body], step: int) -> _Turns | None:
     """None where a copy is not the first one at a later index."""
     first = copies[0]
     names = [_targets(one) for one in copies]
@@ -153,7 +130,7 @@ def _turns(loop: Steps, copies: Sequence[Body], step: int) -> _Turns | None:
             if key is None or key != here.statement(b):
                 return None
         maps.append(by)
-    own = {one.name for one in first if isinstance(one, Declare)}
+    own = {one.name for one in first if isinstance(one, ir.Declare)}
     carried = {name: tuple(by[name] for by in maps) for name in names[0] if name not in own}
     if any(1 < len(set(many)) < len(many) for many in carried.values()):
         return None
@@ -164,40 +141,42 @@ def _turns(loop: Steps, copies: Sequence[Body], step: int) -> _Turns | None:
     return found if stays_in_order else None
 
 
-def _targets(body: Body) -> list[str]:
+def _targets(body: ir.Body) -> list[str]:
     """Variables that get a value, in the order of the statements."""
     found = []
     for one in body:
-        if isinstance(one, Declare):
+        if isinstance(one, ir.Declare):
             found.append(one.name)
-        elif isinstance(one, Assign) and isinstance(one.target, Var):
+        elif isinstance(one, ir.Assign) and isinstance(one.target, ir.Var):
             found.append(one.target.name)
     return found
 
 
-def _condition_of_one(loop: Steps, ahead: int) -> Expr | None:
+def _condition_of_one(loop: ir.Steps, ahead: int) -> ir.Expr | None:
     """A condition that asks for one turn where the loop's asks for all: the same one `ahead` later."""
     match loop.condition:
-        case Binary(op="<" | "<=", a=a, b=b) if isinstance(a.type, Scalar) and isinstance(b.type, Scalar):
+        case ir.Binary(op="<" | "<=", a=a, b=b) if isinstance(a.type, Scalar) and isinstance(b.type, Scalar):
             terms, number = View({}, loop.variable).sum_of(a)
             moving = [(key, by) for key, by in terms.items() if by]
             is_plain = len(moving) == 1 and moving[0] == (("variable", loop.type, loop.variable), 1)
-            if not is_plain or used(b) & (assigned(loop.body) | {loop.variable}):
+            if not is_plain or ir.used(b) & (ir.assigned(loop.body) | {loop.variable}):
                 return None
-            variable = Var(loop.type, loop.variable)
+            variable = ir.Var(loop.type, loop.variable)
             if number >= ahead:
-                left: Expr = variable if number == ahead else binary("+", variable, integer(number - ahead))
+                left: ir.Expr = (
+                    variable if number == ahead else binary("+", variable, ir.integer(number - ahead))
+                )
                 return replace(loop.condition, a=left)
             match b:
-                case Binary(op="-", a=end, b=Const(value=int(less))) if (
+                case ir.Binary(op="-", a=end, b=ir.Const(value=int(less))) if (
                     loop.type.is_signed and b.type == loop.type and number == 0 and less >= ahead  # type: ignore[union-attr]
                 ):
-                    right = end if less == ahead else binary("-", end, integer(less - ahead))
+                    right = end if less == ahead else binary("-", end, ir.integer(less - ahead))
                     return replace(loop.condition, b=right)
     return None
 
 
-def _in_one(body: Body, at: int, one: Steps, turns: _Turns, n: int, whole: Body) -> Body | None:
+def _in_one(body: ir.Body, at: int, one: ir.Steps, turns: _Turns, n: int, whole: ir.Body) -> ir.Body | None:
     """The body with the loop of one turn in place of that of n."""
     before, after = body[:at], body[at + 1 :]
     words: tuple[str, ...] = ()
@@ -211,18 +190,20 @@ def _in_one(body: Body, at: int, one: Steps, turns: _Turns, n: int, whole: Body)
         after = after[1:]
     else:
         words = (WHOLE, *words)
-    how = How("apart" if turns.is_apart else "unroll", (integer(n), *words))
+    how = ir.How("apart" if turns.is_apart else "unroll", (ir.integer(n), *words))
     found = (*before, replace(one, how=(how,)), *after)
     gone = {name for names in turns.carried.values() for name in names[1:]} - set(turns.carried)
     is_all_here = _mentions(whole, gone) == _mentions(body, gone)
     return found if is_all_here and not _mentions(found, gone) else None
 
 
-def _mentions(body: Body, names: set[str]) -> int:
-    return sum(isinstance(node, Var | Declare) and node.name in names for node in walk_body(body))
+def _mentions(body: ir.Body, names: set[str]) -> int:
+    return sum(isinstance(node, ir.Var | ir.Declare) and node.name in names for node in ir.walk_body(body))
 
 
-def _sums_apart(before: Body, one: Steps, after: Body, turns: _Turns) -> tuple[Body, Body, str] | None:
+def _sums_apart(
+    before: ir.Body, one: ir.Steps, after: ir.Body, turns: _Turns
+) -> tuple[ir.Body, ir.Body, str] | None:
     """The statements before and behind the loop without the copies of its sums, and the order of their
     total.
     """
@@ -240,89 +221,89 @@ def _sums_apart(before: Body, one: Steps, after: Body, turns: _Turns) -> tuple[B
     return (before, after, orders.pop()) if len(orders) == 1 else None
 
 
-def _without_beginnings(before: Body, each: Accumulator, copies: Sequence[str]) -> Body | None:
+def _without_beginnings(before: ir.Body, each: Accumulator, copies: Sequence[str]) -> ir.Body | None:
     """None where a copy does not begin with what `apart` lets it begin with."""
-    values = {one.name: one.value for one in before if isinstance(one, Declare)}
+    values = {one.name: one.value for one in before if isinstance(one, ir.Declare)}
     first = values.get(each.name)
-    own = each.identity(Var(each.type, each.name))
-    if own == Var(each.type, each.name):  # of min and max: with what the first one begins with
-        is_plain = first is not None and not used(first) and _mentions(before, {each.name}) == 1
+    own = each.identity(ir.Var(each.type, each.name))
+    if own == ir.Var(each.type, each.name):  # of min and max: with what the first one begins with
+        is_plain = first is not None and not ir.used(first) and _mentions(before, {each.name}) == 1
         if first is None or not is_plain:
             return None
         own = first
     if any(repr(values.get(name)) != repr(own) for name in copies[1:]):
         return None
     gone = set(copies[1:])
-    left = tuple(one for one in before if not (isinstance(one, Declare) and one.name in gone))
+    left = tuple(one for one in before if not (isinstance(one, ir.Declare) and one.name in gone))
     return left if not _mentions(left, gone) else None
 
 
-def _without_ending(after: Body, each: Accumulator, copies: Sequence[str]) -> tuple[Body, str] | None:
+def _without_ending(after: ir.Body, each: Accumulator, copies: Sequence[str]) -> tuple[ir.Body, str] | None:
     """The statements behind the loop, the first sum in place of the total of all, and the order of that."""
     names = set(copies)
     at = next((i for i, one in enumerate(after) if _mentions((one,), names)), None)
     if at is None:
         return None
-    parts: list[Expr] = [Var(each.type, name) for name in copies]
+    parts: list[ir.Expr] = [ir.Var(each.type, name) for name in copies]
     totals = {order: each.total(parts, order) for order in reversed(SUM_ORDERS)}
     by_tree = {repr(tree): order for order, tree in totals.items()}
-    first = Var(each.type, each.name)
+    first = ir.Var(each.type, each.name)
     made, end = _added_up(after, at, each, names)
     order = by_tree.get(repr(made))
     if order is not None:
         return (*after[:at], *after[end:]), order
     for order in SUM_ORDERS:
-        if isinstance(after[at], Steps | While | If):
+        if isinstance(after[at], ir.Steps | ir.While | ir.If):
             return None
-        (new,) = Replace(totals[order], first).body((after[at],))
+        (new,) = ir.Replace(totals[order], first).body((after[at],))
         if new == after[at]:
             continue
         rest = after[at + 1 :]
-        is_copy = isinstance(new, Declare) and new.value == first and new.type == first.type
-        if isinstance(new, Declare) and is_copy and not _mentions(rest, {first.name}):
-            return (*after[:at], *Substitute({new.name: first}).body(rest)), order
+        is_copy = isinstance(new, ir.Declare) and new.value == first and new.type == first.type
+        if isinstance(new, ir.Declare) and is_copy and not _mentions(rest, {first.name}):
+            return (*after[:at], *ir.Substitute({new.name: first}).body(rest)), order
         return (*after[:at], new, *rest), order
     return None
 
 
-def _added_up(after: Body, at: int, each: Accumulator, names: set[str]) -> tuple[Expr | None, int]:
+def _added_up(after: ir.Body, at: int, each: Accumulator, names: set[str]) -> tuple[ir.Expr | None, int]:
     """The value of the first sum after statements that add sums to sums, and where these end."""
-    made: dict[str, Expr] = {name: Var(each.type, name) for name in names}
+    made: dict[str, ir.Expr] = {name: ir.Var(each.type, name) for name in names}
     while at < len(after):
         match after[at]:
-            case Assign(target=Var(name=name), value=value) if name in names and _is_total(
+            case ir.Assign(target=ir.Var(name=name), value=value) if name in names and _is_total(
                 value, each, names
             ):
-                made[name] = Substitute(made).expr(value)
+                made[name] = ir.Substitute(made).expr(value)
             case _:
                 break
         at += 1
     return made[each.name], at
 
 
-def _is_total(e: Expr, each: Accumulator, names: set[str]) -> bool:
+def _is_total(e: ir.Expr, each: Accumulator, names: set[str]) -> bool:
     match e:
-        case Var(name=name):
+        case ir.Var(name=name):
             return name in names
-        case Binary(op="+", a=a, b=b) if each.op == "+":
+        case ir.Binary(op="+", a=a, b=b) if each.op == "+":
             return _is_total(a, each, names) and _is_total(b, each, names)
-        case CallExpression(name=name, args=(a, b)) if name == each.op:
+        case ir.CallExpression(name=name, args=(a, b)) if name == each.op:
             return _is_total(a, each, names) and _is_total(b, each, names)
     return False
 
 
-def _is_rest(one: Steps, other: Stmt) -> bool:
+def _is_rest(one: ir.Steps, other: ir.Stmt) -> bool:
     """True if a loop takes the turns that one leaves."""
-    if not isinstance(other, Steps) or other.how or len(other.body) != len(one.body):
+    if not isinstance(other, ir.Steps) or other.how or len(other.body) != len(one.body):
         return False
     mine, theirs = _targets(one.body), _targets(other.body)
     if len(mine) != len(theirs) or (one.variable, one.type) != (other.variable, other.type):
         return False
-    own = {each.name for each in one.body if isinstance(each, Declare)}
+    own = {each.name for each in one.body if isinstance(each, ir.Declare)}
     there = View({a: b for a, b in zip(mine, theirs, strict=True) if a in own}, one.variable)
     here = View({}, one.variable)
     return (
-        other.start == Var(one.type, one.variable)
+        other.start == ir.Var(one.type, one.variable)
         and other.step == one.step
         and there.key(one.condition) == here.key(other.condition)
         and all(

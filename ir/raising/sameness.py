@@ -11,22 +11,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from phasewise.ir.nodes import (
-    Assign,
-    Binary,
-    CallExpression,
-    Cast,
-    Const,
-    Declare,
-    Do,
-    Expr,
-    Index,
-    Member,
-    Stmt,
-    Ternary,
-    Unary,
-    Var,
-)
+from phasewise.ir import nodes as ir
 from phasewise.ir.types import I32, I64, U64, Array, Pointer, Scalar, Struct, Type
 
 Key: TypeAlias = Hashable
@@ -41,69 +26,70 @@ class View:
     variable: str = ""
     ahead: int = 0
 
-    def key(self, e: Expr) -> Key:
+    def key(self, e: ir.Expr) -> Key:
         """Equal for two expressions that have one value, as far as can be seen."""
         if _is_summed(e.type):
             return ("sum", e.type, *self._frozen(e))
         return self._whole(e)
 
-    def statement(self, one: Stmt) -> Key:
+    def statement(self, one: ir.Stmt) -> Key:
         """None where a statement is of a kind that is not compared."""
         match one:
-            case Declare(name=name, type=of, value=value, values=()) if not isinstance(of, Array):
+            case ir.Declare(name=name, type=of, value=value, values=()) if not isinstance(of, Array):
                 given = None if value is None else self.key(value)
                 return ("declare", of, self.names.get(name, name), given)
-            case Assign(target=target, value=value):
+            case ir.Assign(target=target, value=value):
                 return ("assign", self.key(target), self.key(value))
-            case Do(call=call):
+            case ir.Do(call=call):
                 return ("do", self.key(call))
         return None
 
-    def sum_of(self, e: Expr) -> tuple[dict[Key, int], int]:
+    def sum_of(self, e: ir.Expr) -> tuple[dict[Key, int], int]:
         """Terms with their factors, and the number that is left; of a pointer in bytes."""
         match e:
-            case Const(value=int(value)):
+            case ir.Const(value=int(value)):
                 return {}, value
-            case Var(name=name) if name == self.variable:
+            case ir.Var(name=name) if name == self.variable:
                 return {("variable", e.type, name): 1}, self.ahead
-            case Binary(op="+" | "-" as op, a=a, b=b) if _is_summed(e.type):
+            case ir.Binary(op="+" | "-" as op, a=a, b=b) if _is_summed(e.type):
                 return self._added(e, op, a, b)
             case (
-                Binary(op="*", a=a, b=Const(value=int(by))) | Binary(op="*", a=Const(value=int(by)), b=a)
+                ir.Binary(op="*", a=a, b=ir.Const(value=int(by)))
+                | ir.Binary(op="*", a=ir.Const(value=int(by)), b=a)
             ) if _is_summed(a.type):
                 return _scaled(self.sum_of(a), by)
-            case Unary(op="-", a=a) if _is_summed(a.type):
+            case ir.Unary(op="-", a=a) if _is_summed(a.type):
                 return _scaled(self.sum_of(a), -1)
-            case Cast(a=a) if isinstance(e.type, Pointer) and isinstance(a.type, Pointer | Array):
+            case ir.Cast(a=a) if isinstance(e.type, Pointer) and isinstance(a.type, Pointer | Array):
                 return self.sum_of(a)
-            case Cast(a=a) if a.type == I32 and e.type in SUMMED:
+            case ir.Cast(a=a) if a.type == I32 and e.type in SUMMED:
                 return self.sum_of(a)
-            case Index() | Member() if isinstance(e.type, Array | Struct):
+            case ir.Index() | ir.Member() if isinstance(e.type, Array | Struct):
                 return self._place(e)
         return {self._whole(e): 1}, 0
 
-    def _whole(self, e: Expr) -> Key:
+    def _whole(self, e: ir.Expr) -> Key:
         """A term that is no sum of others."""
         match e:
-            case Const(of, value):
+            case ir.Const(of, value):
                 return ("number", of, repr(value))
-            case Var(of, name):
+            case ir.Var(of, name):
                 return ("variable", of, self.names.get(name, name))
-            case Binary(of, op, a, b):
+            case ir.Binary(of, op, a, b):
                 return ("binary", of, op, self.key(a), self.key(b))
-            case Unary(of, op, a):
+            case ir.Unary(of, op, a):
                 return ("unary", of, op, self.key(a))
-            case Cast(of, a):
+            case ir.Cast(of, a):
                 return ("cast", of, self.key(a))
-            case Index() | Member():
+            case ir.Index() | ir.Member():
                 return ("element", e.type, *self._frozen_place(e))
-            case Ternary(of, condition, a, b):
+            case ir.Ternary(of, condition, a, b):
                 return ("choice", of, self.key(condition), self.key(a), self.key(b))
-            case CallExpression(of, name, args, numbers):
+            case ir.CallExpression(of, name, args, numbers):
                 return ("call", of, name, *map(self.key, args), "numbers", *map(self.key, numbers))
         return ("other", repr(e))
 
-    def _added(self, e: Expr, op: str, a: Expr, b: Expr) -> tuple[dict[Key, int], int]:
+    def _added(self, e: ir.Expr, op: str, a: ir.Expr, b: ir.Expr) -> tuple[dict[Key, int], int]:
         left, right = self.sum_of(a), self.sum_of(b)
         if isinstance(a.type, Pointer | Array) and isinstance(b.type, Pointer | Array):
             return {("binary", op, self.key(a), self.key(b)): 1}, 0
@@ -113,24 +99,26 @@ class View:
             right = right if isinstance(b.type, Pointer | Array) else _scaled(right, size)
         return _plus(left, _scaled(right, 1 if op == "+" else -1))
 
-    def _place(self, e: Expr) -> tuple[dict[Key, int], int]:
+    def _place(self, e: ir.Expr) -> tuple[dict[Key, int], int]:
         """The address of an element or a field."""
         match e:
-            case Index(of, base, index):
-                inner = self._place(base) if isinstance(base, Index | Member) else self.sum_of(base)
+            case ir.Index(of, base, index):
+                inner = self._place(base) if isinstance(base, ir.Index | ir.Member) else self.sum_of(base)
                 at = self.sum_of(index) if _is_summed(index.type) else ({self.key(index): 1}, 0)
                 return _plus(inner, _scaled(at, of.size))
-            case Member(_, base, name):
+            case ir.Member(_, base, name):
                 assert isinstance(base.type, Struct)
-                inner = self._place(base) if isinstance(base, Index | Member) else ({self.key(base): 1}, 0)
+                inner = (
+                    self._place(base) if isinstance(base, ir.Index | ir.Member) else ({self.key(base): 1}, 0)
+                )
                 return _plus(inner, ({}, base.type.offset(name)))
         raise AssertionError(e)
 
-    def _frozen(self, e: Expr) -> tuple[Key, Key]:
+    def _frozen(self, e: ir.Expr) -> tuple[Key, Key]:
         terms, number = self.sum_of(e)
         return frozenset(item for item in terms.items() if item[1]), number
 
-    def _frozen_place(self, e: Expr) -> tuple[Key, Key]:
+    def _frozen_place(self, e: ir.Expr) -> tuple[Key, Key]:
         terms, number = self._place(e)
         return frozenset(item for item in terms.items() if item[1]), number
 

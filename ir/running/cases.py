@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from phasewise.ir import nodes as ir
 from phasewise.ir.arithmetic import integer_result
 from phasewise.ir.errors import SourceError
-from phasewise.ir.nodes import Argument, Binary, Cast, Const, Expr, FunctionDefinition, Ternary, Unary, Var
 from phasewise.ir.operations import fitting
 from phasewise.ir.running.harness import IS_ALIAS, IS_SHARED
 from phasewise.ir.types import Pointer, Scalar, Struct, Type, innermost
@@ -39,7 +39,7 @@ class Case:
     values: tuple[int | float | bytes, ...]
     aliases: tuple[tuple[int, int], ...] = ()
 
-    def encoded(self, function: FunctionDefinition, is_at_end: bool) -> bytes:
+    def encoded(self, function: ir.FunctionDefinition, is_at_end: bool) -> bytes:
         """As harness.py reads it."""
         parts = [struct.pack("<Q", is_at_end)]
         earlier = {later: one for one, later in self.aliases}
@@ -55,7 +55,7 @@ class Case:
         return b"".join(parts)
 
 
-def described(function: FunctionDefinition, where: str = "kernel") -> dict[str, Argument]:
+def described(function: ir.FunctionDefinition, where: str = "kernel") -> dict[str, ir.Argument]:
     """The description of every argument. SourceError where a buffer has none: sizes are never guessed."""
     found = {one.name: one for one in function.described}
     for name, of in function.args:
@@ -68,13 +68,13 @@ def described(function: FunctionDefinition, where: str = "kernel") -> dict[str, 
     return found
 
 
-def sizes(function: FunctionDefinition) -> list[str]:
+def sizes(function: ir.FunctionDefinition) -> list[str]:
     """The whole numbers among the arguments: what a shape is made of."""
     return [name for name, of in function.args if isinstance(of, Scalar) and not of.is_float]
 
 
 def draw(
-    function: FunctionDefinition,
+    function: ir.FunctionDefinition,
     rng: np.random.Generator,
     shape: Mapping[str, int] | None = None,
     edge: int | None = None,
@@ -89,7 +89,7 @@ def draw(
     numbers: dict[str, int | float] = {}
     for name, of in function.args:
         if isinstance(of, Scalar):
-            one = known.get(name) or Argument(name, 0)
+            one = known.get(name) or ir.Argument(name, 0)
             if shape is not None and name in shape:
                 numbers[name] = _on_grid(shape[name], dict(one.numbers))
             else:
@@ -122,7 +122,7 @@ def _on_grid(value: int, bounds: Mapping[str, float]) -> int:
     return value // int(bounds.get("multiple", 1)) * int(bounds.get("multiple", 1))
 
 
-def _number(one: Argument, of: Scalar, rng: np.random.Generator, edge: int | None) -> int | float:
+def _number(one: ir.Argument, of: Scalar, rng: np.random.Generator, edge: int | None) -> int | float:
     bounds = dict(one.numbers)
     if of.is_float:
         return float(np.float32(rng.uniform(bounds.get("low", -1.0), bounds.get("high", 1.0))))
@@ -138,7 +138,7 @@ def _number(one: Argument, of: Scalar, rng: np.random.Generator, edge: int | Non
     return int(rng.integers(low, high + 1)) * multiple
 
 
-def _content(of: Type, count: int, one: Argument, rng: np.random.Generator, is_plain: bool) -> bytes:
+def _content(of: Type, count: int, one: ir.Argument, rng: np.random.Generator, is_plain: bool) -> bytes:
     if isinstance(of, Struct):
         whole = np.zeros((count, of.size), np.uint8)
         for name, field in of.fields:
@@ -161,7 +161,12 @@ def _flat(of: Type) -> tuple[Scalar, int]:
 
 
 def _numbers(
-    of: Scalar, shape: tuple[int, int], one: Argument, rng: np.random.Generator, is_half: bool, is_plain: bool
+    of: Scalar,
+    shape: tuple[int, int],
+    one: ir.Argument,
+    rng: np.random.Generator,
+    is_half: bool,
+    is_plain: bool,
 ) -> npt.NDArray[np.generic]:
     bounds = dict(one.numbers)
     low, high = bounds.get("low", -1.0), bounds.get("high", 1.0)
@@ -185,7 +190,7 @@ def _numbers(
     return rng.integers(least, most, shape, DTYPES[of.name], endpoint=True)
 
 
-def magnitudes(case: Case, function: FunctionDefinition) -> Case:
+def magnitudes(case: Case, function: ir.FunctionDefinition) -> Case:
     """The same call on absolute values: what the parts of a result add up to where nothing cancels."""
     values: list[int | float | bytes] = []
     described_by = {one.name: one for one in function.described}
@@ -216,20 +221,20 @@ def _absolute_fields(value: bytes, of: Struct, halves: Sequence[str]) -> bytes:
     return whole.tobytes()
 
 
-def evaluate(e: Expr, numbers: Mapping[str, int | float]) -> int:
+def evaluate(e: ir.Expr, numbers: Mapping[str, int | float]) -> int:
     """A count, of the numbers among the arguments."""
     match e:
-        case Const(value=value):
+        case ir.Const(value=value):
             return int(value)
-        case Var(name=name) if name in numbers:
+        case ir.Var(name=name) if name in numbers:
             return int(numbers[name])
-        case Cast(type=Scalar() as of, a=a):
+        case ir.Cast(type=Scalar() as of, a=a):
             return int(fitting(evaluate(a, numbers), of))
-        case Unary(op="-", a=a):
+        case ir.Unary(op="-", a=a):
             return -evaluate(a, numbers)
-        case Ternary(condition=condition, a=a, b=b):
+        case ir.Ternary(condition=condition, a=a, b=b):
             return evaluate(a if evaluate(condition, numbers) else b, numbers)
-        case Binary(type=Scalar() as of, op=op, a=a, b=b):
+        case ir.Binary(type=Scalar() as of, op=op, a=a, b=b):
             found = integer_result(op, evaluate(a, numbers), evaluate(b, numbers), of)
             if found is not None:
                 return found

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from phasewise._words import number
+from phasewise.ir import nodes as ir
 from phasewise.ir.errors import CheckError
-from phasewise.ir.nodes import FunctionDefinition
 from phasewise.ir.running import cases as drawing
 from phasewise.ir.running.cases import DTYPES, Case
 from phasewise.ir.running.compiling import compile_c, emulator_for
@@ -55,7 +55,7 @@ class Program:
 
     def __init__(
         self,
-        function: FunctionDefinition,
+        function: ir.FunctionDefinition,
         sources: Sequence[Path],
         folder: Path,
         target: IsaTarget,
@@ -124,7 +124,7 @@ class Program:
 def check(
     original: Program,
     other: Program,
-    function: FunctionDefinition,
+    function: ir.FunctionDefinition,
     n_cases: int,
     bound: float | None = None,
     seed: int = 0,
@@ -155,7 +155,7 @@ def check(
     return Verdict(done, worst, is_exact)
 
 
-def _told(function: FunctionDefinition, case: Case, difference: float, bound: float | None) -> str:
+def _told(function: ir.FunctionDefinition, case: Case, difference: float, bound: float | None) -> str:
     named = zip(function.args, case.values, strict=True)
     call = ", ".join(f"{name}={value}" for (name, _), value in named if not isinstance(value, bytes))
     if bound is None:
@@ -169,7 +169,7 @@ def _told(function: FunctionDefinition, case: Case, difference: float, bound: fl
 
 
 def _difference(
-    function: FunctionDefinition, expected: KernelOutputs, got: KernelOutputs, scale: KernelOutputs
+    function: ir.FunctionDefinition, expected: KernelOutputs, got: KernelOutputs, scale: KernelOutputs
 ) -> float:
     """0.0 for equal bits; infinite where what cannot be close is not equal."""
     worst = 0.0

@@ -13,8 +13,8 @@ buffer lies in pages that cannot be written. The program says which argument it 
 
 from __future__ import annotations
 
+from phasewise.ir import nodes as ir
 from phasewise.ir.c_text import c_type, signature, struct_text
-from phasewise.ir.nodes import FunctionDefinition
 from phasewise.ir.types import Pointer, Scalar, Void
 
 FAULT = 3
@@ -212,18 +212,18 @@ int main(int count, char **names) {
 """
 
 
-def check_program(function: FunctionDefinition) -> str:
+def check_program(function: ir.FunctionDefinition) -> str:
     """C of the program that runs cases through the kernel it is linked with."""
     head = signature(function.name, function.args, function.result)
     return f"{_COMMON}\n{_arguments(function)}\n{head};\n#define KERNEL {function.name}\n{_CHECK}"
 
 
-def timing_program(function: FunctionDefinition) -> str:
+def timing_program(function: ir.FunctionDefinition) -> str:
     """C of the program that times kernels of libraries that it is told to load."""
     return f'{_COMMON}\n{_arguments(function)}\n#define NAME "{function.name}"\n{_TIME}'
 
 
-def _arguments(function: FunctionDefinition) -> str:
+def _arguments(function: ir.FunctionDefinition) -> str:
     """The C that reads the arguments, and the call of a kernel with them."""
     structs = "\n".join(struct_text(one) for one in function.structs)
     reads, values = [], []

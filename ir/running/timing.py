@@ -7,8 +7,8 @@ import resource
 import subprocess
 from pathlib import Path
 
+from phasewise.ir import nodes as ir
 from phasewise.ir.errors import CheckError
-from phasewise.ir.nodes import FunctionDefinition
 from phasewise.ir.running.cases import Case
 from phasewise.ir.running.compiling import compile_c
 from phasewise.ir.running.harness import timing_program
@@ -21,7 +21,7 @@ MEMORY_BYTES = 8 << 30
 class TimingProcess:
     """Kernels of one signature, called with one case's arguments on one core. Use it in a `with` block."""
 
-    def __init__(self, function: FunctionDefinition, cases: list[Case], folder: Path, core: int) -> None:
+    def __init__(self, function: ir.FunctionDefinition, cases: list[Case], folder: Path, core: int) -> None:
         self._function = function
         main, program, data = folder / "timing.c", folder / "timing", folder / "timing.in"
         main.write_text(timing_program(function))

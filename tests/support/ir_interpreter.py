@@ -15,32 +15,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from phasewise.ir import nodes as ir
 from phasewise.ir.arithmetic import integer_result
 from phasewise.ir.errors import UserKernelError
-from phasewise.ir.nodes import (
-    Assign,
-    Binary,
-    BlockStatement,
-    Body,
-    CallExpression,
-    Cast,
-    Const,
-    Declare,
-    Do,
-    Expr,
-    FunctionDefinition,
-    If,
-    Index,
-    Leave,
-    Member,
-    Return,
-    Steps,
-    Stmt,
-    Ternary,
-    Unary,
-    Var,
-    While,
-)
 from phasewise.ir.operations import COMPARISONS, DOTS, LIBRARY, ORDERS, REDUCTIONS, decayed, fitting
 from phasewise.ir.running.cases import DTYPES, Case
 from phasewise.ir.running.checking import KernelOutputs
@@ -82,7 +59,7 @@ class _Left(Exception):
         self.word = word
 
 
-def interpreted(function: FunctionDefinition, case: Case) -> KernelOutputs:
+def interpreted(function: ir.FunctionDefinition, case: Case) -> KernelOutputs:
     """The state after a call, as a compiled kernel leaves it. KernelError for a touch outside a buffer."""
     names: dict[str, Value] = {}
     out = []
@@ -123,37 +100,37 @@ class _Machine:
 
     # ---- statements ----
 
-    def body(self, body: Body) -> None:
+    def body(self, body: ir.Body) -> None:
         for one in body:
             self._statement(one)
 
-    def _statement(self, one: Stmt) -> None:
+    def _statement(self, one: ir.Stmt) -> None:
         match one:
-            case Declare():
+            case ir.Declare():
                 self.declare(one)
-            case Assign(target, value, _):
+            case ir.Assign(target, value, _):
                 self._assign(target, self._value(value))
-            case Do(CallExpression(name="store", args=(place, value)), _):
+            case ir.Do(ir.CallExpression(name="store", args=(place, value)), _):
                 self._value(place).write(self._value(value).tobytes())
-            case Do():
+            case ir.Do():
                 pass
-            case Steps():
+            case ir.Steps():
                 self._steps(one)
-            case While(condition, body, _):
+            case ir.While(condition, body, _):
                 while self._value(condition) and self._turn(body):
                     pass
-            case If(condition, then, otherwise, _):
+            case ir.If(condition, then, otherwise, _):
                 self.body(then if self._value(condition) else otherwise)
-            case Return(value, _):
+            case ir.Return(value, _):
                 raise _Returned(None if value is None else self._value(value))
-            case Leave(word, _):
+            case ir.Leave(word, _):
                 raise _Left(word)
-            case BlockStatement(body, _):
+            case ir.BlockStatement(body, _):
                 self.body(body)
             case _:
                 raise AssertionError(one)
 
-    def declare(self, one: Declare) -> None:
+    def declare(self, one: ir.Declare) -> None:
         if isinstance(one.type, Array):
             memory = np.zeros(one.type.size, np.uint8)
             if one.values:
@@ -166,21 +143,21 @@ class _Machine:
         elif one.value is not None:
             self._names[one.name] = self._value(one.value)
 
-    def _assign(self, target: Expr, value: Value) -> None:
-        if isinstance(target, Var):
+    def _assign(self, target: ir.Expr, value: Value) -> None:
+        if isinstance(target, ir.Var):
             self._names[target.name] = value
             return
         data = value.tobytes() if isinstance(target.type, Vec) else _packed(value, target.type)  # type: ignore[arg-type]
         self._place(target).write(data)
 
-    def _steps(self, loop: Steps) -> None:
+    def _steps(self, loop: ir.Steps) -> None:
         self._names[loop.variable] = self._value(loop.start)
-        variable = Var(loop.type, loop.variable)
+        variable = ir.Var(loop.type, loop.variable)
         while self._value(loop.condition) and self._turn(loop.body):
-            moved = Binary(loop.type, "+", variable, loop.step)
+            moved = ir.Binary(loop.type, "+", variable, loop.step)
             self._names[loop.variable] = self._value(moved)
 
-    def _turn(self, body: Body) -> bool:
+    def _turn(self, body: ir.Body) -> bool:
         """False: the loop was left."""
         self._left -= 1
         if self._left < 0:
@@ -193,12 +170,12 @@ class _Machine:
 
     # ---- places ----
 
-    def _place(self, e: Expr) -> MemoryAddress:
+    def _place(self, e: ir.Expr) -> MemoryAddress:
         match e:
-            case Index(of, base, index):
+            case ir.Index(of, base, index):
                 start: MemoryAddress = self._value(base)
                 return start.moved(int(self._value(index)) * of.size)
-            case Member(_, base, field):
+            case ir.Member(_, base, field):
                 assert isinstance(base.type, Struct)
                 return self._place(base).moved(base.type.offset(field))
         raise AssertionError(e)
@@ -213,24 +190,24 @@ class _Machine:
 
     # ---- values ----
 
-    def _value(self, e: Expr) -> Value:
+    def _value(self, e: ir.Expr) -> Value:
         match e:
-            case Const(of, value):
+            case ir.Const(of, value):
                 return value
-            case Var(_, name):
+            case ir.Var(_, name):
                 return self._names[name]
-            case Unary(of, op, a):
+            case ir.Unary(of, op, a):
                 return self._unary(of, op, self._value(a))
-            case Binary():
+            case ir.Binary():
                 return self._binary(e)
-            case Ternary(_, condition, a, b):
+            case ir.Ternary(_, condition, a, b):
                 return self._value(a if self._value(condition) else b)
-            case Cast(of, a):
+            case ir.Cast(of, a):
                 value = self._value(a)
                 return fitting(value, of) if isinstance(of, Scalar) else value
-            case Index() | Member():
+            case ir.Index() | ir.Member():
                 return self._loaded(self._place(e), e.type)
-            case CallExpression():
+            case ir.CallExpression():
                 return self._call(e)
         raise AssertionError(e)
 
@@ -242,7 +219,7 @@ class _Machine:
             return int(not a)
         return fitting(-a if op == "-" else ~a, of)
 
-    def _binary(self, e: Binary) -> Value:
+    def _binary(self, e: ir.Binary) -> Value:
         if e.op == "&&":
             return int(bool(self._value(e.a)) and bool(self._value(e.b)))
         if e.op == "||":
@@ -258,7 +235,7 @@ class _Machine:
         assert isinstance(e.type, Scalar)
         return _of_numbers(e.op, a, b, left, right, e.type)
 
-    def _call(self, e: CallExpression) -> Value:
+    def _call(self, e: ir.CallExpression) -> Value:
         name = e.name
         if name == "load":
             assert isinstance(e.type, Vec)
@@ -269,19 +246,21 @@ class _Machine:
         if isinstance(e.type, Scalar):
             return self._to_number(e, args)
         assert isinstance(e.type, Vec)
-        numbers = [int(one.value) for one in e.numbers if isinstance(one, Const)]
+        numbers = [int(one.value) for one in e.numbers if isinstance(one, ir.Const)]
         return _vector(e, args, numbers, e.type)
 
-    def _to_number(self, e: CallExpression, args: list[Value]) -> Value:
+    def _to_number(self, e: ir.CallExpression, args: list[Value]) -> Value:
         of = e.type
         assert isinstance(of, Scalar)
         if e.name in REDUCTIONS:
             order = (
-                ORDERS[int(e.numbers[0].value)] if e.numbers and isinstance(e.numbers[0], Const) else "halves"
+                ORDERS[int(e.numbers[0].value)]
+                if e.numbers and isinstance(e.numbers[0], ir.Const)
+                else "halves"
             )
             return _number(_reduced(e.name, args[0], order), of)
         if e.name == "lane":
-            assert isinstance(e.numbers[0], Const)
+            assert isinstance(e.numbers[0], ir.Const)
             return _number(args[0][int(e.numbers[0].value)], of)
         if e.name == "from_f16":
             return float(np.uint16(args[0]).view(np.float16).astype(np.float32))
@@ -379,14 +358,14 @@ def fma(a: npt.NDArray[Any], b: npt.NDArray[Any], c: npt.NDArray[Any]) -> npt.ND
     return odd.reshape(total.shape).astype(np.float32)
 
 
-def _vector(e: CallExpression, args: list[Value], numbers: list[int], of: Vec) -> Value:
+def _vector(e: ir.CallExpression, args: list[Value], numbers: list[int], of: Vec) -> Value:
     dtype = DTYPES[of.elem.name]
     name = e.name
     match name:
         case "splat":
             return np.full(of.lanes, fitting(args[0], of.elem), dtype)
         case "vector":
-            return np.array([one.value for one in e.numbers if isinstance(one, Const)], dtype)
+            return np.array([one.value for one in e.numbers if isinstance(one, ir.Const)], dtype)
         case "fma":
             return fma(*args)
         case "bits":
