@@ -40,7 +40,13 @@ class Intrinsic:
     build: Build
 
 
-Table: TypeAlias = dict[str, Intrinsic]
+class Table(dict[str, Intrinsic]):
+    """Intrinsics by name."""
+
+    def put(self, names: str, result: Type, build: Build) -> None:
+        """One row; several names, with blanks between them, of intrinsics that do the same."""
+        self.update(dict.fromkeys(names.split(), Intrinsic(result, build)))
+
 
 X86_TYPES: dict[str, Type] = {
     f"__m{bits}{suffix}": Vec(elem, bits // 8 // elem.size)
@@ -79,13 +85,13 @@ def number(e: ir.Expr) -> int:
 
 
 def zero(elem: Scalar, lanes: int) -> ir.Expr:
-    return call("splat", (ir.Const(elem, 0.0 if elem.is_float else 0),), (ir.integer(lanes),))
+    return call("splat", (ir.zero(elem),), (lanes,))
 
 
 def constant(elem: Scalar, values: Sequence[int | float]) -> ir.Expr:
     fitted = [fitting(value, elem) for value in values]
     if len(set(map(repr, fitted))) == 1:
-        return call("splat", (ir.Const(elem, fitted[0]),), (ir.integer(len(fitted)),))
+        return call("splat", (ir.Const(elem, fitted[0]),), (len(fitted),))
     return call("vector", (), tuple(ir.Const(elem, value) for value in fitted), elem)
 
 
@@ -126,7 +132,7 @@ def half(which: str, e: ir.Expr) -> ir.Expr:
     if isinstance(e, ir.CallExpression) and e.name == "concat":
         return e.args[which == "hi"]
     if isinstance(e, ir.CallExpression) and e.name == "splat":
-        return call("splat", e.args, (ir.integer(lanes_of(e) // 2),))
+        return call("splat", e.args, (lanes_of(e) // 2,))
     if isinstance(e, ir.CallExpression) and e.name == "bits" and isinstance(e.args[0].type, Vec):
         inner = e.args[0]
         if isinstance(inner, ir.CallExpression) and inner.name in ("concat", "splat") and lanes_of(inner) > 1:
@@ -143,7 +149,7 @@ def padded(e: ir.Expr, size: int) -> ir.Expr:
 
 
 def shuffled(a: ir.Expr, b: ir.Expr, places: Sequence[int]) -> ir.Expr:
-    return call("shuffle", (a, b), tuple(ir.integer(place) for place in places))
+    return call("shuffle", (a, b), places)
 
 
 def signs(elem: Scalar, lanes: int, of_even: bool) -> ir.Expr:
@@ -158,6 +164,16 @@ def flipped(e: ir.Expr, of_even: bool) -> ir.Expr:
     elem = ir.vec(e).elem
     mask = signs(elem, ir.vec(e).lanes, of_even)
     return as_elem(binary("^", as_elem(e, ir.vec(mask).elem), mask), elem)
+
+
+def reading(elem: Scalar) -> Build:
+    """The same bits as numbers of another type."""
+    return lambda a: a[0] if elem == BITS else as_elem(a[0], elem)
+
+
+def lane(elem: Scalar) -> Build:
+    """A lane of the number that stands behind the register."""
+    return lambda a: call("lane", (as_elem(a[0], elem),), (number(a[1]),))
 
 
 def dup(places: Sequence[int], elem: Scalar) -> Build:
@@ -177,14 +193,14 @@ def called(name: str, elem: Scalar) -> Build:
 
 
 def splat(elem: Scalar, lanes: int) -> Build:
-    return lambda a: call("splat", (cast(elem, a[0]),), (ir.integer(lanes),))
+    return lambda a: call("splat", (cast(elem, a[0]),), (lanes,))
 
 
 def load(elem: Scalar | None, lanes: int) -> Build:
     def build(a: Sequence[ir.Expr]) -> ir.Expr:
         p = pointer_to(a[0], elem)
         size = target(p).size
-        return call("load", (p,), (ir.integer(lanes if elem else lanes // size),))
+        return call("load", (p,), (lanes if elem else lanes // size,))
 
     return build
 
@@ -244,4 +260,4 @@ def joined(low: ir.Expr, high: ir.Expr) -> ir.Expr:
 
 
 def permuted(e: ir.Expr, places: Sequence[int]) -> ir.Expr:
-    return call("permute", (e,), tuple(ir.integer(place) for place in places))
+    return call("permute", (e,), places)

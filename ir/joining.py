@@ -47,7 +47,7 @@ class _Joiner(ir.Rewriter):
         is_later = isinstance(e.args[0], ir.Var) and (ir.used(pairs) & self._changing or _reads_memory(pairs))
         if is_later or self._most(a) > MOST:
             return e
-        zero = call("splat", (ir.Const(I32, 0),), (ir.integer(ir.vec(e).lanes),))
+        zero = call("splat", (ir.Const(I32, 0),), (ir.vec(e).lanes,))
         return call("dot_u8i8", (zero, a, b))
 
     def _known(self, e: ir.Expr) -> ir.Expr:

@@ -37,7 +37,7 @@ class Accumulator:
         if self.op != "+":
             return value
         elem = _elem(self.type)
-        zero = ir.Const(elem, 0.0 if elem.is_float else 0)
+        zero = ir.zero(elem)
         return (
             call("splat", (zero,), (ir.Const(_I32, self.type.lanes),)) if isinstance(self.type, Vec) else zero
         )

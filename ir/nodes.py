@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TypeAlias
 
-from phasewise.ir.types import I32, Array, Pointer, Struct, Type, Vec
+from phasewise.ir.types import I32, Array, Pointer, Scalar, Struct, Type, Vec
 
 # ---- expressions -----------------------------------------------------------------------------------------
 
@@ -408,3 +408,7 @@ def vec(e: Expr) -> Vec:
 
 def integer(value: int, of: Type = I32) -> Const:
     return Const(of, value)
+
+
+def zero(of: Scalar) -> Const:
+    return Const(of, 0.0 if of.is_float else 0)

@@ -7,7 +7,7 @@ groups of sixteen bytes (`shuffle`, `pack`, `lookup`) do so here too, because th
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from phasewise.ir import nodes as ir
@@ -30,19 +30,8 @@ from phasewise.ir.types import (
 )
 
 LIBRARY = (
-    "sqrtf",
-    "expf",
-    "fabsf",
-    "floorf",
-    "ceilf",
-    "fmaf",
-    "logf",
-    "powf",
-    "cosf",
-    "sinf",
-    "tanhf",
-    "fmaxf",
-    "fminf",
+    *("sqrtf", "expf", "fabsf", "floorf", "ceilf", "fmaf", "logf", "powf", "cosf", "sinf", "tanhf"),
+    *("fmaxf", "fminf"),
 )
 """Functions of C's library on float32 that kernels may call."""
 
@@ -326,12 +315,12 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def call(
-    name: str, args: tuple[ir.Expr, ...], numbers: tuple[ir.Expr, ...] = (), of: Scalar | None = None
+    name: str, args: tuple[ir.Expr, ...], numbers: Sequence[ir.Expr | int] = (), of: Scalar | None = None
 ) -> ir.CallExpression:
     """A call with its type. `of` is the element type that the text names, e.g. in `widen(v, i32)`."""
-    return ir.CallExpression(
-        _result(Operands(name, [a.type for a in args], numbers, of)), name, args, numbers
-    )
+    known = tuple(ir.integer(one) if isinstance(one, int) else one for one in numbers)
+    result = _result(Operands(name, [a.type for a in args], known, of))
+    return ir.CallExpression(result, name, args, known)
 
 
 def _result(given: Operands) -> Type:
@@ -447,16 +436,8 @@ def as_elem(a: ir.Expr, elem: Scalar) -> ir.Expr:
         place = a.args[0].a
         of = place.type.to if isinstance(place.type, Pointer) else None
         if isinstance(of, Scalar) and of.size == elem.size:  # read as the numbers that are there
-            return as_elem(call("load", (place,), (ir.integer(ir.vec(a).size // elem.size),)), elem)
-    if (
-        isinstance(a, ir.CallExpression)
-        and a.name == "splat"
-        and isinstance(a.args[0], ir.Const)
-        and a.args[0].value == 0
-    ):
-        return call(
-            "splat",
-            (ir.Const(elem, 0.0 if elem.is_float else 0),),
-            (ir.integer(ir.vec(a).size // elem.size),),
-        )
+            return as_elem(call("load", (place,), (ir.vec(a).size // elem.size,)), elem)
+    match a:
+        case ir.CallExpression(name="splat", args=(ir.Const(value=0),)):
+            return call("splat", (ir.zero(elem),), (ir.vec(a).size // elem.size,))
     return call("bits", (a,), of=elem)

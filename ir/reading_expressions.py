@@ -237,7 +237,7 @@ class TextExpressions:
             return call(name, (), lanes, elem)
         if name in REDUCTIONS and len(args) == 2 and isinstance(args[1], ast.Name) and args[1].id in ORDERS:
             number = ORDERS.index(args[1].id)
-            return call(name, (self._expr(args[0]),), (ir.integer(number),) if number else ())
+            return call(name, (self._expr(args[0]),), (number,) if number else ())
         values = tuple(self._expr(one) for one in args)
         n_values = OPERATIONS[name].values if OPERATIONS[name].takes_numbers else len(values)
         return self._with_lanes(name, values[:n_values], values[n_values:], of, node)

@@ -231,7 +231,7 @@ class _Widener:
                 (lanes,) = e.numbers
                 assert isinstance(lanes, ir.Const)
                 if all(one == inner[0] for one in inner):
-                    return _Long(call("splat", (inner[0],), (ir.integer(int(lanes.value) * self._n),)))
+                    return _Long(call("splat", (inner[0],), (int(lanes.value) * self._n,)))
                 return _Turns(tuple(call("splat", (one,), e.numbers) for one in inner))
             case "vector":
                 return _Long(call("vector", (), e.numbers * self._n, ir.vec(e).elem))
@@ -242,7 +242,7 @@ class _Widener:
     def _load(self, e: ir.CallExpression) -> _Turns | _Long:
         places = self._turns(self._value(e.args[0])).values
         if self._stride(e.args[0]) == ir.vec(e).lanes:
-            return _Long(call("load", (places[0],), (ir.integer(ir.vec(e).lanes * self._n),)))
+            return _Long(call("load", (places[0],), (ir.vec(e).lanes * self._n,)))
         if all(one == places[0] for one in places):
             return _Turns((e,) * self._n)
         return _Turns(tuple(call("load", (one,), e.numbers) for one in places))
@@ -270,7 +270,7 @@ def _joined(values: list[ir.Expr]) -> ir.Expr:
     ):
         (lanes,) = values[0].numbers
         assert isinstance(lanes, ir.Const)
-        return call("splat", values[0].args, (ir.integer(int(lanes.value) * len(values)),))
+        return call("splat", values[0].args, (int(lanes.value) * len(values),))
     while len(values) > 1:
         values = [call("concat", (values[i], values[i + 1])) for i in range(0, len(values), 2)]
     return values[0]

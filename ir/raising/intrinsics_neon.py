@@ -8,18 +8,19 @@ from functools import cache
 from phasewise.ir import nodes as ir
 from phasewise.ir.builders import (
     Build,
-    Intrinsic,
     Table,
     alike,
     called,
     element,
     half,
     joined,
+    lane,
     load,
     neighbours,
     number,
     permuted,
     pointer_to,
+    reading,
     shift,
     shuffled,
     size_of,
@@ -57,7 +58,7 @@ NEON_ELEMS = (
 
 @cache
 def neon() -> Table:
-    table: Table = {}
+    table = Table()
     for suffix, elem in NEON_ELEMS:
         for q, size in (("", 8), ("q", 16)):
             _neon_plain(table, q, suffix, Vec(elem, size // elem.size))
@@ -73,7 +74,11 @@ def _neon_plain(table: Table, q: str, suffix: str, reg: Vec) -> None:
     unsigned = SCALARS[f"u{8 * elem.size}"]
 
     def put(name: str, build: Build, of: Type = reg) -> None:
-        table[f"v{name}{q}_{suffix}"] = Intrinsic(of, build)
+        table.put(f"v{name}{q}_{suffix}", of, build)
+
+    def put_as(kind: str, name: str, build: Build, of: Type = reg) -> None:
+        """With a word before the suffix: `n`, `lane` or `dup`."""
+        table.put(f"v{name}{q}_{kind}_{suffix}", of, build)
 
     for name, op in (("add", "+"), ("sub", "-"), ("mul", "*"), ("and", "&"), ("orr", "|"), ("eor", "^")):
         put(name, alike(elem, op))
@@ -89,31 +94,22 @@ def _neon_plain(table: Table, q: str, suffix: str, reg: Vec) -> None:
         put(name, lambda a, op=op: as_elem(binary(op, a[0], a[1]), unsigned), mask)  # type: ignore[misc]
     put("bsl", lambda a: _bit_select(a, elem, bits))
     put("bic", lambda a: call("andnot", (a[1], a[0])))
-    put("dup", lambda a: splat(elem, reg.lanes)(a))
-    table[f"vdup{q}_n_{suffix}"] = table[f"vmov{q}_n_{suffix}"] = Intrinsic(reg, splat(elem, reg.lanes))
+    put("dup", splat(elem, reg.lanes))
+    put_as("n", "dup", splat(elem, reg.lanes))
+    put_as("n", "mov", splat(elem, reg.lanes))
     put("ld1", load(elem, reg.lanes))
     put("st1", store(elem), VOID)
-    table[f"vst1{q}_lane_{suffix}"] = Intrinsic(
-        VOID, lambda a: call("store", (pointer_to(a[0], elem), permuted(a[1], (number(a[2]),))))
-    )
-    table[f"vld1{q}_dup_{suffix}"] = Intrinsic(
-        reg, lambda a: call("splat", (element(pointer_to(a[0], elem)),), (ir.integer(reg.lanes),))
-    )
-    table[f"vget{q}_lane_{suffix}"] = Intrinsic(
-        elem, lambda a: call("lane", (a[0],), (ir.integer(number(a[1])),))
-    )
-    table[f"vset{q}_lane_{suffix}"] = Intrinsic(
-        reg, lambda a: call("with_lane", (a[1], a[0]), (ir.integer(number(a[2])),))
-    )
-    table[f"vmul{q}_n_{suffix}"] = Intrinsic(reg, lambda a: binary("*", a[0], splat(elem, reg.lanes)(a[1:])))
+    put_as("lane", "st1", lambda a: store(elem)((a[0], permuted(a[1], (number(a[2]),)))), VOID)
+    put_as("dup", "ld1", lambda a: splat(elem, reg.lanes)([element(pointer_to(a[0], elem))]))
+    put_as("lane", "get", lane(elem), elem)
+    put_as("lane", "set", lambda a: call("with_lane", (a[1], a[0]), (number(a[2]),)))
+    put_as("n", "mul", lambda a: binary("*", a[0], splat(elem, reg.lanes)(a[1:])))
     put("mla", lambda a: binary("+", a[0], binary("*", a[1], a[2])))
     put("mls", lambda a: binary("-", a[0], binary("*", a[1], a[2])))
-    table[f"vmla{q}_n_{suffix}"] = Intrinsic(
-        reg, lambda a: binary("+", a[0], binary("*", a[1], splat(elem, reg.lanes)(a[2:])))
-    )
+    put_as("n", "mla", lambda a: binary("+", a[0], binary("*", a[1], splat(elem, reg.lanes)(a[2:]))))
     if not elem.is_float:
-        table[f"vshr{q}_n_{suffix}"] = Intrinsic(reg, shift(">>", elem))
-        table[f"vshl{q}_n_{suffix}"] = Intrinsic(reg, shift("<<", elem))
+        put_as("n", "shr", shift(">>", elem))
+        put_as("n", "shl", shift("<<", elem))
         put("qadd", called("add_sat", elem))
         if elem in (U8, U16):
             put("rhadd", called("avg", elem))
@@ -121,18 +117,14 @@ def _neon_plain(table: Table, q: str, suffix: str, reg: Vec) -> None:
         put("mvn", lambda a: unary("~", a[0]))
     for other, to in NEON_ELEMS:
         if other != suffix:
-            table[f"vreinterpret{q}_{other}_{suffix}"] = Intrinsic(
-                Vec(to, reg.size // to.size),
-                lambda a, to=to: as_elem(a[0], to),  # type: ignore[misc]
-            )
+            table.put(f"vreinterpret{q}_{other}_{suffix}", Vec(to, reg.size // to.size), reading(to))
     if q:
-        put("addv", lambda a: call("reduce_add", (a[0],), (ir.integer(1),) if elem.is_float else ()), elem)
+        put("addv", lambda a: call("reduce_add", (a[0],), (1,) if elem.is_float else ()), elem)
         if not elem.is_float:
             put("maxv", called("reduce_max", elem), elem)
             put("minv", called("reduce_min", elem), elem)
         put("padd", lambda a: neighbours(a, elem))
-    group = 16 // elem.size
-    if q:
+        group = 16 // elem.size
         put("zip1", unpacked(elem, 0))
         put("zip2", unpacked(elem, 1))
         put("uzp1", lambda a: shuffled(a[0], a[1], range(0, 2 * group, 2)))
@@ -148,9 +140,9 @@ def _bit_select(a: Sequence[ir.Expr], elem: Scalar, bits: Scalar) -> ir.Expr:
 
 def _neon_halves(table: Table, suffix: str, elem: Scalar) -> None:
     small, big = Vec(elem, 8 // elem.size), Vec(elem, 16 // elem.size)
-    table[f"vget_low_{suffix}"] = Intrinsic(small, lambda a: half("lo", a[0]))
-    table[f"vget_high_{suffix}"] = Intrinsic(small, lambda a: half("hi", a[0]))
-    table[f"vcombine_{suffix}"] = Intrinsic(big, lambda a: joined(a[0], a[1]))
+    table.put(f"vget_low_{suffix}", small, lambda a: half("lo", a[0]))
+    table.put(f"vget_high_{suffix}", small, lambda a: half("hi", a[0]))
+    table.put(f"vcombine_{suffix}", big, lambda a: joined(a[0], a[1]))
     if elem.is_float or elem.size == 8:
         return
     wide = SCALARS[f"{elem.name[0]}{16 * elem.size}"]
@@ -159,18 +151,16 @@ def _neon_halves(table: Table, suffix: str, elem: Scalar) -> None:
     def wider(e: ir.Expr) -> ir.Expr:
         return call("widen", (e,), of=wide)
 
-    table[f"vmovl_{suffix}"] = Intrinsic(to, lambda a: wider(a[0]))
-    table[f"vmovl_high_{suffix}"] = Intrinsic(to, lambda a: wider(half("hi", a[0])))
-    table[f"vmull_{suffix}"] = Intrinsic(to, lambda a: binary("*", wider(a[0]), wider(a[1])))
-    table[f"vmull_high_{suffix}"] = Intrinsic(
-        to, lambda a: binary("*", wider(half("hi", a[0])), wider(half("hi", a[1])))
+    table.put(f"vmovl_{suffix}", to, lambda a: wider(a[0]))
+    table.put(f"vmovl_high_{suffix}", to, lambda a: wider(half("hi", a[0])))
+    table.put(f"vmull_{suffix}", to, lambda a: binary("*", wider(a[0]), wider(a[1])))
+    table.put(
+        f"vmull_high_{suffix}", to, lambda a: binary("*", wider(half("hi", a[0])), wider(half("hi", a[1])))
     )
-    table[f"vmlal_{suffix}"] = Intrinsic(
-        to, lambda a: binary("+", a[0], binary("*", wider(a[1]), wider(a[2])))
-    )
-    table[f"vaddl_{suffix}"] = Intrinsic(to, lambda a: binary("+", wider(a[0]), wider(a[1])))
+    table.put(f"vmlal_{suffix}", to, lambda a: binary("+", a[0], binary("*", wider(a[1]), wider(a[2]))))
+    table.put(f"vaddl_{suffix}", to, lambda a: binary("+", wider(a[0]), wider(a[1])))
     narrow_suffix = f"{suffix[0]}{16 * elem.size}"
-    table[f"vmovn_{narrow_suffix}"] = Intrinsic(small, lambda a: call("narrow", (a[0],), of=elem))
+    table.put(f"vmovn_{narrow_suffix}", small, lambda a: call("narrow", (a[0],), of=elem))
 
     def pairs(e: ir.Expr) -> ir.Expr:
         """Neighbours added, wide."""
@@ -179,61 +169,59 @@ def _neon_halves(table: Table, suffix: str, elem: Scalar) -> None:
             raise Mistyped("pairs of eight bytes are not in the subset")
         return neighbours((low, high), wide)
 
-    table[f"vpaddlq_{suffix}"] = Intrinsic(Vec(wide, 16 // wide.size), lambda a: pairs(a[0]))
-    table[f"vpadalq_{suffix}"] = Intrinsic(
-        Vec(wide, 16 // wide.size), lambda a: binary("+", a[0], pairs(a[1]))
-    )
+    table.put(f"vpaddlq_{suffix}", Vec(wide, 16 // wide.size), lambda a: pairs(a[0]))
+    table.put(f"vpadalq_{suffix}", Vec(wide, 16 // wide.size), lambda a: binary("+", a[0], pairs(a[1])))
 
 
 def _neon_floats(table: Table) -> None:
     for q, lanes in (("", 2), ("q", 4)):
         reg = Vec(F32, lanes)
-        table[f"vfma{q}_f32"] = Intrinsic(reg, lambda a: call("fma", (a[1], a[2], a[0])))
-        table[f"vfms{q}_f32"] = Intrinsic(reg, lambda a: call("fma", (unary("-", a[1]), a[2], a[0])))
-        table[f"vfma{q}_n_f32"] = Intrinsic(
-            reg,
-            lambda a, lanes=lanes: call("fma", (a[1], splat(F32, lanes)(a[2:]), a[0])),  # type: ignore[misc]
-        )
-        table[f"vsqrt{q}_f32"] = Intrinsic(reg, called("sqrt", F32))
+        table.put(f"vfma{q}_f32", reg, lambda a: call("fma", (a[1], a[2], a[0])))
+        table.put(f"vfms{q}_f32", reg, lambda a: call("fma", (unary("-", a[1]), a[2], a[0])))
+        table.put(f"vfma{q}_n_f32", reg, _fused_with_number(lanes))
+        table.put(f"vsqrt{q}_f32", reg, called("sqrt", F32))
         for name, op in (("rndn", "nearest"), ("rndm", "floor"), ("rndp", "ceil"), ("rnd", "trunc")):
-            table[f"v{name}{q}_f32"] = Intrinsic(reg, called(op, F32))
-        table[f"vcvt{q}_f32_s32"] = Intrinsic(reg, lambda a: call("convert", (a[0],), of=F32))
-        table[f"vcvtn{q}_s32_f32"] = Intrinsic(Vec(I32, lanes), called("nearest_i32", F32))
-        table[f"vcvt{q}_s32_f32"] = Intrinsic(Vec(I32, lanes), called("trunc_i32", F32))
+            table.put(f"v{name}{q}_f32", reg, called(op, F32))
+        table.put(f"vcvt{q}_f32_s32", reg, lambda a: call("convert", (a[0],), of=F32))
+        table.put(f"vcvtn{q}_s32_f32", Vec(I32, lanes), called("nearest_i32", F32))
+        table.put(f"vcvt{q}_s32_f32", Vec(I32, lanes), called("trunc_i32", F32))
     for q, lanes in (("", 4), ("q", 8)):
-        table[f"vld1{q}_f16"] = Intrinsic(Vec(U16, lanes), load(U16, lanes))
-        table[f"vst1{q}_f16"] = Intrinsic(VOID, store(U16))
-        table[f"vreinterpret{q}_f16_u16"] = Intrinsic(Vec(U16, lanes), lambda a: a[0])
-        table[f"vreinterpret{q}_u16_f16"] = Intrinsic(Vec(U16, lanes), lambda a: a[0])
-    table["vget_low_f16"] = Intrinsic(Vec(U16, 4), lambda a: half("lo", a[0]))
-    table["vget_high_f16"] = Intrinsic(Vec(U16, 4), lambda a: half("hi", a[0]))
-    table["vcvt_f32_f16"] = Intrinsic(Vec(F32, 4), lambda a: call("from_f16", (a[0],)))
-    table["vcvt_f16_f32"] = Intrinsic(Vec(U16, 4), lambda a: call("to_f16", (a[0],)))
+        table.put(f"vld1{q}_f16", Vec(U16, lanes), load(U16, lanes))
+        table.put(f"vst1{q}_f16", VOID, store(U16))
+        table.put(f"vreinterpret{q}_f16_u16 vreinterpret{q}_u16_f16", Vec(U16, lanes), lambda a: a[0])
+    table.put("vget_low_f16", Vec(U16, 4), lambda a: half("lo", a[0]))
+    table.put("vget_high_f16", Vec(U16, 4), lambda a: half("hi", a[0]))
+    table.put("vcvt_f32_f16", Vec(F32, 4), lambda a: call("from_f16", (a[0],)))
+    table.put("vcvt_f16_f32", Vec(U16, 4), lambda a: call("to_f16", (a[0],)))
+
+
+def _fused_with_number(lanes: int) -> Build:
+    return lambda a: call("fma", (a[1], splat(F32, lanes)(a[2:]), a[0]))
 
 
 def _neon_dots(table: Table) -> None:
     for suffix, elem in NEON_ELEMS:
         if not elem.is_float and elem.size < 8:
-            small = Vec(elem, 8 // elem.size)
-            table[f"vcreate_{suffix}"] = Intrinsic(small, _created(elem))
-    table["vdotq_s32"] = Intrinsic(Vec(I32, 4), lambda a: call("dot_i8i8", tuple(a)))
-    table["vusdotq_s32"] = Intrinsic(Vec(I32, 4), lambda a: call("dot_u8i8", tuple(a)))
+            table.put(f"vcreate_{suffix}", Vec(elem, 8 // elem.size), _created(elem))
+    table.put("vdotq_s32", Vec(I32, 4), lambda a: call("dot_i8i8", tuple(a)))
+    table.put("vusdotq_s32", Vec(I32, 4), lambda a: call("dot_u8i8", tuple(a)))
     for suffix, elem in (("s8", I8), ("u8", U8)):
-        table[f"vqtbl1q_{suffix}"] = Intrinsic(
-            Vec(elem, 16),
-            lambda a, elem=elem: as_elem(_looked_up(a[0], a[1]), elem),  # type: ignore[misc]
-        )
+        table.put(f"vqtbl1q_{suffix}", Vec(elem, 16), _looked_up(elem))
 
 
-def _looked_up(table: ir.Expr, places: ir.Expr) -> ir.Expr:
+def _looked_up(elem: Scalar) -> Build:
     """Places from 16 on give 0 on Arm; `lookup` sees four bits of a place. So they must be below 16."""
-    if not is_below_16(places):
-        raise Mistyped("takes places that are seen to be below 16, as `v & 15` are")
-    return call("lookup", (as_elem(table, I8), as_elem(places, I8)))
+
+    def build(a: Sequence[ir.Expr]) -> ir.Expr:
+        if not is_below_16(a[1]):
+            raise Mistyped("takes places that are seen to be below 16, as `v & 15` are")
+        return as_elem(called("lookup", I8)(a), elem)
+
+    return build
 
 
 def _created(elem: Scalar) -> Build:
-    return lambda a: as_elem(call("splat", (a[0],), (ir.integer(1),)), elem)
+    return lambda a: as_elem(call("splat", (a[0],), (1,)), elem)
 
 
 def is_below_16(e: ir.Expr) -> bool:

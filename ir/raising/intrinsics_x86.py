@@ -8,7 +8,6 @@ from functools import cache
 from phasewise.ir import nodes as ir
 from phasewise.ir.builders import (
     Build,
-    Intrinsic,
     Table,
     alike,
     called,
@@ -26,6 +25,7 @@ from phasewise.ir.builders import (
     padded,
     permuted,
     pointer_to,
+    reading,
     shift,
     shuffled,
     size_of,
@@ -59,7 +59,7 @@ from phasewise.ir.types import (
 
 @cache
 def x86() -> Table:
-    table: Table = {}
+    table = Table()
     for prefix, size in (("_mm_", 16), ("_mm256_", 32), ("_mm512_", 64)):
         _x86_floats(table, prefix, size)
         _x86_integers(table, prefix, size)
@@ -103,10 +103,10 @@ def _x86_floats(table: Table, prefix: str, size: int) -> None:
     for suffix, elem in (("ps", F32), ("pd", F64)):
         lanes = size // elem.size
         for name, build in _x86_float_builders(elem, lanes).items():
-            table[f"{prefix}{name}_{suffix}"] = Intrinsic(Vec(elem, lanes), build)
-        for name in ("storeu", "store", "stream"):
-            table[f"{prefix}{name}_{suffix}"] = Intrinsic(VOID, store(elem))
-    ps, reg, lanes = Vec(F32, size // 4), Vec(BITS, size), size // 4
+            table.put(f"{prefix}{name}_{suffix}", Vec(elem, lanes), build)
+        names = (f"{prefix}{name}_{suffix}" for name in ("storeu", "store", "stream"))
+        table.put(" ".join(names), VOID, store(elem))
+    ps, reg, lanes = _register(F32, size), Vec(BITS, size), size // 4
     for name, of, build in (
         ("floor_ps", ps, called("floor", F32)),
         ("ceil_ps", ps, called("ceil", F32)),
@@ -118,7 +118,7 @@ def _x86_floats(table: Table, prefix: str, size: int) -> None:
         ("cvtph_ps", ps, lambda a: call("from_f16", (first_lanes(a[0], U16, lanes),))),
         ("cvtps_ph", Vec(BITS, max(16, size // 2)), lambda a: padded(call("to_f16", (a[0],)), 16)),
     ):
-        table[f"{prefix}{name}"] = Intrinsic(of, build)
+        table.put(f"{prefix}{name}", of, build)
 
 
 def _x86_float_builders(elem: Scalar, lanes: int) -> dict[str, Build]:
@@ -164,7 +164,7 @@ def _set(elem: Scalar, lanes: int, is_reversed: bool = False) -> Build:
         if len(known) == lanes:
             return constant(elem, known)
         if all(one == values[0] for one in values):
-            return call("splat", (values[0],), (ir.integer(lanes),))
+            return call("splat", (values[0],), (lanes,))
         return _gathered(values, elem)
 
     return build
@@ -173,7 +173,7 @@ def _set(elem: Scalar, lanes: int, is_reversed: bool = False) -> Build:
 def _gathered(values: list[ir.Expr], elem: Scalar) -> ir.Expr:
     """A vector of values that are known when the kernel runs: halves of equal ones are splats."""
     if all(one == values[0] for one in values):
-        return call("splat", (values[0],), (ir.integer(len(values)),))
+        return call("splat", (values[0],), (len(values),))
     middle = len(values) // 2
     return call("concat", (_gathered(values[:middle], elem), _gathered(values[middle:], elem)))
 
@@ -185,7 +185,7 @@ def _x86_integers(table: Table, prefix: str, size: int) -> None:
     reg = Vec(BITS, size)
 
     def put(name: str, build: Build) -> None:
-        table[prefix + name] = Intrinsic(reg, build)
+        table.put(prefix + name, reg, build)
 
     for width, signed, unsigned in WIDTHS:
         put(f"add_epi{width}", alike(signed, "+"))
@@ -264,32 +264,28 @@ def _x86_moves(table: Table, prefix: str, size: int) -> None:
     reg = Vec(BITS, size)
     si = f"si{8 * size}"
     for name in ("loadu", "load", "lddqu"):
-        table[f"{prefix}{name}_{si}"] = Intrinsic(reg, load(None, size))
+        table.put(f"{prefix}{name}_{si}", reg, load(None, size))
     for name in ("storeu", "store", "stream"):
-        table[f"{prefix}{name}_{si}"] = Intrinsic(VOID, store(None))
+        table.put(f"{prefix}{name}_{si}", VOID, store(None))
     kinds = {"ps": F32, "pd": F64, "si": BITS}
     for one, elem in kinds.items():
         for other, to in kinds.items():
             if one != other:
                 right = f"{other}{8 * size}" if other == "si" else other
                 left = f"{one}{8 * size}" if one == "si" else one
-                table[f"{prefix}cast{left}_{right}"] = Intrinsic(
-                    Vec(to, size // to.size),
-                    lambda a, to=to: a[0] if to == BITS else as_elem(a[0], to),  # type: ignore[misc]
-                )
+                table.put(f"{prefix}cast{left}_{right}", _register(to, size), reading(to))
         for bigger in (32, 64):
             if bigger > size:
                 wide = {32: "_mm256_", 64: "_mm512_"}[bigger]
                 big_name, small_name = f"{one}{8 * bigger}", f"{one}{8 * size}"
-                table[f"{wide}cast{big_name}_{small_name}"] = Intrinsic(
-                    Vec(elem, size // elem.size),
-                    lambda a, size=size: _part(a[0], 0, size),  # type: ignore[misc]
-                )
-                for word in ("cast", "zext"):
-                    table[f"{wide}{word}{small_name}_{big_name}"] = Intrinsic(
-                        Vec(elem, bigger // elem.size),
-                        lambda a, bigger=bigger: padded(a[0], bigger),  # type: ignore[misc]
-                    )
+                table.put(f"{wide}cast{big_name}_{small_name}", _register(elem, size), _first_part(size))
+                names = f"{wide}cast{small_name}_{big_name} {wide}zext{small_name}_{big_name}"
+                table.put(names, _register(elem, bigger), _padded(bigger))
+
+
+def _register(elem: Scalar, size: int) -> Vec:
+    """A register of `size` bytes."""
+    return Vec(elem, size // elem.size)
 
 
 def _part(e: ir.Expr, at: int, size: int) -> ir.Expr:
@@ -302,11 +298,23 @@ def _part(e: ir.Expr, at: int, size: int) -> ir.Expr:
     return e
 
 
+def _first_part(size: int) -> Build:
+    return lambda a: _part(a[0], 0, size)
+
+
+def _chosen_part(size: int) -> Build:
+    return lambda a: _part(a[0], number(a[1]), size)
+
+
+def _padded(size: int) -> Build:
+    return lambda a: padded(a[0], size)
+
+
 def _x86_shuffles(table: Table, prefix: str, size: int) -> None:
-    ps, reg = Vec(F32, size // 4), Vec(BITS, size)
+    ps, reg = _register(F32, size), Vec(BITS, size)
 
     def put(name: str, build: Build, of: Type = reg) -> None:
-        table[prefix + name] = Intrinsic(of, build)
+        table.put(prefix + name, of, build)
 
     put("movehdup_ps", dup((1, 1, 3, 3), F32), ps)
     put("moveldup_ps", dup((0, 0, 2, 2), F32), ps)
@@ -323,7 +331,7 @@ def _x86_shuffles(table: Table, prefix: str, size: int) -> None:
         put(name, lambda a: _aligned(a[0], zero(I8, size_of(a[0])), 16 - number(a[1])))
     for suffix, elem, of in (
         ("ps", F32, ps),
-        ("pd", F64, Vec(F64, size // 8)),
+        ("pd", F64, _register(F64, size)),
         ("epi8", I8, reg),
         ("epi16", I16, reg),
         ("epi32", I32, reg),
@@ -332,7 +340,7 @@ def _x86_shuffles(table: Table, prefix: str, size: int) -> None:
         put(f"unpacklo_{suffix}", unpacked(elem, 0), of)
         put(f"unpackhi_{suffix}", unpacked(elem, 1), of)
     put("hadd_ps", lambda a: neighbours(a, F32), ps)
-    put("hadd_pd", lambda a: neighbours(a, F64), Vec(F64, size // 8))
+    put("hadd_pd", lambda a: neighbours(a, F64), _register(F64, size))
     put("hadd_epi32", lambda a: neighbours(a, I32))
     put("hadd_epi16", lambda a: neighbours(a, I16))
 
@@ -355,62 +363,46 @@ def _aligned(high: ir.Expr, low: ir.Expr, by: int) -> ir.Expr:
 def _x86_halves(table: Table) -> None:
     """Intrinsics that take a register apart, or join two into one."""
     for suffix, elem in (("ps", F32), ("pd", F64), ("si256", BITS)):
-        small, big = Vec(elem, 16 // elem.size), Vec(elem, 32 // elem.size)
-        table[f"_mm256_extractf128_{suffix}"] = Intrinsic(small, lambda a: _part(a[0], number(a[1]), 16))
-        table[f"_mm256_insertf128_{suffix}"] = Intrinsic(big, _inserted)
-        table[f"_mm256_permute2f128_{suffix}"] = Intrinsic(big, _chosen_halves)
-    table["_mm256_extracti128_si256"] = table["_mm256_extractf128_si256"]
-    table["_mm256_inserti128_si256"] = table["_mm256_insertf128_si256"]
-    table["_mm256_permute2x128_si256"] = table["_mm256_permute2f128_si256"]
+        small, big = _register(elem, 16), _register(elem, 32)
+        table.put(f"_mm256_extractf128_{suffix}", small, _chosen_part(16))
+        table.put(f"_mm256_insertf128_{suffix}", big, _inserted)
+        table.put(f"_mm256_permute2f128_{suffix}", big, _chosen_halves)
+    table.put("_mm256_extracti128_si256", _register(BITS, 16), _chosen_part(16))
+    table.put("_mm256_inserti128_si256", _register(BITS, 32), _inserted)
+    table.put("_mm256_permute2x128_si256", _register(BITS, 32), _chosen_halves)
     for suffix, elem in (("", F32), ("i", BITS), ("d", F64)):
-        of = Vec(elem, 32 // elem.size)
-        table[f"_mm256_set_m128{suffix}"] = Intrinsic(of, lambda a: joined(a[1], a[0]))
-        table[f"_mm256_setr_m128{suffix}"] = Intrinsic(of, lambda a: joined(a[0], a[1]))
-    for name, elem, size in (
-        ("extractf32x8_ps", F32, 32),
-        ("extractf64x4_pd", F64, 32),
-        ("extracti64x4_epi64", BITS, 32),
-        ("extracti32x8_epi32", BITS, 32),
-        ("extractf32x4_ps", F32, 16),
-        ("extracti32x4_epi32", BITS, 16),
-    ):
-        table[f"_mm512_{name}"] = Intrinsic(
-            Vec(elem, size // elem.size),
-            lambda a, size=size: _part(a[0], number(a[1]), size),  # type: ignore[misc]
-        )
-    for name, elem in (
-        ("inserti64x4", BITS),
-        ("insertf32x8", F32),
-        ("insertf64x4", F64),
-        ("inserti32x8", BITS),
-    ):
-        table[f"_mm512_{name}"] = Intrinsic(Vec(elem, 64 // elem.size), _inserted)
-    bits32 = Vec(BITS, 32)
-    for name in ("_mm256_broadcastsi128_si256", "_mm_broadcastsi128_si256"):
-        table[name] = Intrinsic(bits32, lambda a: joined(a[0], a[0]))
-    table["_mm256_permute4x64_epi64"] = Intrinsic(
-        bits32, lambda a: permuted(as_elem(a[0], I64), imm4(number(a[1])))
-    )
-    table["_mm256_permute4x64_pd"] = Intrinsic(Vec(F64, 4), lambda a: permuted(a[0], imm4(number(a[1]))))
-    table["_mm256_permutevar8x32_epi32"] = Intrinsic(
-        bits32, lambda a: permuted(as_elem(a[0], I32), _places(a[1]))
-    )
-    table["_mm256_permutevar8x32_ps"] = Intrinsic(Vec(F32, 8), lambda a: permuted(a[0], _places(a[1])))
+        of = _register(elem, 32)
+        table.put(f"_mm256_set_m128{suffix}", of, lambda a: joined(a[1], a[0]))
+        table.put(f"_mm256_setr_m128{suffix}", of, lambda a: joined(a[0], a[1]))
+    table.put("_mm512_extractf32x8_ps", _register(F32, 32), _chosen_part(32))
+    table.put("_mm512_extractf64x4_pd", _register(F64, 32), _chosen_part(32))
+    table.put("_mm512_extracti64x4_epi64 _mm512_extracti32x8_epi32", _register(BITS, 32), _chosen_part(32))
+    table.put("_mm512_extractf32x4_ps", _register(F32, 16), _chosen_part(16))
+    table.put("_mm512_extracti32x4_epi32", _register(BITS, 16), _chosen_part(16))
+    table.put("_mm512_insertf32x8", _register(F32, 64), _inserted)
+    table.put("_mm512_insertf64x4", _register(F64, 64), _inserted)
+    table.put("_mm512_inserti64x4 _mm512_inserti32x8", _register(BITS, 64), _inserted)
+    bits32 = _register(BITS, 32)
+    table.put("_mm256_broadcastsi128_si256 _mm_broadcastsi128_si256", bits32, lambda a: joined(a[0], a[0]))
+    table.put("_mm256_permute4x64_epi64", bits32, lambda a: permuted(as_elem(a[0], I64), imm4(number(a[1]))))
+    table.put("_mm256_permute4x64_pd", Vec(F64, 4), lambda a: permuted(a[0], imm4(number(a[1]))))
+    table.put("_mm256_permutevar8x32_epi32", bits32, lambda a: permuted(as_elem(a[0], I32), _places(a[1])))
+    table.put("_mm256_permutevar8x32_ps", Vec(F32, 8), lambda a: permuted(a[0], _places(a[1])))
     for size, prefix in ((16, "_mm_"), (32, "_mm256_"), (64, "_mm512_")):
-        table[f"{prefix}broadcastss_ps"] = Intrinsic(
-            Vec(F32, size // 4),
-            lambda a, size=size: call(  # type: ignore[misc]
-                "splat", (call("lane", (a[0],), (ir.integer(0),)),), (ir.integer(size // 4),)
-            ),
-        )
-        table[f"{prefix}broadcast_ss"] = Intrinsic(
-            Vec(F32, size // 4),
-            lambda a, size=size: call("splat", (element(a[0]),), (ir.integer(size // 4),)),  # type: ignore[misc]
-        )
-    table["_mm256_broadcast_ps"] = Intrinsic(Vec(F32, 8), lambda a: joined(load(F32, 4)(a), load(F32, 4)(a)))
+        table.put(f"{prefix}broadcastss_ps", _register(F32, size), _splat_of(_lane_0, size // 4))
+        table.put(f"{prefix}broadcast_ss", _register(F32, size), _splat_of(element, size // 4))
+    table.put("_mm256_broadcast_ps", Vec(F32, 8), lambda a: joined(load(F32, 4)(a), load(F32, 4)(a)))
     for name in REDUCTIONS:
-        table[f"_mm512_{name}_ps"] = Intrinsic(F32, called(name, F32))
-        table[f"_mm512_{name}_epi32"] = Intrinsic(I32, called(name, I32))
+        table.put(f"_mm512_{name}_ps", F32, called(name, F32))
+        table.put(f"_mm512_{name}_epi32", I32, called(name, I32))
+
+
+def _splat_of(number_of: Callable[[ir.Expr], ir.Expr], lanes: int) -> Build:
+    return lambda a: call("splat", (number_of(a[0]),), (lanes,))
+
+
+def _lane_0(e: ir.Expr) -> ir.Expr:
+    return call("lane", (e,), (0,))
 
 
 def _inserted(a: Sequence[ir.Expr]) -> ir.Expr:
@@ -432,7 +424,6 @@ def _chosen_halves(a: Sequence[ir.Expr]) -> ir.Expr:
 
 
 def _places(e: ir.Expr) -> list[int]:
-
     found = as_elem(e, I32)
     if not isinstance(found, ir.CallExpression) or found.name != "vector":
         raise Mistyped("takes places that are known when compiling")
@@ -442,73 +433,58 @@ def _places(e: ir.Expr) -> list[int]:
 def _x86_scalars(table: Table) -> None:
     """Intrinsics between vectors and numbers, and those of the lowest lane alone."""
 
-    def lane(elem: Scalar, at: int = 0) -> Build:
-        return lambda a: call("lane", (as_elem(a[0], elem),), (ir.integer(at),))
+    def lowest(elem: Scalar) -> Build:
+        return lambda a: _lane_0(as_elem(a[0], elem))
 
     for bits, size in ((128, 16), (256, 32), (512, 64)):
         prefix = "_mm_" if size == 16 else f"_mm{bits}_"
-        table[f"{prefix}cvtss_f32"] = Intrinsic(F32, lane(F32))
-        table[f"{prefix}cvtsd_f64"] = Intrinsic(F64, lane(F64))
-        table[f"{prefix}cvtsi{bits}_si32"] = Intrinsic(I32, lane(I32))
-        table[f"{prefix}cvtsi{bits}_si64"] = Intrinsic(I64, lane(I64))
+        table.put(f"{prefix}cvtss_f32", F32, lowest(F32))
+        table.put(f"{prefix}cvtsd_f64", F64, lowest(F64))
+        table.put(f"{prefix}cvtsi{bits}_si32", I32, lowest(I32))
+        table.put(f"{prefix}cvtsi{bits}_si64", I64, lowest(I64))
         for width, signed, unsigned in WIDTHS:
-            of = {"8": I32, "16": I32, "32": I32, "64": I64}[width]
+            of = I64 if width == "64" else I32
             elem = unsigned if width in ("8", "16") and size == 16 else signed
-            table[f"{prefix}extract_epi{width}"] = Intrinsic(of, _extracted(elem, of))
-            table[f"{prefix}insert_epi{width}"] = Intrinsic(Vec(BITS, size), _with(signed))
+            table.put(f"{prefix}extract_epi{width}", of, _extracted(elem, of))
+            table.put(f"{prefix}insert_epi{width}", Vec(BITS, size), _with(signed))
     m128i, m128 = Vec(BITS, 16), Vec(F32, 4)
-    for name, elem in (("cvtsi32_si128", I32), ("cvtsi64_si128", I64)):
-        table[f"_mm_{name}"] = Intrinsic(m128i, _alone(elem))
-    table["_mm_set_ss"] = Intrinsic(m128, _alone(F32))
-    table["_mm_load_ss"] = Intrinsic(m128, lambda a: _alone(F32)([element(pointer_to(a[0], F32))]))
-    table["_mm_store_ss"] = Intrinsic(
-        VOID, lambda a: call("store", (pointer_to(a[0], F32), permuted(a[1], (0,))))
-    )
-    for name in ("loadl_epi64", "loadu_si64"):
-        table[f"_mm_{name}"] = Intrinsic(m128i, lambda a: padded(load(None, 8)(a), 16))
-    table["_mm_storel_epi64"] = Intrinsic(VOID, lambda a: store(None)([a[0], half("lo", as_elem(a[1], I64))]))
-    table["_mm_loadu_si32"] = Intrinsic(m128i, lambda a: padded(load(None, 4)(a), 16))
+    table.put("_mm_cvtsi32_si128", m128i, _alone(I32))
+    table.put("_mm_cvtsi64_si128", m128i, _alone(I64))
+    table.put("_mm_set_ss", m128, _alone(F32))
+    table.put("_mm_load_ss", m128, lambda a: _alone(F32)([element(pointer_to(a[0], F32))]))
+    table.put("_mm_store_ss", VOID, lambda a: call("store", (pointer_to(a[0], F32), permuted(a[1], (0,)))))
+    table.put("_mm_loadl_epi64 _mm_loadu_si64", m128i, lambda a: padded(load(None, 8)(a), 16))
+    table.put("_mm_storel_epi64", VOID, lambda a: store(None)([a[0], half("lo", as_elem(a[1], I64))]))
+    table.put("_mm_loadu_si32", m128i, lambda a: padded(load(None, 4)(a), 16))
     for name, op in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/")):
-        table[f"_mm_{name}_ss"] = Intrinsic(m128, _lowest(lambda x, y, op=op: binary(op, x, y)))  # type: ignore[misc]
+        table.put(f"_mm_{name}_ss", m128, _lowest(op))
     for name in ("min", "max"):
-        table[f"_mm_{name}_ss"] = Intrinsic(m128, _lowest_by_vector(name))
-    table["_mm_movehl_ps"] = Intrinsic(m128, lambda a: shuffled(a[1], a[0], (2, 3, 6, 7)))
-    table["_mm_movelh_ps"] = Intrinsic(m128, lambda a: shuffled(a[0], a[1], (0, 1, 4, 5)))
-    table["_cvtsh_ss"] = Intrinsic(F32, lambda a: call("from_f16", (cast(U16, a[0]),)))
-    table["_cvtss_sh"] = Intrinsic(U16, lambda a: call("to_f16", (a[0],)))
-    table["_mm_storel_pi"] = Intrinsic(
-        VOID, lambda a: call("store", (pointer_to(a[0], F32), half("lo", a[1])))
-    )
-    table["_mm_prefetch"] = Intrinsic(VOID, lambda a: call("prefetch", (a[0],)))
-    table["__builtin_prefetch"] = Intrinsic(VOID, lambda a: call("prefetch", (a[0],)))
+        table.put(f"_mm_{name}_ss", m128, _lowest_by_vector(name))
+    table.put("_mm_movehl_ps", m128, lambda a: shuffled(a[1], a[0], (2, 3, 6, 7)))
+    table.put("_mm_movelh_ps", m128, lambda a: shuffled(a[0], a[1], (0, 1, 4, 5)))
+    table.put("_cvtsh_ss", F32, lambda a: call("from_f16", (cast(U16, a[0]),)))
+    table.put("_cvtss_sh", U16, lambda a: call("to_f16", (a[0],)))
+    table.put("_mm_storel_pi", VOID, lambda a: call("store", (pointer_to(a[0], F32), half("lo", a[1]))))
+    table.put("_mm_prefetch __builtin_prefetch", VOID, lambda a: call("prefetch", (a[0],)))
 
 
 def _extracted(elem: Scalar, of: Scalar) -> Build:
-    return lambda a: cast(of, call("lane", (as_elem(a[0], elem),), (ir.integer(number(a[1])),)))
+    return lambda a: cast(of, call("lane", (as_elem(a[0], elem),), (number(a[1]),)))
 
 
 def _with(elem: Scalar) -> Build:
-    return lambda a: call("with_lane", (as_elem(a[0], elem), cast(elem, a[1])), (ir.integer(number(a[2])),))
+    return lambda a: call("with_lane", (as_elem(a[0], elem), cast(elem, a[1])), (number(a[2]),))
 
 
 def _alone(elem: Scalar) -> Build:
     lanes = 16 // elem.size
-    return lambda a: call("with_lane", (zero(elem, lanes), cast(elem, a[0])), (ir.integer(0),))
+    return lambda a: call("with_lane", (zero(elem, lanes), cast(elem, a[0])), (0,))
 
 
-def _lowest(op: Callable[[ir.Expr, ir.Expr], ir.Expr]) -> Build:
+def _lowest(op: str) -> Build:
     """An operation on lane 0; the other lanes are the first argument's."""
-
-    def build(a: Sequence[ir.Expr]) -> ir.Expr:
-        x, y = (call("lane", (one,), (ir.integer(0),)) for one in a)
-        return call("with_lane", (a[0], op(x, y)), (ir.integer(0),))
-
-    return build
+    return lambda a: call("with_lane", (a[0], binary(op, _lane_0(a[0]), _lane_0(a[1]))), (0,))
 
 
 def _lowest_by_vector(name: str) -> Build:
-    def build(a: Sequence[ir.Expr]) -> ir.Expr:
-        found = call("lane", (call(name, tuple(a)),), (ir.integer(0),))
-        return call("with_lane", (a[0], found), (ir.integer(0),))
-
-    return build
+    return lambda a: call("with_lane", (a[0], _lane_0(call(name, tuple(a)))), (0,))

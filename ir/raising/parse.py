@@ -309,7 +309,7 @@ class _Body(SourceExpressions):
         values = [self._converted(one, of.elem) for one in node.named_children if one.type != "comment"]
         if any(one not in self.source.intrinsics for one in names) or len(values) > of.lanes:
             raise self.source.refuse(node, "a list of lanes is not in the subset here")
-        found: ir.Expr = ir.CallExpression(of, names[0], (ir.Const(of.elem, 0.0 if of.elem.is_float else 0),))
+        found: ir.Expr = ir.CallExpression(of, names[0], (ir.zero(of.elem),))
         for lane, value in enumerate(values):
             if not (isinstance(value, ir.Const) and value.value == 0):
                 found = ir.CallExpression(of, names[1], (value, found, ir.integer(lane)))

@@ -104,56 +104,11 @@ _INTRINSICS = """#pragma once
 #define _CMP_GE_OQ 29
 #define _CMP_GT_OQ 30
 """
-_SYSTEM = [
-    "assert",
-    "complex",
-    "ctype",
-    "errno",
-    "fenv",
-    "float",
-    "inttypes",
-    "limits",
-    "locale",
-    "malloc",
-    "math",
-    "memory",
-    "pthread",
-    "setjmp",
-    "signal",
-    "stdalign",
-    "stdarg",
-    "stdatomic",
-    "stdbool",
-    "stddef",
-    "stdint",
-    "stdio",
-    "stdlib",
-    "string",
-    "strings",
-    "tgmath",
-    "time",
-    "uchar",
-    "wchar",
-    "unistd",
-    "fcntl",
-    "sched",
-    "sys/mman",
-    "sys/types",
-    "sys/stat",
-    "sys/time",
-]
-_X86_HEADERS = [
-    "immintrin",
-    "x86intrin",
-    "xmmintrin",
-    "emmintrin",
-    "pmmintrin",
-    "tmmintrin",
-    "smmintrin",
-    "nmmintrin",
-    "avxintrin",
-    "avx2intrin",
-]
+_SYSTEM = """assert complex ctype errno fenv float inttypes limits locale malloc math memory pthread setjmp
+signal stdalign stdarg stdatomic stdbool stddef stdint stdio stdlib string strings tgmath time uchar wchar
+unistd fcntl sched sys/mman sys/types sys/stat sys/time"""
+_X86_HEADERS = """immintrin x86intrin xmmintrin emmintrin pmmintrin tmmintrin smmintrin nmmintrin
+avxintrin avx2intrin"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,11 +172,11 @@ def preprocess(
 
 
 def _write_headers(folder: Path) -> None:
-    for name in _SYSTEM:
+    for name in _SYSTEM.split():
         file = folder / f"{name}.h"
         file.parent.mkdir(exist_ok=True)
         file.write_text(_COMMON)
-    for name in _X86_HEADERS:
+    for name in _X86_HEADERS.split():
         (folder / f"{name}.h").write_text(_INTRINSICS)
     (folder / "arm_neon.h").write_text("#pragma once\n")
 

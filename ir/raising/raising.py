@@ -147,7 +147,7 @@ class _Raiser:
             if not isinstance(element, Scalar):
                 raise self._refuse("memset of other than numbers")
             i = ir.Var(I32, self._fresh_loop_variable())
-            zero = ir.Const(element, 0.0 if element.is_float else 0)
+            zero = ir.zero(element)
             body = (ir.Assign(ir.Index(element, array, i), zero, line),)
             end = binary("<", i, ir.integer(array.type.count))
             return (ir.Steps(self._loop_name(), i.name, I32, ir.integer(0), end, ir.integer(1), body, line),)
@@ -312,7 +312,7 @@ class _Raiser:
 
     def _intrinsic_load(self, place: ir.Expr, of: Vec) -> ir.Expr:
         p = pointer_to(place, None if of.elem == BITS else of.elem)
-        return call("load", (p,), (ir.integer(of.size // target(p).size),))
+        return call("load", (p,), (of.size // target(p).size,))
 
     def _call(self, e: ir.CallExpression) -> ir.Expr:
         if e.name == "__bits":
@@ -325,7 +325,7 @@ class _Raiser:
             while isinstance(inner, ir.Cast):
                 inner = inner.a
             if isinstance(inner, ir.AddressOf) and isinstance(e.type, Vec) and inner.a.type == F32:
-                return call("splat", (self.expr(inner.a),), (ir.integer(e.type.lanes),))
+                return call("splat", (self.expr(inner.a),), (e.type.lanes,))
         args = tuple(self.expr(one) for one in e.args)
         if e.name in LIBRARY:
             return call(e.name, args)
