@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from phasewise.ir.types import F32, Array, Pointer, Scalar, Struct, Type, Vec, Void
+from phasewise.ir import nodes as ir
+from phasewise.ir.operations import COMPARISONS, decayed
+from phasewise.ir.types import F32, Array, Pointer, Scalar, Struct, Type, Vec, Void, common, promoted
 from phasewise.ir.words import C_NAMES
 
 
@@ -66,6 +68,16 @@ def number(value: int | float, of: Scalar) -> str:
             else f"INT64_C({value})"
         )
     return f"({C_NAMES[of.name]}){value}"
+
+
+def compared(e: ir.Binary, a: str, b: str, typed: Callable[[Type], str]) -> str:
+    """An operation on two numbers; sides of a comparison are first converted as C converts them."""
+    left, right = decayed(e.a.type), decayed(e.b.type)
+    if e.op in COMPARISONS and isinstance(left, Scalar) and isinstance(right, Scalar) and left != right:
+        shared = common(left, right)
+        a = a if promoted(left) == shared else f"({typed(shared)}){wrapped(a)}"
+        b = b if promoted(right) == shared else f"({typed(shared)}){wrapped(b)}"
+    return f"{wrapped(a)} {e.op} {wrapped(b)}"
 
 
 def is_simple(text: str) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from phasewise.ir import nodes as ir
-from phasewise.ir.c_text import c_type, is_simple, number, wrapped
-from phasewise.ir.operations import COMPARISONS, LIBRARY, LOGICAL, ORDERS, REDUCTIONS, decayed
+from phasewise.ir.c_text import c_type, compared, is_simple, number, wrapped
+from phasewise.ir.operations import COMPARISONS, LIBRARY, LOGICAL, ORDERS, REDUCTIONS
 from phasewise.ir.targets import IsaTarget
-from phasewise.ir.types import Pointer, Scalar, Type, Vec, common, promoted
+from phasewise.ir.types import Pointer, Scalar, Type, Vec
 from phasewise.ir.words import C_NAMES, Words
 
 Parts: TypeAlias = list[str]
@@ -97,13 +97,10 @@ class LoweredExpressions:
             case ir.Ternary(of, condition, a, b):
                 return self._ternary(of, condition, a, b)
             case ir.Cast(of, a):
+                through = ""
                 if isinstance(of, Pointer):
-                    return (
-                        f"({c_type(of)})(const void *){wrapped(self._scalar(a))}"
-                        if of.is_const
-                        else (f"({c_type(of)})(void *){wrapped(self._scalar(a))}")
-                    )
-                return f"({c_type(of)}){wrapped(self._scalar(a))}"
+                    through = "(const void *)" if of.is_const else "(void *)"
+                return f"({c_type(of)}){through}{wrapped(self._scalar(a))}"
             case ir.Index(_, base, index):
                 if self._is_punned(e):
                     assert isinstance(e.type, Scalar)
@@ -129,12 +126,7 @@ class LoweredExpressions:
                 return name
         else:
             b = self._scalar(e.b)
-        left, right = decayed(e.a.type), decayed(e.b.type)
-        if e.op in COMPARISONS and isinstance(left, Scalar) and isinstance(right, Scalar) and left != right:
-            shared = common(left, right)
-            a = a if promoted(left) == shared else f"({c_type(shared)}){wrapped(a)}"
-            b = b if promoted(right) == shared else f"({c_type(shared)}){wrapped(b)}"
-        return f"{wrapped(a)} {e.op} {wrapped(b)}"
+        return compared(e, a, b, c_type)
 
     def _ternary(self, of: Type, condition: ir.Expr, a: ir.Expr, b: ir.Expr) -> str:
         test = self._scalar(condition)

@@ -7,7 +7,7 @@ on vectors (ir/operations.py), loops are `Steps`, and parameters stand for numbe
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from phasewise.ir.types import I32, Array, Pointer, Scalar, Struct, Type, Vec
 
@@ -283,6 +283,9 @@ def walk_body(body: Body) -> list[object]:
     return [node for statement in body for node in walk(statement)]
 
 
+Node = TypeVar("Node", Expr, Stmt)
+
+
 class Rewriter:
     """Rebuilds a tree bottom up; a subclass overrides what changes."""
 
@@ -294,13 +297,14 @@ class Rewriter:
         return e
 
     def inside(self, e: Expr) -> Expr:
-        changed = {}
-        for one in fields(e):
-            value = getattr(e, one.name)
-            new = self._value(value)
-            if new is not value:
-                changed[one.name] = new
-        return replace(e, **changed) if changed else e  # type: ignore[arg-type]
+        return self._rebuilt(e)
+
+    def _rebuilt(self, node: Node) -> Node:
+        """A node with its parts rewritten, itself where none changes."""
+        values = {field.name: getattr(node, field.name) for field in fields(node)}
+        new = {name: self._value(value) for name, value in values.items()}
+        changed = {name: value for name, value in new.items() if value is not values[name]}
+        return replace(node, **changed) if changed else node
 
     def _value(self, value: object) -> object:
         if isinstance(value, EXPRESSIONS):
@@ -325,13 +329,7 @@ class Rewriter:
         return (self.statement_inside(statement),)
 
     def statement_inside(self, statement: Stmt) -> Stmt:
-        changed = {}
-        for one in fields(statement):
-            value = getattr(statement, one.name)
-            new = self._value(value)
-            if new is not value:
-                changed[one.name] = new
-        return replace(statement, **changed) if changed else statement  # type: ignore[arg-type]
+        return self._rebuilt(statement)
 
 
 class Substitute(Rewriter):
@@ -392,12 +390,10 @@ def assigned(body: Body) -> set[str]:
 PointerLike = (Pointer, Array)
 
 
-def used(node: object) -> set[str]:
-    return {one.name for one in walk(node) if isinstance(one, Var)}
-
-
-def used_in(body: Body) -> set[str]:
-    return {one.name for one in walk_body(body) if isinstance(one, Var)}
+def used(part: object) -> set[str]:
+    """Names of the variables in a node, or in a body."""
+    nodes = walk_body(part) if isinstance(part, tuple) else walk(part)
+    return {node.name for node in nodes if isinstance(node, Var)}
 
 
 def vec(e: Expr) -> Vec:

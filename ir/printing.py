@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from phasewise.ir import nodes as ir
-from phasewise.ir.c_text import c_type, number, struct_text, wrapped
-from phasewise.ir.operations import COMPARISONS
+from phasewise.ir.c_text import c_type, compared, number, struct_text, wrapped
 from phasewise.ir.raising.intrinsics import register_name
 from phasewise.ir.types import (
     F16,
@@ -12,9 +11,7 @@ from phasewise.ir.types import (
     Scalar,
     Type,
     Vec,
-    common,
     innermost,
-    promoted,
 )
 
 HEADERS = {"neon": "#include <arm_neon.h>\n", "neon_dotprod": "#include <arm_neon.h>\n", "portable": ""}
@@ -128,8 +125,8 @@ class _Printer:
                 return name
             case ir.Unary(_, op, a):
                 return f"{op}{wrapped(self.expr(a))}"
-            case ir.Binary():
-                return self._binary(e)
+            case ir.Binary(_, _, a, b):
+                return compared(e, self.expr(a), self.expr(b), self.type)
             case ir.Ternary(_, condition, a, b):
                 return f"{wrapped(self.expr(condition))} ? {wrapped(self.expr(a))} : {wrapped(self.expr(b))}"
             case ir.Cast(of, a):
@@ -142,15 +139,6 @@ class _Printer:
                 return f"&{wrapped(self.expr(a))}"
             case ir.CallExpression():
                 return self._call(e)
-
-    def _binary(self, e: ir.Binary) -> str:
-        a, b = self.expr(e.a), self.expr(e.b)
-        left, right = e.a.type, e.b.type
-        if e.op in COMPARISONS and isinstance(left, Scalar) and isinstance(right, Scalar) and left != right:
-            shared = common(left, right)
-            a = a if promoted(left) == shared else f"({self.type(shared)}){wrapped(a)}"
-            b = b if promoted(right) == shared else f"({self.type(shared)}){wrapped(b)}"
-        return f"{wrapped(a)} {e.op} {wrapped(b)}"
 
     def _call(self, e: ir.CallExpression) -> str:
         args = [self.expr(one) for one in e.args]

@@ -197,16 +197,14 @@ def _split(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
     if isinstance(loop.step, ir.Const) and int(loop.step.value) < 0:
         raise worker.refuse(loop, "split of a loop that counts down")
     inner = replace(loop, name=f"{loop.name}_in", start=blocks, condition=inside)
-    condition = ir.Substitute({loop.variable: blocks}).expr(loop.condition)
-    whole = ir.Steps(
-        f"{loop.name}_blocks",
-        outer,
-        loop.type,
-        loop.start,
-        condition,
-        times(loop.step, n),
-        (inner,),
-        loop.line,
+    whole = replace(
+        loop,
+        name=f"{loop.name}_blocks",
+        variable=outer,
+        condition=ir.Substitute({loop.variable: blocks}).expr(loop.condition),
+        step=times(loop.step, n),
+        body=(inner,),
+        how=(),
     )
     return (), whole, ()
 
@@ -254,15 +252,12 @@ def _jam(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
         raise worker.refuse(loop, "jam: the inner loop depends on the outer one")
     parts: tuple[list[ir.Stmt], list[ir.Stmt], list[ir.Stmt]] = ([], [], [])
     for copy in range(n):
-        by = {loop.variable: later(loop, copy)}
-        for into, body in zip(parts, (head, inner.body, tail), strict=True):
-            names = {node.name for node in ir.walk_body(loop.body) if isinstance(node, ir.Declare)}
-            renaming: dict[str, ir.Expr] = {
-                node.name: ir.Var(node.type, f"{node.name}{worker.suffix(copy)}")
-                for node in ir.walk_body(loop.body)
-                if isinstance(node, ir.Declare) and copy and node.name in names
-            }
-            into += ir.Substitute({**by, **renaming}).body(body)
+        by: dict[str, ir.Expr] = {loop.variable: later(loop, copy)}
+        for node in ir.walk_body(loop.body):
+            if isinstance(node, ir.Declare) and copy:
+                by[node.name] = ir.Var(node.type, f"{node.name}{worker.suffix(copy)}")
+        for statements, body in zip(parts, (head, inner.body, tail), strict=True):
+            statements += ir.Substitute(by).body(body)
     jammed = replace(inner, body=tuple(parts[1]))
     main = replace(
         loop,

@@ -26,7 +26,7 @@ REDUCED = {"+": "reduce_add", "max": "reduce_max", "min": "reduce_min"}
 def lanes_named(function: ir.FunctionDefinition) -> ir.FunctionDefinition:
     """The function with LANES for its number of lanes, where that is only its author's choice."""
     lanes = _one_number(function)
-    taken = ir.used_in(function.body) | ir.assigned(function.body) | {name for name, _ in function.args}
+    taken = ir.used(function.body) | ir.assigned(function.body) | {name for name, _ in function.args}
     if lanes is None or NAME in taken or not _is_free(function.body, lanes):
         return function
     return replace(
@@ -135,7 +135,7 @@ class _Places(ir.Rewriter):
         """True if the variable gives addresses alone, each of which moves on by one when it does."""
         left = self.body(self._loop.body)
         changing, variable = ir.assigned(self._loop.body), self._loop.variable
-        return variable not in ir.used_in(left) and all(
+        return variable not in ir.used(left) and all(
             coefficient(place, variable, changing) == 1 for place in self._places
         )
 

@@ -153,7 +153,7 @@ class _Body(SourceExpressions):
 
     def _argument(self, node: Node) -> list[tuple[str, Type]]:
         if node.type == "variadic_parameter":
-            raise self.source.refuse(node, "a variable number of arguments is not in the subset")
+            raise self._refuse(node, "a variable number of arguments is not in the subset")
         if node.type != "parameter_declaration":
             return []
         base = self.source.type_of(node.child_by_field_name("type"), node)
@@ -161,12 +161,12 @@ class _Body(SourceExpressions):
         if declarator is None:
             if base == VOID:
                 return []
-            raise self.source.refuse(node, "an argument without a name")
+            raise self._refuse(node, "an argument without a name")
         name, of, _ = self.source.declared(base, declarator, is_const_node(node))
         if isinstance(of, Array):
             of = Pointer(of.of, is_const_node(node))
         if isinstance(of, Struct):
-            raise self.source.refuse(node, f"argument `{name}` is a struct, not a pointer to one")
+            raise self._refuse(node, f"argument `{name}` is a struct, not a pointer to one")
         self._note(of)
         return [(self._new(name, of).name, of)]
 
@@ -195,7 +195,7 @@ class _Body(SourceExpressions):
         return [*found, *after]
 
     def _statement(self, node: Node) -> list[ir.Stmt]:
-        line = self.source.line(node)
+        line = self._line(node)
         match node.type:
             case "comment" | "type_definition":
                 return []
@@ -235,7 +235,7 @@ class _Body(SourceExpressions):
                 return self.statement(node.named_children[-1])
             case _:
                 what = _UNSUPPORTED.get(node.type, described_node(node))
-                raise self.source.refuse(node, f"{what} is not in the subset")
+                raise self._refuse(node, f"{what} is not in the subset")
 
     def _for(self, node: Node, line: int) -> list[ir.Stmt]:
         self.scopes.append({})
@@ -256,12 +256,12 @@ class _Body(SourceExpressions):
         return [found]
 
     def _declaration(self, node: Node) -> list[ir.Stmt]:
-        line, is_const = self.source.line(node), is_const_node(node)
+        line, is_const = self._line(node), is_const_node(node)
         is_static = any(
-            c.type == "storage_class_specifier" and self.source.text(c) == "static" for c in node.children
+            c.type == "storage_class_specifier" and self._text(c) == "static" for c in node.children
         )
         if is_static and not is_const:
-            raise self.source.refuse(node, "a static variable keeps state between calls")
+            raise self._refuse(node, "a static variable keeps state between calls")
         base = self.source.type_of(node.child_by_field_name("type"), node)
         found: list[ir.Stmt] = []
         for declarator in node.children_by_field_name("declarator"):
@@ -278,7 +278,7 @@ class _Body(SourceExpressions):
         if isinstance(of, Array):
             return self._array(name, of, value, line, is_const, at)
         if isinstance(of, Struct):
-            raise self.source.refuse(at, f"`{name}`: variables that are structs are not in the subset")
+            raise self._refuse(at, f"`{name}`: variables that are structs are not in the subset")
         self._note(of)
         if isinstance(of, Vec) and value is not None and value.type == "initializer_list":
             return ir.Declare(
@@ -308,7 +308,7 @@ class _Body(SourceExpressions):
         names = [f"vdup{word}_n_{suffix}", f"vset{word}_lane_{suffix}"]
         values = [self._converted(one, of.elem) for one in node.named_children if one.type != "comment"]
         if any(one not in self.source.intrinsics for one in names) or len(values) > of.lanes:
-            raise self.source.refuse(node, "a list of lanes is not in the subset here")
+            raise self._refuse(node, "a list of lanes is not in the subset here")
         found: ir.Expr = ir.CallExpression(of, names[0], (ir.zero(of.elem),))
         for lane, value in enumerate(values):
             if not (isinstance(value, ir.Const) and value.value == 0):
@@ -320,7 +320,7 @@ class _Body(SourceExpressions):
         inner = [one for one in node.named_children if one.type != "comment"]
         if len(inner) == 1 and inner[0].type == "initializer_list":
             return self._listed(inner[0], of)
-        if len(inner) == 1 and self.source.text(inner[0]) == "0":
+        if len(inner) == 1 and self._text(inner[0]) == "0":
             assert isinstance(of.of, Vec)
             suffix = of.of.elem.name.replace("i", "s")
             zero = "_mm256_setzero_si256" if of.of.elem.name == "bits" else f"vdupq_n_{suffix}"
@@ -329,11 +329,10 @@ class _Body(SourceExpressions):
         return [self._converted(one, of.of) for one in inner]
 
     def _loaded_together(self, node: Node, of: Array) -> list[ir.Expr]:
-        name, _, many = self.source.text(node.child_by_field_name("function")).rpartition("_x")
+        name, _, many = self._text(node.child_by_field_name("function")).rpartition("_x")
         known = self.source.intrinsics.get(name)
         if known is None or known.result != of.of or many != str(of.count) or not isinstance(of.of, Vec):
-            text = self.source.text(node)[:40]
-            raise self.source.refuse(node, f"`{text}` where {of.count} registers are needed")
+            raise self._refuse(node, f"{self._quoted(node)} where {of.count} registers are needed")
         (place,) = self._arguments(node)
         lanes = of.of.lanes
         return [
@@ -345,7 +344,7 @@ class _Body(SourceExpressions):
 
     def _effect(self, node: Node) -> list[ir.Stmt]:
         """An expression that stands alone."""
-        line = self.source.line(node)
+        line = self._line(node)
         match node.type:
             case "comma_expression":
                 return [one for child in node.named_children for one in self._effect(child)]
@@ -355,20 +354,20 @@ class _Body(SourceExpressions):
                 return self._assignment(node, line)
             case "update_expression":
                 target = self.expr(needed(node, "argument"))
-                op = self.source.text(needed(node, "operator"))[0]
+                op = self._text(needed(node, "operator"))[0]
                 return [ir.Assign(target, self._typed(lambda: binary(op, target, ir.integer(1)), node), line)]
             case "call_expression":
                 return self._called_alone(node, line)
             case "gnu_asm_expression":
-                raise self.source.refuse(node, "inline assembly is not in the subset")
-            case "cast_expression" if self.source.text(needed(node, "type")) == "void":
+                raise self._refuse(node, "inline assembly is not in the subset")
+            case "cast_expression" if self._text(needed(node, "type")) == "void":
                 return []
             case _:
                 self.expr(node)
                 return []
 
     def _called_alone(self, node: Node, line: int) -> list[ir.Stmt]:
-        name = self.source.text(needed(node, "function"))
+        name = self._text(needed(node, "function"))
         if name in ("memcpy", "__builtin_memcpy"):
             return self._memcpy(node, line)
         if name in ("memset", "__builtin_memset"):
@@ -388,7 +387,7 @@ class _Body(SourceExpressions):
         target, value = _pointee(to), _pointee(of)
         n_bytes = size.value if isinstance(size, ir.Const) else -1
         if target is None or value is None or target.type.size != n_bytes:
-            raise self.source.refuse(node, "memcpy of other than one number")
+            raise self._refuse(node, "memcpy of other than one number")
         if value.type.size != n_bytes:
             value = ir.Index(
                 target.type,
@@ -396,7 +395,7 @@ class _Body(SourceExpressions):
                 ir.integer(0),
             )
         if isinstance(target.type, Vec) or isinstance(value.type, Vec):
-            raise self.source.refuse(node, "memcpy of registers is not in the subset")
+            raise self._refuse(node, "memcpy of registers is not in the subset")
         if target.type == value.type:
             return [ir.Assign(target, value, line)]
         return [ir.Assign(target, ir.CallExpression(target.type, "__bits", (value,)), line)]
@@ -407,7 +406,7 @@ class _Body(SourceExpressions):
         element = to.type.of
         is_simple = isinstance(element, Scalar) and n_bytes % element.size == 0 and n_bytes <= to.type.size
         if not is_simple or n_bytes > 64 * element.size or not isinstance(decayed(of.type), Pointer):
-            raise self.source.refuse(node, "memcpy to an array of other than a few whole elements")
+            raise self._refuse(node, "memcpy to an array of other than a few whole elements")
         source = ir.Cast(Pointer(element, True), of)
         return [
             ir.Assign(ir.Index(element, to, ir.integer(i)), ir.Index(element, source, ir.integer(i)), line)
@@ -420,7 +419,7 @@ class _Body(SourceExpressions):
             to = to.a
         ok = isinstance(to.type, Array) and isinstance(value, ir.Const) and value.value == 0
         if not ok or not isinstance(size, ir.Const) or size.value != to.type.size:
-            raise self.source.refuse(node, "memset of other than a whole array to zero")
+            raise self._refuse(node, "memset of other than a whole array to zero")
         assert isinstance(to, ir.Var)
         assert isinstance(to.type, Array)
         return [ir.Do(ir.CallExpression(VOID, "__clear", (to,)), line)]
@@ -428,10 +427,10 @@ class _Body(SourceExpressions):
     def _assignment(self, node: Node, line: int) -> list[ir.Stmt]:
         right = needed(node, "right")
         before: list[ir.Stmt] = []
-        op = self.source.text(needed(node, "operator"))
+        op = self._text(needed(node, "operator"))
         target = self.expr(needed(node, "left"))
         if not isinstance(target, ir.Var | ir.Index | ir.Member):
-            raise self.source.refuse(node, f"`{self.source.text(node)[:40]}` assigns to what is no variable")
+            raise self._refuse(node, f"{self._quoted(node)} assigns to what is no variable")
         if op == "=" and right.type == "assignment_expression":
             before = self._effect(right)
             right = needed(right, "left")

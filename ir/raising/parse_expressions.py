@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 from tree_sitter import Node
@@ -11,6 +12,7 @@ from tree_sitter import Node
 from phasewise._words import counted
 from phasewise.ir import nodes as ir
 from phasewise.ir.arithmetic import integer_result
+from phasewise.ir.errors import SourceError
 from phasewise.ir.operations import (
     COMPARISONS,
     LIBRARY,
@@ -64,6 +66,20 @@ class SourceExpressions:
         self._after: list[ir.Stmt] | None = None
         """The list that takes `i++` within the statement at hand; None: it may not be there."""
 
+    # ---- the source ----
+
+    def _line(self, node: Node) -> int:
+        return self.source.line(node)
+
+    def _text(self, node: Node | None) -> str:
+        return self.source.text(node)
+
+    def _quoted(self, node: Node) -> str:
+        return f"`{self._text(node)[:40]}`"
+
+    def _refuse(self, node: Node, reason: str) -> SourceError:
+        return self.source.refuse(node, reason)
+
     # ---- names ----
 
     def _note(self, of: Type) -> None:
@@ -100,15 +116,15 @@ class SourceExpressions:
             if value.type == "initializer_list":
                 values = tuple(self._flat(value, innermost(of)))
             elif value.type == "string_literal":
-                raise self.source.refuse(value, "strings are not in the subset")
+                raise self._refuse(value, "strings are not in the subset")
         if of.count == 0:
             inner = of.of.size // innermost(of).size
             of = Array(of.of, len(values) // inner)
         n_all = of.size // innermost(of).size
         if not isinstance(innermost(of), Scalar) and not isinstance(of.of, Vec):
-            raise self.source.refuse(at, f"`{name}`: arrays of {spelled(of.of)} are not in the subset")
+            raise self._refuse(at, f"`{name}`: arrays of {spelled(of.of)} are not in the subset")
         if len(values) > n_all:
-            raise self.source.refuse(at, f"`{name}` has {counted(n_all, 'element')}, not {len(values)}")
+            raise self._refuse(at, f"`{name}` has {counted(n_all, 'element')}, not {len(values)}")
         if value is not None:
             values = values + (0,) * (n_all - len(values))
         return ir.Declare(self._new(name, of).name, of, None, line, values, is_const)
@@ -123,9 +139,7 @@ class SourceExpressions:
                 continue
             value = self.expr(one)
             if not isinstance(value, ir.Const) or not isinstance(of, Scalar):
-                raise self.source.refuse(
-                    one, f"`{self.source.text(one)[:40]}` is not a number that is known when compiling"
-                )
+                raise self._refuse(one, f"{self._quoted(one)} is not a number that is known when compiling")
             found.append(fitting(value.value, of))
         return found
 
@@ -153,13 +167,13 @@ class SourceExpressions:
                 return ir.Cast(to, value)
         if to == VOID:
             return value
-        raise self.source.refuse(at, f"{spelled(given)} where {spelled(to)} is needed")
+        raise self._refuse(at, f"{spelled(given)} where {spelled(to)} is needed")
 
-    def _typed(self, make: object, node: Node) -> ir.Expr:
+    def _typed(self, make: Callable[[], ir.Expr], node: Node) -> ir.Expr:
         try:
-            return make()  # type: ignore[operator, no-any-return]
+            return make()
         except Mistyped as error:
-            raise self.source.refuse(node, str(error)) from None
+            raise self._refuse(node, str(error)) from None
 
     def expr(self, node: Node) -> ir.Expr:
         match node.type:
@@ -168,9 +182,9 @@ class SourceExpressions:
             case "number_literal":
                 return _literal(self.source, node)
             case "char_literal":
-                text = self.source.text(node)
+                text = self._text(node)
                 if len(text) != 3:
-                    raise self.source.refuse(node, f"the character {text}")
+                    raise self._refuse(node, f"the character {text}")
                 return ir.integer(ord(text[1]))
             case "true" | "false":
                 return ir.integer(int(node.type == "true"))
@@ -198,15 +212,11 @@ class SourceExpressions:
             case "update_expression" if self._after is not None:
                 return self._counted_after(node, self._after)
             case "assignment_expression" | "update_expression":
-                raise self.source.refuse(
-                    node, f"`{self.source.text(node)[:40]}` inside an expression is not in the subset"
-                )
+                raise self._refuse(node, f"{self._quoted(node)} inside an expression is not in the subset")
             case "gnu_asm_expression":
-                raise self.source.refuse(node, "inline assembly is not in the subset")
+                raise self._refuse(node, "inline assembly is not in the subset")
             case _:
-                raise self.source.refuse(
-                    node, f"{described_node(node)} `{self.source.text(node)[:40]}` is not in the subset"
-                )
+                raise self._refuse(node, f"{described_node(node)} {self._quoted(node)} is not in the subset")
 
     def _counted_after(self, node: Node, after: list[ir.Stmt]) -> ir.Expr:
         """`i++` in a statement that names i nowhere else: i, which grows behind the statement."""
@@ -216,17 +226,16 @@ class SourceExpressions:
             whole = whole.parent
         target = self.expr(argument)
         names = _identifiers(whole, self.source)
-        is_safe = isinstance(target, ir.Var) and names.count(self.source.text(argument)) == 1
+        is_safe = isinstance(target, ir.Var) and names.count(self._text(argument)) == 1
         if operator.start_byte < argument.start_byte or not is_safe or _is_lazy(node, whole):
-            text = self.source.text(node)[:40]
-            raise self.source.refuse(node, f"`{text}` inside an expression is not in the subset")
-        op = self.source.text(operator)[0]
+            raise self._refuse(node, f"{self._quoted(node)} inside an expression is not in the subset")
+        op = self._text(operator)[0]
         value = self._typed(lambda: binary(op, target, ir.integer(1)), node)
-        after.append(ir.Assign(target, value, self.source.line(node)))
+        after.append(ir.Assign(target, value, self._line(node)))
         return target
 
     def _identifier(self, node: Node) -> ir.Expr:
-        name = self.source.text(node)
+        name = self._text(node)
         known = self._look_up(name)
         if known is not None:
             return known
@@ -239,14 +248,14 @@ class SourceExpressions:
                 return ir.integer(int(found.value) + more)
         if name in self.source.names.tables:
             return self._table(name, node)
-        raise self.source.refuse(node, f"unknown name `{name}`")
+        raise self._refuse(node, f"unknown name `{name}`")
 
     def _table(self, name: str, at: Node) -> ir.Expr:
         """A constant of the file."""
         if name not in self.tables:
             node, declarator = self.source.names.tables[name]
             if not is_const_node(node):
-                raise self.source.refuse(
+                raise self._refuse(
                     at, f"`{name}` is a variable of the file; only constants are in the subset"
                 )
             base = self.source.type_of(node.child_by_field_name("type"), node)
@@ -256,27 +265,27 @@ class SourceExpressions:
                 if isinstance(found, ir.Const):
                     return found
             if not isinstance(of, Array):
-                raise self.source.refuse(at, f"`{name}` is no array of numbers")
+                raise self._refuse(at, f"`{name}` is no array of numbers")
             outer = SourceExpressions(self.source, "")
-            self.tables[name] = outer._array(declared, of, value, self.source.line(node), True, declarator)
+            self.tables[name] = outer._array(declared, of, value, self._line(node), True, declarator)
             self.taken.add(name)
         return ir.Var(self.tables[name].type, name)
 
     def _binary(self, node: Node) -> ir.Expr:
-        op = self.source.text(needed(node, "operator"))
+        op = self._text(needed(node, "operator"))
         a, b = self.expr(needed(node, "left")), self.expr(needed(node, "right"))
         if isinstance(a.type, Vec) or isinstance(b.type, Vec):
-            raise self.source.refuse(node, f"{op} between registers; write the intrinsic")
+            raise self._refuse(node, f"{op} between registers; write the intrinsic")
         found = self._typed(lambda: binary(op, a, b), node)
         return _folded(op, a, b, found)
 
     def _unary(self, node: Node) -> ir.Expr:
-        op = self.source.text(needed(node, "operator"))
+        op = self._text(needed(node, "operator"))
         a = self.expr(needed(node, "argument"))
         if op == "+":
             return a
         if isinstance(a.type, Vec):
-            raise self.source.refuse(node, f"{op} of a register; write the intrinsic")
+            raise self._refuse(node, f"{op} of a register; write the intrinsic")
         found = self._typed(lambda: unary(op, a), node)
         if isinstance(a, ir.Const) and isinstance(found.type, Scalar):
             value = {"-": -a.value, "!": int(not a.value)}.get(op)
@@ -301,7 +310,7 @@ class SourceExpressions:
             return ir.Cast(to, value)
         if to == given:
             return value
-        raise self.source.refuse(node, f"a cast of {spelled(given)} to {spelled(to)} is not in the subset")
+        raise self._refuse(node, f"a cast of {spelled(given)} to {spelled(to)} is not in the subset")
 
     def _described(self, node: Node) -> Type:
         """A type name: `const float *`."""
@@ -310,9 +319,7 @@ class SourceExpressions:
         declarator = node.child_by_field_name("declarator")
         while declarator is not None:
             if declarator.type != "abstract_pointer_declarator":
-                raise self.source.refuse(
-                    node, f"the type `{self.source.text(node)[:40]}` is not in the subset"
-                )
+                raise self._refuse(node, f"the type {self._quoted(node)} is not in the subset")
             base, is_const = Pointer(base, is_const), False
             declarator = declarator.child_by_field_name("declarator")
         return base
@@ -326,7 +333,7 @@ class SourceExpressions:
         elif decayed(a.type) == decayed(b.type):
             of = decayed(a.type)
         else:
-            raise self.source.refuse(node, f"{spelled(a.type)} or {spelled(b.type)}")
+            raise self._refuse(node, f"{spelled(a.type)} or {spelled(b.type)}")
         if isinstance(condition, ir.Const):
             return a if condition.value else b
         return ir.Ternary(of, condition, a, b)
@@ -334,15 +341,15 @@ class SourceExpressions:
     def _element(self, base: ir.Expr, index: ir.Expr, node: Node) -> ir.Expr:
         element = pointee(base.type)
         if element is None:
-            raise self.source.refuse(node, f"an element of {spelled(base.type)}")
+            raise self._refuse(node, f"an element of {spelled(base.type)}")
         if element == VOID:
-            raise self.source.refuse(node, "an element of void")
+            raise self._refuse(node, "an element of void")
         if not isinstance(index.type, Scalar) or index.type.is_float:
-            raise self.source.refuse(node, f"an index that is {spelled(index.type)}")
+            raise self._refuse(node, f"an index that is {spelled(index.type)}")
         return ir.Index(element, base, index)
 
     def _pointer(self, node: Node) -> ir.Expr:
-        op = self.source.text(needed(node, "operator"))
+        op = self._text(needed(node, "operator"))
         a = self.expr(needed(node, "argument"))
         if op == "*":
             return self._element(a, ir.integer(0), node)
@@ -352,16 +359,16 @@ class SourceExpressions:
 
     def _field(self, node: Node) -> ir.Expr:
         base = self.expr(needed(node, "argument"))
-        name = self.source.text(needed(node, "field"))
+        name = self._text(needed(node, "field"))
         if name == "val" and isinstance(base.type, Array) and isinstance(base.type.of, Vec):
             return base
-        is_arrow = any(self.source.text(one) == "->" for one in node.children)
+        is_arrow = any(self._text(one) == "->" for one in node.children)
         if is_arrow:
             base = self._element(base, ir.integer(0), node)
         of = base.type
         field_type = of.type_of(name) if isinstance(of, Struct) else None
         if field_type is None:
-            raise self.source.refuse(node, f"{spelled(of)} has no field `{name}`")
+            raise self._refuse(node, f"{spelled(of)} has no field `{name}`")
         return ir.Member(field_type, base, name)
 
     def _sizeof(self, node: Node) -> ir.Expr:
@@ -369,18 +376,16 @@ class SourceExpressions:
         if described is not None:
             return ir.Const(U64, self._described(described).size)
         value = needed(node, "value")
-        name = self.source.text(value).strip("() ")
+        name = self._text(value).strip("() ")
         if self._look_up(name) is None and name in self.source.names.types:  # C's grammar alone cannot tell
             return ir.Const(U64, self.source._named_type(name, node).size)
         return ir.Const(U64, self.expr(value).type.size)
 
     def _call(self, node: Node) -> ir.Expr:
         function = needed(node, "function")
-        name = self.source.text(function)
+        name = self._text(function)
         if function.type != "identifier":
-            raise self.source.refuse(
-                node, f"a call of `{name[:40]}`: function pointers are not in the subset"
-            )
+            raise self._refuse(node, f"a call of `{name[:40]}`: function pointers are not in the subset")
         args = self._arguments(node)
         if name in ("__builtin_inff", "__builtin_nanf"):
             return ir.Const(F32, float("inf" if name.endswith("inff") else "nan"))
@@ -395,10 +400,8 @@ class SourceExpressions:
         if name in self.source.names.functions:
             return self._helper(name, args, node)
         if name.startswith(("_mm", "__builtin_")) or name in _OTHER_INTRINSICS or _looks_like_neon(name):
-            raise self.source.refuse(
-                node, f"intrinsic `{name}` is not in the table of {self.source.expanded.isa}"
-            )
-        raise self.source.refuse(node, f"`{name}` is not defined here")
+            raise self._refuse(node, f"intrinsic `{name}` is not in the table of {self.source.expanded.isa}")
+        raise self._refuse(node, f"`{name}` is not defined here")
 
     def _absolute(self, a: ir.Expr, node: Node) -> ir.Expr:
         return ir.Ternary(a.type, self._typed(lambda: binary("<", a, ir.integer(0)), node), unary("-", a), a)
@@ -406,7 +409,7 @@ class SourceExpressions:
     def _helper(self, name: str, args: list[ir.Expr], node: Node) -> ir.Expr:
         helper = self.source.function(name)
         if len(args) != len(helper.args):
-            raise self.source.refuse(
+            raise self._refuse(
                 node, f"`{name}` takes {counted(len(helper.args), 'argument')}, not {len(args)}"
             )
         for one in (*helper.helpers, helper):
@@ -464,10 +467,9 @@ def _literal(source: Source, node: Node) -> ir.Const:
         value_i = int(digits, 8) if is_octal else int(digits, 0)
     except (ValueError, OverflowError):
         raise source.refuse(node, f"`{text[:40]}` is no number of the subset") from None
-    names = (("i32",), ("u32",), ("i64",), ("u64",))
     wanted = [
         SCALARS[name]
-        for (name,) in names
+        for name in ("i32", "u32", "i64", "u64")
         if ("u" not in suffix or name[0] == "u") and ("l" not in suffix or name.endswith("64"))
         if "u" in suffix or is_hex or is_octal or name[0] == "i"
     ]
