@@ -36,7 +36,8 @@ from phasewise.kerneldb.store import open_store
 from phasewise.topology import core_signature, read_machine
 from phasewise.tuner import timing
 from phasewise.tuner.measurement_lock import NoLock
-from phasewise.tuner.search.parameters import Point, drive_points, most_asked, search_parameters
+from phasewise.tuner.search.parameters import Point, most_asked, search_parameters
+from phasewise.tuner.search.protocol import drive
 from phasewise.workflows.report import silent
 from phasewise.workflows.user_kernels.files import best_target
 from phasewise.workflows.user_kernels.tune import KernelSetting, tune_user_kernel
@@ -131,7 +132,7 @@ def exhaustive(name: str, size: int) -> None:
                 asked.update(points)
                 return [timing.estimate_ns(one) for one in timing.race([kernels[one] for one in points])]
 
-            found = drive_points(search_parameters(values), timed)
+            found = drive(search_parameters(values), timed)
             points = list(kernels)
             rounds = [[timing.estimate_ns(kernels[one]()) for one in points] for _ in range(7)]
             middle = np.median(np.array(rounds) / np.median(rounds, axis=1, keepdims=True), axis=0)

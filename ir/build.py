@@ -48,7 +48,9 @@ def kernel_abi(text: str, target: IsaTarget, compiler: str) -> str:
     function = read(text)
     bare = replace(
         function,
-        parameters=tuple(replace(one, values=one.values[:1]) for one in function.parameters),
+        parameters=tuple(
+            replace(parameter, values=parameter.values[:1]) for parameter in function.parameters
+        ),
         described=(),
     )
     lowered = lower(transformed(read(text, choice={})), target)

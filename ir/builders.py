@@ -129,13 +129,13 @@ def first_lanes(e: ir.Expr, elem: Scalar, lanes: int) -> ir.Expr:
 def half(which: str, e: ir.Expr) -> ir.Expr:
     """A half of a vector; of a concatenation, a part of it."""
 
-    if isinstance(e, ir.CallExpression) and e.name == "concat":
+    if ir.is_call(e, "concat"):
         return e.args[which == "hi"]
-    if isinstance(e, ir.CallExpression) and e.name == "splat":
+    if ir.is_call(e, "splat"):
         return call("splat", e.args, (lanes_of(e) // 2,))
-    if isinstance(e, ir.CallExpression) and e.name == "bits" and isinstance(e.args[0].type, Vec):
+    if ir.is_call(e, "bits") and isinstance(e.args[0].type, Vec):
         inner = e.args[0]
-        if isinstance(inner, ir.CallExpression) and inner.name in ("concat", "splat") and lanes_of(inner) > 1:
+        if ir.is_call(inner, "concat", "splat") and lanes_of(inner) > 1:
             return as_elem(half(which, inner), ir.vec(e).elem)
     return call(which, (e,))
 
@@ -189,7 +189,7 @@ def alike(elem: Scalar, op: str) -> Build:
 
 
 def called(name: str, elem: Scalar) -> Build:
-    return lambda a: call(name, tuple(as_elem(one, elem) for one in a))
+    return lambda a: call(name, tuple(as_elem(arg, elem) for arg in a))
 
 
 def splat(elem: Scalar, lanes: int) -> Build:

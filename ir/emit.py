@@ -45,8 +45,10 @@ def emitted(text: str, tuned: Sequence[TunedTarget], header: str | None, about: 
     """
     function = read(text)
     plain = built(text, {}, TARGETS["portable"])
-    sections = [_section(text, function.name, one) for one in tuned if one.by_shape]
-    lines = [about_comment(about, [one for one in tuned if one.by_shape])]
+    sections = [
+        _section(text, function.name, tuned_target) for tuned_target in tuned if tuned_target.by_shape
+    ]
+    lines = [about_comment(about, [tuned_target for tuned_target in tuned if tuned_target.by_shape])]
     lines += ["#include <math.h>", "#include <stdint.h>", "#include <string.h>"]
     lines += [f'#include "{header}"'] if header else [plain.structs]
     for number, (condition, body) in enumerate(sections):
@@ -62,7 +64,10 @@ def emitted(text: str, tuned: Sequence[TunedTarget], header: str | None, about: 
 def about_comment(about: str, tuned: Sequence[TunedTarget]) -> str:
     """The comment at the top: where it comes from, and with which flags it is fast."""
     lines = [f"/* {about}"]
-    lines += [f" * Tuned on {one.core_sig}: build with -O3 {' '.join(one.target.flags)}" for one in tuned]
+    lines += [
+        f" * Tuned on {tuned_target.core_sig}: build with -O3 {' '.join(tuned_target.target.flags)}"
+        for tuned_target in tuned
+    ]
     return "\n".join(
         [*lines, " * Builds with gcc 12, clang 15 and later for any machine of little-endian bytes. */"]
     )
@@ -83,10 +88,11 @@ def _section(text: str, name: str, tuned: TunedTarget) -> tuple[str, str]:
     variants = [_variant(text, dict(choice), tuned, f"{name}_variant{i}") for i, choice in enumerate(choices)]
     numbers = {shape: choices.index(tuple(sorted(one.items()))) for shape, one in tuned.by_shape.items()}
     definitions: dict[str, str] = {}
-    for one in variants:
-        definitions |= one.definitions
+    for variant in variants:
+        definitions |= variant.definitions
     about = [
-        f"/* {_described(dict(choice))} */\n{one.body}" for choice, one in zip(choices, variants, strict=True)
+        f"/* {_described(dict(choice))} */\n{variant.body}"
+        for choice, variant in zip(choices, variants, strict=True)
     ]
     condition = " && ".join(f"defined({macro})" for macro in tuned.target.macros) or "1"
     include = own_header(tuned.target).rstrip()

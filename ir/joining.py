@@ -28,7 +28,7 @@ class _Joiner(ir.Rewriter):
     def __init__(self, function: ir.FunctionDefinition) -> None:
         nodes = ir.walk_body(function.body)
         targets = [node.target for node in nodes if isinstance(node, ir.Assign)]
-        self._changing = {one.name for one in targets if isinstance(one, ir.Var)}
+        self._changing = {target.name for target in targets if isinstance(target, ir.Var)}
         self._values: dict[str, ir.Expr] = {}
         for node in nodes:
             if isinstance(node, ir.Declare):
@@ -38,7 +38,7 @@ class _Joiner(ir.Rewriter):
                     self._values[node.name] = node.value
 
     def leave(self, e: ir.Expr) -> ir.Expr:
-        if not (isinstance(e, ir.CallExpression) and e.name == "dot_i16" and _is_one(self._known(e.args[1]))):
+        if not (ir.is_call(e, "dot_i16") and _is_one(self._known(e.args[1]))):
             return e
         pairs = self._known(e.args[0])
         if not isinstance(pairs, ir.CallExpression) or pairs.name != "dot_u8i8_sat":
@@ -78,11 +78,7 @@ class _Joiner(ir.Rewriter):
 
 
 def _reads_memory(e: ir.Expr) -> bool:
-    return any(
-        isinstance(node, ir.Index | ir.Member)
-        or (isinstance(node, ir.CallExpression) and node.name == "load")
-        for node in ir.walk(e)
-    )
+    return any(isinstance(node, ir.Index | ir.Member) or (ir.is_call(node, "load")) for node in ir.walk(e))
 
 
 def _is_one(e: ir.Expr) -> bool:

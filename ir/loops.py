@@ -87,19 +87,25 @@ def accumulators(loop: ir.Steps) -> tuple[list[Accumulator], list[str]]:
 
 def _is_read_first(body: ir.Body, name: str) -> bool:
     """True if a variable that a body declares without a value may still have one of the turn before."""
-    for one in body:
-        if isinstance(one, ir.Declare) and one.name == name:
+    for statement in body:
+        if isinstance(statement, ir.Declare) and statement.name == name:
             return (
-                one.value is None and not isinstance(one.type, Array) and _is_read_before_written(body, name)
+                statement.value is None
+                and not isinstance(statement.type, Array)
+                and _is_read_before_written(body, name)
             )
     return False
 
 
 def _is_read_before_written(body: ir.Body, name: str) -> bool:
-    for one in body:
-        if isinstance(one, ir.Assign) and isinstance(one.target, ir.Var) and one.target.name == name:
-            return name in ir.used(one.value)
-        if name in {node.name for node in ir.walk(one) if isinstance(node, ir.Var)}:
+    for statement in body:
+        if (
+            isinstance(statement, ir.Assign)
+            and isinstance(statement.target, ir.Var)
+            and statement.target.name == name
+        ):
+            return name in ir.used(statement.value)
+        if name in {node.name for node in ir.walk(statement) if isinstance(node, ir.Var)}:
             return True
     return False
 
@@ -212,30 +218,36 @@ def continued(body: ir.Body, at: int) -> ir.Steps | None:
     """The remainder loop: single turns from where a loop stops to the same end; None: there is none."""
     loop = body[at]
     assert isinstance(loop, ir.Steps)
-    for one in body[at + 1 :]:
-        if isinstance(one, ir.Steps) and one.start == ir.Var(loop.type, loop.variable):
-            match loop.condition, one.condition:
+    for statement in body[at + 1 :]:
+        if isinstance(statement, ir.Steps) and statement.start == ir.Var(loop.type, loop.variable):
+            match loop.condition, statement.condition:
                 case ir.Binary(op="<" | "<=", b=end), ir.Binary(op="<", a=ir.Var(name=name), b=other):
                     is_next = (
-                        end == other and name == one.variable and not ir.used(end) & ir.assigned(body[at:])
+                        end == other
+                        and name == statement.variable
+                        and not ir.used(end) & ir.assigned(body[at:])
                     )
-                    return one if is_next and one.step == ir.Const(one.step.type, 1) else None
+                    return (
+                        statement if is_next and statement.step == ir.Const(statement.step.type, 1) else None
+                    )
             return None
-        if loop.variable in ir.assigned((one,)):
+        if loop.variable in ir.assigned((statement,)):
             return None
     return None
 
 
 def leaves_early(body: ir.Body) -> bool:
     """True if a turn may end the loop, or skip its rest."""
-    for one in body:
-        if isinstance(one, ir.Leave | ir.Return):
+    for statement in body:
+        if isinstance(statement, ir.Leave | ir.Return):
             return True
-        if isinstance(one, ir.Steps | ir.While):
-            if any(isinstance(node, ir.Return) for node in ir.walk_body(one.body)):
+        if isinstance(statement, ir.Steps | ir.While):
+            if any(isinstance(node, ir.Return) for node in ir.walk_body(statement.body)):
                 return True
             continue
-        parts = [getattr(one, name) for name in ("then", "otherwise", "body") if hasattr(one, name)]
+        parts = [
+            getattr(statement, name) for name in ("then", "otherwise", "body") if hasattr(statement, name)
+        ]
         if any(leaves_early(part) for part in parts):
             return True
     return False
@@ -259,7 +271,7 @@ def loaded(body: ir.Body) -> list[tuple[str | None, ir.Expr]]:
     """Addresses that are read, with what they begin with."""
     found: list[tuple[str | None, ir.Expr]] = []
     for node in ir.walk_body(body):
-        if isinstance(node, ir.CallExpression) and node.name == "load":
+        if ir.is_call(node, "load"):
             found.append((base_of(node.args[0]), node.args[0]))
         elif (
             isinstance(node, ir.Index)
@@ -274,7 +286,7 @@ def stored(body: ir.Body) -> list[tuple[str | None, ir.Expr]]:
     """Addresses that are written."""
     found: list[tuple[str | None, ir.Expr]] = []
     for node in ir.walk_body(body):
-        if isinstance(node, ir.Do) and isinstance(node.call, ir.CallExpression) and node.call.name == "store":
+        if isinstance(node, ir.Do) and ir.is_call(node.call, "store"):
             found.append((base_of(node.call.args[0]), node.call.args[0]))
         elif isinstance(node, ir.Assign) and isinstance(node.target, ir.Index | ir.Member):
             found.append((base_of(node.target), node.target))
@@ -295,8 +307,8 @@ def renamed(body: ir.Body, suffix: str, keep: set[str] = frozenset()) -> ir.Body
 
 def _loops_renamed(body: ir.Body, suffix: str) -> ir.Body:
     return tuple(
-        replace(one, name=f"{one.name}{suffix}", body=_loops_renamed(one.body, suffix))
-        if isinstance(one, ir.Steps)
-        else one
-        for one in body
+        replace(statement, name=f"{statement.name}{suffix}", body=_loops_renamed(statement.body, suffix))
+        if isinstance(statement, ir.Steps)
+        else statement
+        for statement in body
     )

@@ -64,31 +64,31 @@ class _Lowerer(LoweredExpressions):
         self._declare_locals()
         self._body(function.body)
         head = signature(name, function.args, function.result)
-        structs = "\n".join(struct_text(one) for one in function.structs)
+        structs = "\n".join(struct_text(struct) for struct in function.structs)
         body = "\n".join([f"{'static ' if is_static else ''}{head} {{", *self._lines, "}"])
         return Lowered(name, head, structs, self._definitions(), body)
 
     def _definitions(self) -> dict[str, str]:
         words = self._words
         made = {word.name: word.text for word in words.made.values()}
-        calls_halves = any("from_f16(a[i])" in one or "to_f16(a[i])" in one for one in made.values())
+        calls_halves = any("from_f16(a[i])" in text or "to_f16(a[i])" in text for text in made.values())
         types = sorted(words.types.values(), key=lambda of: (of.size, of.elem.name))
         return {
             **{vec_name(of): typedef(of) for of in types},
             **({"halves": halves(self._target)} if self._is_half_used or calls_halves else {}),
-            **{one.name: self._table(one) for one in self._function.tables},
+            **{table.name: self._table(table) for table in self._function.tables},
             **self._extra,
             **made,
         }
 
-    def _table(self, one: ir.Declare) -> str:
-        of = numbers_of(one.type)
-        words = [number(value, of) for value in one.values]
+    def _table(self, declaration: ir.Declare) -> str:
+        of = numbers_of(declaration.type)
+        words = [number(value, of) for value in declaration.values]
         lines = [f"    {', '.join(words[i : i + 16])}," for i in range(0, len(words), 16)]
         flat = Array(of, len(words))
-        if isinstance(one.type, Array) and isinstance(one.type.of, Array):
+        if isinstance(declaration.type, Array) and isinstance(declaration.type.of, Array):
             raise AssertionError("tables have one dimension")
-        return "\n".join([f"static const {c_type(flat, one.name)} = {{", *lines, "};"])
+        return "\n".join([f"static const {c_type(flat, declaration.name)} = {{", *lines, "};"])
 
     def _declare_locals(self) -> None:
         """All variables at the beginning: those of a loop keep their value after it."""
@@ -118,8 +118,8 @@ class _Lowerer(LoweredExpressions):
     # ---- statements ----
 
     def _body(self, body: ir.Body) -> None:
-        for one in body:
-            self._statement(one)
+        for statement in body:
+            self._statement(statement)
 
     def _block(self, head: str, body: ir.Body, tail: str = "}") -> None:
         self._line(f"{head} {{")
@@ -155,21 +155,21 @@ class _Lowerer(LoweredExpressions):
             case _:
                 raise AssertionError(statement)
 
-    def _initial(self, one: ir.Declare) -> None:
-        if isinstance(one.type, Array):
-            if one.values and not any(one.values):
-                self._line(f"memset({one.name}, 0, sizeof {one.name});")
-            elif one.values:
-                table = f"{one.name}_values"
-                self._lines.insert(0, "    static const " + self._values(table, one))
-                self._line(f"memcpy({one.name}, {table}, sizeof {one.name});")
-        elif one.value is not None:
-            self._assign(ir.Var(one.type, one.name), one.value)
+    def _initial(self, declaration: ir.Declare) -> None:
+        if isinstance(declaration.type, Array):
+            if declaration.values and not any(declaration.values):
+                self._line(f"memset({declaration.name}, 0, sizeof {declaration.name});")
+            elif declaration.values:
+                table = f"{declaration.name}_values"
+                self._lines.insert(0, "    static const " + self._values(table, declaration))
+                self._line(f"memcpy({declaration.name}, {table}, sizeof {declaration.name});")
+        elif declaration.value is not None:
+            self._assign(ir.Var(declaration.type, declaration.name), declaration.value)
 
-    def _values(self, name: str, one: ir.Declare) -> str:
-        of = numbers_of(one.type)
-        values = ", ".join(number(value, of) for value in one.values)
-        return f"{c_type(Array(of, len(one.values)), name)} = {{{values}}};"
+    def _values(self, name: str, declaration: ir.Declare) -> str:
+        of = numbers_of(declaration.type)
+        values = ", ".join(number(value, of) for value in declaration.values)
+        return f"{c_type(Array(of, len(declaration.values)), name)} = {{{values}}};"
 
     def _assign(self, target: ir.Expr, value: ir.Expr) -> None:
         if isinstance(target.type, Vec):
@@ -198,9 +198,9 @@ class _Lowerer(LoweredExpressions):
         part = self._part(ir.vec(value))
         parts = self._vector(value)
         place = self._scalar(what.args[0])
-        for i, one in enumerate(parts):
+        for i, register in enumerate(parts):
             at = f"{wrapped(place)} + {i * part.lanes}" if i else place
-            self._line(f"{self._memory_word('store', part)}({at}, {one});")
+            self._line(f"{self._memory_word('store', part)}({at}, {register});")
 
     def _steps(self, loop: ir.Steps) -> None:
         variable = loop.variable

@@ -169,7 +169,7 @@ class LoweredExpressions:
     def _call(self, e: ir.CallExpression) -> str:
         assert isinstance(e.type, Scalar)
         if e.name in LIBRARY:
-            return f"{e.name}({', '.join(self._scalar(one) for one in e.args)})"
+            return f"{e.name}({', '.join(self._scalar(arg) for arg in e.args)})"
         if e.name in ("from_f16", "to_f16"):
             self._is_half_used = True
             return f"{e.name}({self._scalar(e.args[0])})"
@@ -187,9 +187,7 @@ class LoweredExpressions:
             one = self._bound(part, self._vector(source)[int(at.value) // part.lanes])
             return f"{one}[{int(at.value) % part.lanes}]"
         assert e.name in REDUCTIONS
-        order = (
-            ORDERS[int(e.numbers[0].value)] if e.numbers and isinstance(e.numbers[0], ir.Const) else "halves"
-        )
+        order = ORDERS[e.places[0] if e.numbers else 0]
         return self._reduced(e.name.removeprefix("reduce_"), source, order)
 
     def _bits(self, to: Scalar, a: ir.Expr) -> str:
@@ -205,7 +203,7 @@ class LoweredExpressions:
         """Halves are whole registers first; pairs meet within a register first."""
         part, parts = self._part(ir.vec(source)), self._vector(source)
         if order == "pairs":
-            values = [f"{self._words.reduction(op, part, order)}({one})" for one in parts]
+            values = [f"{self._words.reduction(op, part, order)}({register})" for register in parts]
             while len(values) > 1:
                 values = [
                     self._combined(op, values[i], values[i + 1], part.elem) for i in range(0, len(values), 2)
@@ -263,8 +261,8 @@ class LoweredExpressions:
     def _unary(self, op: str, a: ir.Expr, of: Vec) -> Parts:
         part = self._part(of)
         if op == "-" and not of.elem.is_float:
-            return [f"{self._words.make('neg', part, (part,))}({one})" for one in self._vector(a)]
-        return [f"({op}{wrapped(one)})" for one in self._vector(a)]
+            return [f"{self._words.make('neg', part, (part,))}({register})" for register in self._vector(a)]
+        return [f"({op}{wrapped(register)})" for register in self._vector(a)]
 
     def _vector_binary(self, e: ir.Binary, of: Vec) -> Parts:
         left = e.a.type
@@ -275,8 +273,11 @@ class LoweredExpressions:
             word = self._words.type(part)
             if e.op == "<<" and of.elem.is_signed:
                 wide = self._words.type(Vec(Scalar("u" + of.elem.name[1:]), part.lanes))
-                return [f"({word})(({wide}){wrapped(one)} << {wrapped(by)})" for one in self._vector(e.a)]
-            return [f"({wrapped(one)} {e.op} {wrapped(by)})" for one in self._vector(e.a)]
+                return [
+                    f"({word})(({wide}){wrapped(register)} << {wrapped(by)})"
+                    for register in self._vector(e.a)
+                ]
+            return [f"({wrapped(register)} {e.op} {wrapped(by)})" for register in self._vector(e.a)]
         sides = list(zip(self._vector(e.a), self._vector(e.b), strict=True))
         if e.op in COMPARISONS:
             word = self._words.type(part)
@@ -297,7 +298,11 @@ class LoweredExpressions:
                 value = self._scalar(e.args[0])
                 return [self._splat(part, value, isinstance(e.args[0], ir.Const | ir.Var))] * n
             case "vector":
-                values = [number(one.value, of.elem) for one in e.numbers if isinstance(one, ir.Const)]
+                values = [
+                    number(constant.value, of.elem)
+                    for constant in e.numbers
+                    if isinstance(constant, ir.Const)
+                ]
                 word = self._words.type(part)
                 return [
                     f"(({word}){{{', '.join(values[i * part.lanes : (i + 1) * part.lanes])}}})"
@@ -323,7 +328,7 @@ class LoweredExpressions:
     def _reinterpreted(self, a: ir.Expr, of: Vec) -> Parts:
         word = self._words.type(self._part(of))
         parts = self._vector(a)
-        return [f"(({word}){wrapped(one)})" for one in parts]
+        return [f"(({word}){wrapped(register)})" for register in parts]
 
     def _bound(self, of: Vec, text: str) -> str:
         """A name for a register that is used more than once."""
@@ -365,18 +370,18 @@ class LoweredExpressions:
                     return parts
                 places = ", ".join(map(str, range(part.lanes)))
                 if source.lanes == 1:
-                    values = ", ".join(f"{self._bound(source, one)}[0]" for one in parts)
+                    values = ", ".join(f"{self._bound(source, register)}[0]" for register in parts)
                     return [f"(({self._words.type(part)}){{{values}}})"]
                 return [f"__builtin_shufflevector({parts[0]}, {parts[1]}, {places})"]
             case "with_lane":
-                at = int(e.numbers[0].value) if isinstance(e.numbers[0], ir.Const) else 0
+                at = e.places[0]
                 parts = list(self._vector(e.args[0]))
                 value = self._scalar(e.args[1])
                 name = self._temporary(self._words.type(part), parts[at // part.lanes])
                 self._line(f"{name}[{at % part.lanes}] = {value};")
                 parts[at // part.lanes] = name
                 return parts
-        places_of = [int(one.value) for one in e.numbers if isinstance(one, ir.Const)]
+        places_of = e.places
         if e.name == "permute":
             return self._permuted(e.args[0], places_of, of)
         group = len(places_of)
@@ -396,7 +401,7 @@ class LoweredExpressions:
     def _permuted(self, a: ir.Expr, places: list[int], of: Vec) -> Parts:
         part, n = self._part(of), self._n_parts(of)
         source = self._part(ir.vec(a))
-        parts = [self._bound(source, one) for one in self._vector(a)]
+        parts = [self._bound(source, register) for register in self._vector(a)]
         found = []
         for i in range(n):
             mine = places[i * part.lanes : (i + 1) * part.lanes]
@@ -420,8 +425,8 @@ class LoweredExpressions:
     def _computed(self, e: ir.CallExpression, of: Vec) -> Parts:
         """An operation whose results depend on lanes at the same share of each argument."""
         n, part = self._n_parts(of), self._part(of)
-        sources = [one.type for one in e.args]
-        vectors = [self._vector(one) for one in e.args]
+        sources = [arg.type for arg in e.args]
+        vectors = [self._vector(arg) for arg in e.args]
         if e.name == "pack":
             return self._packed(e, of, vectors)
         operation = e.name
@@ -460,6 +465,6 @@ class LoweredExpressions:
             types = (source, source)
         word = self._words.make("pack", part, types)
         return [
-            f"{word}({', '.join(self._take(one, source, i * lanes, lanes) for one in vectors)})"
+            f"{word}({', '.join(self._take(register, source, i * lanes, lanes) for register in vectors)})"
             for i in range(n)
         ]

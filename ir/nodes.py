@@ -7,7 +7,7 @@ on vectors (ir/operations.py), loops are `Steps`, and parameters stand for numbe
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias, TypeGuard, TypeVar
 
 from phasewise.ir.types import I32, Array, Pointer, Scalar, Struct, Type, Vec
 
@@ -67,6 +67,11 @@ class CallExpression:
     name: str
     args: tuple[Expr, ...]
     numbers: tuple[Expr, ...] = ()
+
+    @property
+    def places(self) -> list[int]:
+        """The numbers that are known, as places of lanes."""
+        return [int(number.value) for number in self.numbers if isinstance(number, Const)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +260,8 @@ class FunctionDefinition:
 def children(node: object) -> list[object]:
     """The expressions, statements and transformations directly in a node, in the order of their fields."""
     found: list[object] = []
-    for one in fields(node):  # type: ignore[arg-type]
-        value = getattr(node, one.name)
+    for field in fields(node):  # type: ignore[arg-type]
+        value = getattr(node, field.name)
         if isinstance(value, tuple):
             found += [item for item in value if isinstance(item, NODES)]
         elif isinstance(value, NODES):
@@ -304,7 +309,7 @@ class Rewriter:
         values = {field.name: getattr(node, field.name) for field in fields(node)}
         new = {name: self._value(value) for name, value in values.items()}
         changed = {name: value for name, value in new.items() if value is not values[name]}
-        return replace(node, **changed) if changed else node
+        return replace(node, **changed) if changed else node  # type: ignore[arg-type]
 
     def _value(self, value: object) -> object:
         if isinstance(value, EXPRESSIONS):
@@ -388,6 +393,11 @@ def assigned(body: Body) -> set[str]:
 
 
 PointerLike = (Pointer, Array)
+
+
+def is_call(node: object, *names: str) -> TypeGuard[CallExpression]:
+    """True for a call of one of these."""
+    return isinstance(node, CallExpression) and node.name in names
 
 
 def used(part: object) -> set[str]:

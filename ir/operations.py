@@ -150,7 +150,7 @@ def _element(given: Operands) -> Type:
 
 
 def _library(given: Operands) -> Type:
-    _need(all(isinstance(one, Scalar) for one in given.types), f"{given.name} takes numbers")
+    _need(all(isinstance(arg, Scalar) for arg in given.types), f"{given.name} takes numbers")
     return F32
 
 
@@ -318,7 +318,7 @@ def call(
     name: str, args: tuple[ir.Expr, ...], numbers: Sequence[ir.Expr | int] = (), of: Scalar | None = None
 ) -> ir.CallExpression:
     """A call with its type. `of` is the element type that the text names, e.g. in `widen(v, i32)`."""
-    known = tuple(ir.integer(one) if isinstance(one, int) else one for one in numbers)
+    known = tuple(ir.integer(constant) if isinstance(constant, int) else constant for constant in numbers)
     result = _result(Operands(name, [a.type for a in args], known, of))
     return ir.CallExpression(result, name, args, known)
 
@@ -430,9 +430,9 @@ def as_elem(a: ir.Expr, elem: Scalar) -> ir.Expr:
     """The same bits with other lanes."""
     if ir.vec(a).elem == elem:
         return a
-    if isinstance(a, ir.CallExpression) and a.name == "bits":
+    if ir.is_call(a, "bits"):
         return as_elem(a.args[0], elem)
-    if isinstance(a, ir.CallExpression) and a.name == "load" and isinstance(a.args[0], ir.Cast):
+    if ir.is_call(a, "load") and isinstance(a.args[0], ir.Cast):
         place = a.args[0].a
         of = place.type.to if isinstance(place.type, Pointer) else None
         if isinstance(of, Scalar) and of.size == elem.size:  # read as the numbers that are there

@@ -23,7 +23,7 @@ def printed_c(function: ir.FunctionDefinition) -> str:
     own = HEADERS.get(function.source_isa, "#include <immintrin.h>\n")
     head = f"#include <math.h>\n#include <stdint.h>\n#include <string.h>\n{own}"
     printer = _Printer(function.source_isa)
-    structs = [struct_text(one, printer.type) for one in function.structs]
+    structs = [struct_text(struct, printer.type) for struct in function.structs]
     definitions, body = printed_parts(function)
     return "\n".join([head, *structs, *definitions.values(), body, ""])
 
@@ -31,10 +31,10 @@ def printed_c(function: ir.FunctionDefinition) -> str:
 def printed_parts(function: ir.FunctionDefinition, is_static: bool = False) -> tuple[dict[str, str], str]:
     """Declarations that the function needs but structs and headers, by name, and the function."""
     printer = _Printer(function.source_isa)
-    tables = {one.name: one for part in (*function.helpers, function) for one in part.tables}
-    helpers = {one.name: printer.function(one, is_static=True) for one in function.helpers}
+    tables = {table.name: table for part in (*function.helpers, function) for table in part.tables}
+    helpers = {helper.name: printer.function(helper, is_static=True) for helper in function.helpers}
     body = printer.function(function, is_static)
-    arrays = {name: f"static const {printer.array(one)}" for name, one in tables.items()}
+    arrays = {name: f"static const {printer.array(table)}" for name, table in tables.items()}
     return {**printer.extra, **arrays, **helpers}, body
 
 
@@ -52,18 +52,18 @@ class _Printer:
             return register_name(self._isa, of) or "?"
         return "__fp16" if of == F16 else None
 
-    def array(self, one: ir.Declare) -> str:
-        of = innermost(one.type)
+    def array(self, declaration: ir.Declare) -> str:
+        of = innermost(declaration.type)
         values = ""
-        if one.values and isinstance(of, Scalar):
-            words = [number(value, of) for value in one.values]
+        if declaration.values and isinstance(of, Scalar):
+            words = [number(value, of) for value in declaration.values]
             rows = [", ".join(words[i : i + 16]) for i in range(0, len(words), 16)]
-            values = " = {" + ",\n    ".join(rows) + "}" if any(one.values) else " = {0}"
-            if isinstance(one.type, Array) and isinstance(one.type.of, Array):
-                inner = one.type.of.size // of.size
+            values = " = {" + ",\n    ".join(rows) + "}" if any(declaration.values) else " = {0}"
+            if isinstance(declaration.type, Array) and isinstance(declaration.type.of, Array):
+                inner = declaration.type.of.size // of.size
                 groups = [", ".join(words[i : i + inner]) for i in range(0, len(words), inner)]
                 values = " = {" + ", ".join(f"{{{group}}}" for group in groups) + "}"
-        return f"{self.type(one.type, one.name)}{values};"
+        return f"{self.type(declaration.type, declaration.name)}{values};"
 
     def function(self, function: ir.FunctionDefinition, is_static: bool = False) -> str:
         args = ", ".join(self.type(of, name) for name, of in function.args) or "void"
@@ -73,15 +73,15 @@ class _Printer:
         )
 
     def _body(self, body: ir.Body, depth: int) -> list[str]:
-        return [line for one in body for line in self._statement(one, depth)]
+        return [line for statement in body for line in self._statement(statement, depth)]
 
-    def _statement(self, one: ir.Stmt, depth: int) -> list[str]:
+    def _statement(self, statement: ir.Stmt, depth: int) -> list[str]:
         pad = "    " * depth
-        match one:
+        match statement:
             case ir.Declare(type=Array()):
-                return [pad + ("static const " if one.is_const else "") + self.array(one)]
+                return [pad + ("static const " if statement.is_const else "") + self.array(statement)]
             case ir.Declare() | ir.Assign() | ir.Do():
-                return [f"{pad}{self._simple(one)};"]
+                return [f"{pad}{self._simple(statement)};"]
             case ir.For(start, condition, update, body, _):
                 before = [f"{pad}{self._simple(part)};" for part in start]
                 after = ", ".join(self._simple(part) for part in update)
@@ -103,10 +103,10 @@ class _Printer:
                 return [f"{pad}{word};"]
             case ir.BlockStatement(body, _):
                 return [f"{pad}{{", *self._body(body, depth + 1), f"{pad}}}"]
-        raise AssertionError(one)
+        raise AssertionError(statement)
 
-    def _simple(self, one: ir.Stmt) -> str:
-        match one:
+    def _simple(self, statement: ir.Stmt) -> str:
+        match statement:
             case ir.Declare(name, of, value, _):
                 init = "" if value is None else f" = {self.expr(value)}"
                 return f"{self.type(of, name)}{init}"
@@ -114,7 +114,7 @@ class _Printer:
                 return f"{self.expr(target)} = {self.expr(value)}"
             case ir.Do(what, _):
                 return self.expr(what)
-        raise AssertionError(one)
+        raise AssertionError(statement)
 
     def expr(self, e: ir.Expr) -> str:
         match e:
@@ -141,7 +141,7 @@ class _Printer:
                 return self._call(e)
 
     def _call(self, e: ir.CallExpression) -> str:
-        args = [self.expr(one) for one in e.args]
+        args = [self.expr(arg) for arg in e.args]
         if e.name == "__clear":
             return f"memset({args[0]}, 0, sizeof {args[0]})"
         if e.name == "__bits":

@@ -129,10 +129,10 @@ class _Reader(TextExpressions):
 
     def _struct(self, node: ast.ClassDef) -> None:
         fields = []
-        for one in node.body:
-            if not isinstance(one, ast.AnnAssign) or not isinstance(one.target, ast.Name):
-                raise self._refuse(one, f"a field of `{node.name}` is written `name: type`")
-            fields.append((one.target.id, self._type(one.annotation)))
+        for line in node.body:
+            if not isinstance(line, ast.AnnAssign) or not isinstance(line.target, ast.Name):
+                raise self._refuse(line, f"a field of `{node.name}` is written `name: type`")
+            fields.append((line.target.id, self._type(line.annotation)))
         self._structs[node.name] = Struct(node.name, tuple(fields))
 
     def _table(self, node: ast.AnnAssign) -> None:
@@ -153,7 +153,7 @@ class _Reader(TextExpressions):
             return (0,) * (of.size // inner.size)
         if not isinstance(node, ast.List):
             raise self._refuse(at, "values stand in a list")
-        values = tuple(self._plain_number(one, inner) for one in node.elts)
+        values = tuple(self._plain_number(value, inner) for value in node.elts)
         if len(values) != of.size // inner.size:
             raise self._refuse(at, f"{of.size // inner.size} values are needed, not {len(values)}")
         return values
@@ -165,18 +165,18 @@ class _Reader(TextExpressions):
         if spec.vararg or spec.kwarg or spec.kwonlyargs or spec.defaults or spec.posonlyargs:
             raise self._refuse(node, "arguments are written `name: type`")
         args = []
-        for one in spec.args:
-            if one.annotation is None:
-                raise self._refuse(one, f"argument `{one.arg}` has no type")
-            of = self._type(one.annotation)
+        for arg in spec.args:
+            if arg.annotation is None:
+                raise self._refuse(arg, f"argument `{arg.arg}` has no type")
+            of = self._type(arg.annotation)
             if not isinstance(of, Scalar | Pointer):
                 raise self._refuse(
-                    one, f"argument `{one.arg}` is {spelled(of)}; numbers and pointers are passed"
+                    arg, f"argument `{arg.arg}` is {spelled(of)}; numbers and pointers are passed"
                 )
-            args.append((one.arg, of))
-            self._types[one.arg] = of
+            args.append((arg.arg, of))
+            self._types[arg.arg] = of
         self._result = self._type(node.returns)
-        rest = [one for one in node.body if not self._is_header(one)]
+        rest = [line for line in node.body if not self._is_header(line)]
         body = self._body(rest)
         space = 1
         for parameter in self._parameters.values():
@@ -225,7 +225,7 @@ class _Reader(TextExpressions):
             raise self._refuse(node, f"parameter `{name}` is given twice, or its name is longer than 32")
         match node:
             case ast.Call(func=ast.Name(id="tune"), args=args) if args:
-                values = [int(self._plain_number(one, I32)) for one in args]
+                values = [int(self._plain_number(arg, I32)) for arg in args]
             case ast.Constant(value=int()) | ast.UnaryOp():
                 values = [int(self._plain_number(node, I32))]
             case _:
@@ -275,7 +275,7 @@ class _Reader(TextExpressions):
     # ---- statements ----
 
     def _body(self, nodes: list[ast.stmt]) -> ir.Body:
-        return tuple(new for one in nodes for new in self._statement(one))
+        return tuple(new for line in nodes for new in self._statement(line))
 
     def _statement(self, node: ast.stmt) -> list[ir.Stmt]:
         try:
@@ -416,7 +416,7 @@ class _Reader(TextExpressions):
         until, by = self._number(condition), self._expr(step)
         if not isinstance(by.type, Scalar) or by.type.is_float:
             raise self._refuse(node, "a step is a whole number")
-        transformed = tuple(self._how(one) for one in how)
+        transformed = tuple(self._how(transformation) for transformation in how)
         return ir.Steps(
             name.value, variable, of, first, until, by, self._body(body), node.lineno, transformed
         )
@@ -425,14 +425,14 @@ class _Reader(TextExpressions):
         match node:
             case ast.Call(func=ast.Name(id=name), args=args) if name in TRANSFORMATIONS:
                 n = TRANSFORMATIONS[name]
-                words = tuple(one.value for one in args[n:] if isinstance(one, ast.Constant))
+                words = tuple(arg.value for arg in args[n:] if isinstance(arg, ast.Constant))
                 if len(args) < n or len(words) != len(args) - n or set(words) - {*WORDS_BEHIND.get(name, ())}:
                     behind = "".join(f', "{word}"' for word in WORDS_BEHIND.get(name, ()))
                     raise self._refuse(
                         node, f"{name} takes {n} arguments{behind and f' and may add{behind[1:]}'}"
                     )
                 self._check_order(name, args[:n], words, node)
-                return ir.How(name, (*(self._expr(one) for one in args[:n]), *map(str, words)))
+                return ir.How(name, (*(self._expr(arg) for arg in args[:n]), *map(str, words)))
         raise self._refuse(
             node, f"`{ast.unparse(node)[:40]}` is no transformation; there are {', '.join(TRANSFORMATIONS)}"
         )
@@ -441,7 +441,7 @@ class _Reader(TextExpressions):
         self, name: str, args: list[ast.expr], words: tuple[object, ...], node: ast.expr
     ) -> None:
         """A parameter may not choose what a loop computes."""
-        names = {one.id for arg in args for one in ast.walk(arg) if isinstance(one, ast.Name)}
+        names = {part.id for arg in args for part in ast.walk(arg) if isinstance(part, ast.Name)}
         chosen = [one for one in names if one in self._free]
         if chosen and WHOLE in words:
             raise self._refuse(node, f'"whole" goes with a number: by `{chosen[0]}` the loop has other turns')

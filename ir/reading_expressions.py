@@ -140,8 +140,8 @@ class TextExpressions:
             case ast.BoolOp(op=op, values=values):
                 word = "&&" if isinstance(op, ast.And) else "||"
                 found = self._number(values[0])
-                for one in values[1:]:
-                    found = binary(word, found, self._number(one))
+                for item in values[1:]:
+                    found = binary(word, found, self._number(item))
                 return found
             case ast.IfExp(test=test, body=a, orelse=b):
                 return self._choice_of(self._number(test), self._expr(a), self._expr(b), node)
@@ -233,12 +233,12 @@ class TextExpressions:
             if not args or not isinstance(args[0], ast.Name) or args[0].id not in SCALARS:
                 raise self._refuse(node, "vector begins with a type, e.g. i32")
             elem = SCALARS[args[0].id]
-            lanes = tuple(ir.Const(elem, self._plain_number(one, elem)) for one in args[1:])
+            lanes = tuple(ir.Const(elem, self._plain_number(arg, elem)) for arg in args[1:])
             return call(name, (), lanes, elem)
         if name in REDUCTIONS and len(args) == 2 and isinstance(args[1], ast.Name) and args[1].id in ORDERS:
             number = ORDERS.index(args[1].id)
             return call(name, (self._expr(args[0]),), (number,) if number else ())
-        values = tuple(self._expr(one) for one in args)
+        values = tuple(self._expr(arg) for arg in args)
         n_values = OPERATIONS[name].values if OPERATIONS[name].takes_numbers else len(values)
         return self._with_lanes(name, values[:n_values], values[n_values:], of, node)
 
@@ -251,12 +251,12 @@ class TextExpressions:
         node: ast.expr,
     ) -> ir.Expr:
         """Numbers may be parameters: the type is that of their defaults, the names stay."""
-        known = tuple(self._known(one) for one in numbers)
+        known = tuple(self._known(constant) for constant in numbers)
         found = call(name, values, known, of)
         return found if known == numbers else replace(found, numbers=numbers)
 
     def _known(self, e: ir.Expr) -> ir.Expr:
-        by_default = {name: ir.integer(one.values[0]) for name, one in self._parameters.items()}
+        by_default = {name: ir.integer(parameter.values[0]) for name, parameter in self._parameters.items()}
         return Folder(by_default).expr(e)
 
     def _cast(self, of: Type, args: list[ast.expr], node: ast.expr) -> ir.Expr:

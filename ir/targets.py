@@ -41,8 +41,8 @@ _AVX2_MACROS = ("__AVX2__", "__FMA__", "__F16C__")
 _AVX512_MACROS = ("__AVX512F__", "__AVX512BW__", "__AVX512VL__", "__AVX512DQ__")
 
 TARGETS = {
-    one.name: one
-    for one in (
+    target.name: target
+    for target in (
         IsaTarget("portable", "any", 16, (), ()),
         IsaTarget("avx2", "x86", 32, _AVX2, _AVX2_MACROS),
         IsaTarget("avx512", "x86", 64, _AVX512, _AVX512_MACROS),

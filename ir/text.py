@@ -27,15 +27,17 @@ def printed(function: ir.FunctionDefinition) -> str:
     lines += ["", f"def {function.name}({args}) -> {spelled(function.result)}:"]
     if function.reassociate:
         lines.append("    reassociate()")
-    lines += [f"    {_parameter(one)}" for one in function.parameters]
-    lines += [f"    {_argument(one)}" for one in function.described]
+    lines += [f"    {_parameter(parameter)}" for parameter in function.parameters]
+    lines += [f"    {_argument(argument)}" for argument in function.described]
     lines += _body(function.body, 1)
     return "\n".join(lines) + "\n"
 
 
-def _parameter(one: ir.Parameter) -> str:
-    values = ", ".join(map(str, one.values))
-    return f"{one.name} = tune({values})" if len(one.values) > 1 else f"{one.name} = {values}"
+def _parameter(parameter: ir.Parameter) -> str:
+    values = ", ".join(map(str, parameter.values))
+    return (
+        f"{parameter.name} = tune({values})" if len(parameter.values) > 1 else f"{parameter.name} = {values}"
+    )
 
 
 def _values(table: ir.Declare) -> list[str]:
@@ -43,17 +45,17 @@ def _values(table: ir.Declare) -> list[str]:
     return [f"    {', '.join(words[i : i + 16])}," for i in range(0, len(words), 16)]
 
 
-def _argument(one: ir.Argument) -> str:
-    parts = [f'"{one.name}"']
-    if one.count is not None:
-        parts.append(f"count={expression(one.count)}")
-    parts += [f"{name}={_plain(value)}" for name, value in one.numbers]
-    if one.halves:
-        parts.append(f'halves="{" ".join(one.halves)}"')
-    if one.is_out:
+def _argument(argument: ir.Argument) -> str:
+    parts = [f'"{argument.name}"']
+    if argument.count is not None:
+        parts.append(f"count={expression(argument.count)}")
+    parts += [f"{name}={_plain(value)}" for name, value in argument.numbers]
+    if argument.halves:
+        parts.append(f'halves="{" ".join(argument.halves)}"')
+    if argument.is_out:
         parts.append("out=True")
-    if one.alias:
-        parts.append(f"alias={one.alias}")
+    if argument.alias:
+        parts.append(f"alias={argument.alias}")
     return f"describe({', '.join(parts)})"
 
 
@@ -62,13 +64,13 @@ def _plain(value: float) -> str:
 
 
 def _body(body: ir.Body, depth: int) -> list[str]:
-    lines = [line for one in body for line in _statement(one, depth)]
+    lines = [line for statement in body for line in _statement(statement, depth)]
     return lines or ["    " * depth + "pass"]
 
 
-def _statement(one: ir.Stmt, depth: int) -> list[str]:
+def _statement(statement: ir.Stmt, depth: int) -> list[str]:
     pad = "    " * depth
-    match one:
+    match statement:
         case ir.Declare(name, of, value, _, values):
             return [pad + _declaration(name, of, value, values)]
         case ir.Assign(target, value, _):
@@ -76,7 +78,10 @@ def _statement(one: ir.Stmt, depth: int) -> list[str]:
         case ir.Do(what, _):
             return [pad + expression(what)]
         case ir.Steps():
-            return [f"{pad}for {one.variable} in {_steps(one)}:", *_body(one.body, depth + 1)]
+            return [
+                f"{pad}for {statement.variable} in {_steps(statement)}:",
+                *_body(statement.body, depth + 1),
+            ]
         case ir.While(condition, body, _):
             return [f"{pad}while {expression(condition)}:", *_body(body, depth + 1)]
         case ir.If(condition, then, otherwise, _):
@@ -99,7 +104,7 @@ def _declaration(name: str, of: object, value: ir.Expr | None, values: tuple[int
             return text
         if not any(values):
             return f"{text} = zeros"
-        return f"{text} = [{', '.join(_number(one, numbers_of(of)) for one in values)}]"
+        return f"{text} = [{', '.join(_number(item, numbers_of(of)) for item in values)}]"
     assert isinstance(of, Scalar | Vec | Pointer)
     if value is None:
         return f"{name}: {spelled(of)}"
@@ -113,9 +118,9 @@ def _steps(loop: ir.Steps) -> str:
     return f"steps({', '.join([*parts, *map(_how, loop.how)])})"
 
 
-def _how(one: ir.How) -> str:
-    args = ", ".join(f'"{arg}"' if isinstance(arg, str) else expression(arg) for arg in one.args)
-    return f"{one.name}({args})"
+def _how(transformation: ir.How) -> str:
+    args = ", ".join(f'"{arg}"' if isinstance(arg, str) else expression(arg) for arg in transformation.args)
+    return f"{transformation.name}({args})"
 
 
 WORDS = {"&&": "and", "||": "or"}
@@ -161,18 +166,18 @@ def _inner(e: ir.Expr) -> str:
 
 
 def _call(e: ir.CallExpression) -> str:
-    parts = [expression(one) for one in e.args]
+    parts = [expression(arg) for arg in e.args]
     if e.name in OPERATIONS and OPERATIONS[e.name].names_type:
         of = e.type.elem if isinstance(e.type, Vec) else e.type
         parts.append(spelled(of))
     elif e.name == "vector":
         elem = ir.vec(e).elem
-        numbers = (_number(one.value, elem) for one in e.numbers if isinstance(one, ir.Const))
+        numbers = (_number(constant.value, elem) for constant in e.numbers if isinstance(constant, ir.Const))
         return f"vector({elem.name}, {', '.join(numbers)})"
     elif e.name in REDUCTIONS:
-        parts += [ORDERS[int(one.value)] for one in e.numbers if isinstance(one, ir.Const)]
+        parts += [ORDERS[place] for place in e.places]
     else:
-        parts += [expression(one) for one in e.numbers]
+        parts += [expression(constant) for constant in e.numbers]
     return f"{e.name}({', '.join(parts)})"
 
 

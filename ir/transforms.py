@@ -88,7 +88,7 @@ class _Transformer(ir.StatementRewriter):
     def split_sums(self, loop: ir.Steps, how: str) -> list[Accumulator]:
         """The sums that may have a second accumulator."""
         sums, _ = accumulators(loop)
-        return [one for one in sums if one.is_exact or self._reassociate]
+        return [accumulator for accumulator in sums if accumulator.is_exact or self._reassociate]
 
     def suffix(self, copy: int) -> str:
         return f"_{self._n}_{copy}"
@@ -123,19 +123,30 @@ def _in_a_row(worker: _Transformer, loop: ir.Steps, how: ir.How, sums: list[Accu
     copies: list[ir.Stmt] = list(loop.body)
     own: dict[int, dict[str, ir.Expr]] = {}
     for copy in range(1, n):
-        own[copy] = {one.name: ir.Var(one.type, f"{one.name}{worker.suffix(copy)}") for one in sums}
-        for one in sums:
-            second = own[copy][one.name]
+        own[copy] = {
+            accumulator.name: ir.Var(accumulator.type, f"{accumulator.name}{worker.suffix(copy)}")
+            for accumulator in sums
+        }
+        for accumulator in sums:
+            second = own[copy][accumulator.name]
             assert isinstance(second, ir.Var)
             before.append(
-                ir.Declare(second.name, one.type, one.identity(ir.Var(one.type, one.name)), loop.line)
+                ir.Declare(
+                    second.name,
+                    accumulator.type,
+                    accumulator.identity(ir.Var(accumulator.type, accumulator.name)),
+                    loop.line,
+                )
             )
         copied = renamed(loop.body, worker.suffix(copy))
         copied = ir.Substitute({loop.variable: later(loop, copy), **own[copy]}).body(copied)
         copies += copied
-    for one in sums:
-        parts: list[ir.Expr] = [ir.Var(one.type, one.name), *(own[copy][one.name] for copy in range(1, n))]
-        after.append(ir.Assign(parts[0], one.total(parts, order), loop.line))
+    for accumulator in sums:
+        parts: list[ir.Expr] = [
+            ir.Var(accumulator.type, accumulator.name),
+            *(own[copy][accumulator.name] for copy in range(1, n)),
+        ]
+        after.append(ir.Assign(parts[0], accumulator.total(parts, order), loop.line))
     main = replace(
         loop,
         name=f"{loop.name}_by_{n}",
@@ -171,7 +182,9 @@ def _widen(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
     if n & (n - 1):
         raise worker.refuse(loop, f"widen by {n}: by 2, 4, 8 or 16")
     sums, others = accumulators(loop)
-    inexact = [one.name for one in sums if not one.is_exact and not worker._reassociate]
+    inexact = [
+        accumulator.name for accumulator in sums if not accumulator.is_exact and not worker._reassociate
+    ]
     if inexact:
         raise worker.refuse(
             loop, f"widen changes the order of the sum `{inexact[0]}`; add reassociate() to allow it"
@@ -211,7 +224,7 @@ def _split(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
 
 def _only_loop(worker: _Transformer, loop: ir.Steps, how: str) -> tuple[ir.Body, ir.Steps, ir.Body]:
     """The statements before and after the one loop that a loop holds."""
-    places = [i for i, one in enumerate(loop.body) if isinstance(one, ir.Steps | ir.While)]
+    places = [i for i, statement in enumerate(loop.body) if isinstance(statement, ir.Steps | ir.While)]
     inner = loop.body[places[0]] if len(places) == 1 else None
     if not isinstance(inner, ir.Steps):
         raise worker.refuse(loop, f"{how} of a loop that does not hold one loop")
@@ -305,8 +318,7 @@ def _pipeline(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
         (
             node
             for node in ir.walk_body(loop.body)
-            if isinstance(node, ir.CallExpression)
-            and node.name == "load"
+            if ir.is_call(node, "load")
             and loop.variable in ir.used(node)
             and not ir.used(node) & changing
             and base_of(node.args[0]) not in writes

@@ -90,7 +90,7 @@ def _changes(loop: ir.Steps, reassociate: bool) -> list[_Change]:
             is_free = WHOLE not in how.args and (reassociate or how.name == "unroll")
             if not is_free or not isinstance(number, ir.Const):
                 return [widen]
-            others = (int(number.value), *(one for one in UNROLL if one != number.value))
+            others = (int(number.value), *(factor for factor in UNROLL if factor != number.value))
             return [widen, _Change(loop.name, "UNROLL", others, how.name)]
     return [widen, _Change(loop.name, "UNROLL", UNROLL)]
 
@@ -98,14 +98,14 @@ def _changes(loop: ir.Steps, reassociate: bool) -> list[_Change]:
 def innermost(body: ir.Body) -> list[ir.Steps]:
     """Loops that hold no loop, in the order of the text."""
     found: list[ir.Steps] = []
-    for one in body:
+    for statement in body:
         inner: list[ir.Steps] = []
-        if isinstance(one, ir.Steps | ir.While):
-            inner = innermost(one.body)
-        elif isinstance(one, ir.If):
-            inner = [*innermost(one.then), *innermost(one.otherwise)]
-        has_while = any(isinstance(node, ir.While) for node in ir.walk_body((one,)))
-        found += inner or ([one] if isinstance(one, ir.Steps) and not has_while else [])
+        if isinstance(statement, ir.Steps | ir.While):
+            inner = innermost(statement.body)
+        elif isinstance(statement, ir.If):
+            inner = [*innermost(statement.then), *innermost(statement.otherwise)]
+        has_while = any(isinstance(node, ir.While) for node in ir.walk_body((statement,)))
+        found += inner or ([statement] if isinstance(statement, ir.Steps) and not has_while else [])
     return found
 
 

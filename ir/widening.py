@@ -25,7 +25,7 @@ class _Turns:
 
     @property
     def is_same(self) -> bool:
-        return all(one == self.values[0] for one in self.values)
+        return all(value == self.values[0] for value in self.values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,59 +63,65 @@ class _Widener:
         self._out: list[ir.Stmt] = []
         self.before: list[ir.Stmt] = []
         self.after: list[ir.Stmt] = []
-        for one in sums:
-            self._sum(one)
+        for accumulator in sums:
+            self._sum(accumulator)
 
-    def _sum(self, one: Accumulator) -> None:
+    def _sum(self, accumulator: Accumulator) -> None:
         """A sum becomes a long one, or one for each turn where it is a number."""
-        own, line = ir.Var(one.type, one.name), self._loop.line
-        if isinstance(one.type, Scalar):
-            copies = [own, *(ir.Var(one.type, f"{one.name}{self._suffix}_{i}") for i in range(1, self._n))]
+        own, line = ir.Var(accumulator.type, accumulator.name), self._loop.line
+        if isinstance(accumulator.type, Scalar):
+            copies = [
+                own,
+                *(
+                    ir.Var(accumulator.type, f"{accumulator.name}{self._suffix}_{i}")
+                    for i in range(1, self._n)
+                ),
+            ]
             for copy in copies[1:]:
-                self.before.append(ir.Declare(copy.name, one.type, one.identity(own), line))
-            self._known[one.name] = _Turns(tuple(copies))
+                self.before.append(ir.Declare(copy.name, accumulator.type, accumulator.identity(own), line))
+            self._known[accumulator.name] = _Turns(tuple(copies))
             total: ir.Expr = own
             for copy in copies[1:]:
-                total = one.combined(total, copy)
+                total = accumulator.combined(total, copy)
             self.after.append(ir.Assign(own, total, line))
             return
-        begun = [own, *([one.identity(own)] * (self._n - 1))]
+        begun = [own, *([accumulator.identity(own)] * (self._n - 1))]
         long = _joined(begun)
-        name = f"{one.name}{self._suffix}"
+        name = f"{accumulator.name}{self._suffix}"
         self.before.append(ir.Declare(name, long.type, long, line))
-        self._known[one.name] = _Long(ir.Var(long.type, name))
+        self._known[accumulator.name] = _Long(ir.Var(long.type, name))
         value: ir.Expr = ir.Var(long.type, name)
         rest = self._n
         while rest > 1:
-            value = one.combined(call("lo", (value,)), call("hi", (value,)))
+            value = accumulator.combined(call("lo", (value,)), call("hi", (value,)))
             rest //= 2
         self.after.append(ir.Assign(own, value, line))
 
     # ---- statements ----
 
     def body(self) -> ir.Body:
-        for one in self._loop.body:
-            self._statement(one)
+        for statement in self._loop.body:
+            self._statement(statement)
         return tuple(self._out)
 
-    def _statement(self, one: ir.Stmt) -> None:
-        match one:
+    def _statement(self, statement: ir.Stmt) -> None:
+        match statement:
             case ir.Declare(name=name, type=of, value=value) if value is not None:
-                self._new(name, self._value(value), one.line)
+                self._new(name, self._value(value), statement.line)
             case ir.Assign(target=ir.Var(name=name), value=value):
                 if name not in self._known:
                     raise ValueError(f"`{name}` is assigned to before it has a value")
-                self._set(name, self._value(value), one.line)
+                self._set(name, self._value(value), statement.line)
             case ir.Assign(target=ir.Index(type=of, base=base, index=index), value=value):
                 places = self._turns(self._value(index)).values
                 bases = self._turns(self._value(base)).values
                 values = self._turns(self._value(value)).values
                 for place, from_base, each in zip(places, bases, values, strict=True):
-                    self._out.append(ir.Assign(ir.Index(of, from_base, place), each, one.line))
+                    self._out.append(ir.Assign(ir.Index(of, from_base, place), each, statement.line))
             case ir.Do(call=ir.CallExpression(name="store", args=(place, value))):
-                self._store(place, value, one.line)
+                self._store(place, value, statement.line)
             case ir.Do(call=ir.CallExpression(name="prefetch", args=(place,))):
-                self._out.append(ir.Do(call("prefetch", (place,)), one.line))
+                self._out.append(ir.Do(call("prefetch", (place,)), statement.line))
             case _:
                 raise ValueError("the loop holds another loop, a condition, or memory of its own")
 
@@ -129,13 +135,13 @@ class _Widener:
             self._known[name] = value
             return
         copies: list[ir.Expr] = []
-        for i, one in enumerate(value.values):
+        for i, item in enumerate(value.values):
             if value.is_same and i:
                 copies.append(copies[0])
                 continue
-            copy = ir.Var(one.type, f"{name}{self._suffix}_{i}")
+            copy = ir.Var(item.type, f"{name}{self._suffix}_{i}")
             copies.append(copy)
-            self._out.append(ir.Declare(copy.name, one.type, one, line))
+            self._out.append(ir.Declare(copy.name, item.type, item, line))
         self._known[name] = _Turns(tuple(copies))
 
     def _set(self, name: str, value: _Turns | _Long, line: int) -> None:
@@ -183,7 +189,7 @@ class _Widener:
         if isinstance(e, ir.Const):
             return _Turns((e,) * self._n)
         if not isinstance(e.type, Vec) or not ir.used(e):
-            if isinstance(e.type, Vec) and isinstance(e, ir.CallExpression) and e.name in ("splat", "vector"):
+            if isinstance(e.type, Vec) and ir.is_call(e, "splat", "vector"):
                 return self._call(e)
             return self._each(e)
         if isinstance(e, ir.CallExpression):
@@ -213,14 +219,14 @@ class _Widener:
 
     def _lanewise(self, e: ir.Expr, operands: tuple[ir.Expr, ...]) -> _Turns | _Long:
         """The same operation on longer vectors."""
-        values = [self._value(one) for one in operands]
-        is_short = all(isinstance(one, _Turns) for one in values) and all(
-            isinstance(one.type, Vec) and one.type.size < SMALL_BYTES for one in operands
+        values = [self._value(arg) for arg in operands]
+        is_short = all(isinstance(value, _Turns) for value in values) and all(
+            isinstance(arg.type, Vec) and arg.type.size < SMALL_BYTES for arg in operands
         )
         if is_short:
-            turns = [self._turns(one).values for one in values]
+            turns = [self._turns(value).values for value in values]
             return _Turns(tuple(_with_operands(e, operands, list(each)) for each in zip(*turns, strict=True)))
-        return _Long(_with_operands(e, operands, [self._long(one) for one in values]))
+        return _Long(_with_operands(e, operands, [self._long(value) for value in values]))
 
     def _call(self, e: ir.CallExpression) -> _Turns | _Long:
         match e.name:
@@ -230,9 +236,9 @@ class _Widener:
                 inner = self._turns(self._value(e.args[0])).values
                 (lanes,) = e.numbers
                 assert isinstance(lanes, ir.Const)
-                if all(one == inner[0] for one in inner):
+                if all(item == inner[0] for item in inner):
                     return _Long(call("splat", (inner[0],), (int(lanes.value) * self._n,)))
-                return _Turns(tuple(call("splat", (one,), e.numbers) for one in inner))
+                return _Turns(tuple(call("splat", (item,), e.numbers) for item in inner))
             case "vector":
                 return _Long(call("vector", (), e.numbers * self._n, ir.vec(e).elem))
             case name if OPERATIONS[name].moves_lanes:
@@ -243,9 +249,9 @@ class _Widener:
         places = self._turns(self._value(e.args[0])).values
         if self._stride(e.args[0]) == ir.vec(e).lanes:
             return _Long(call("load", (places[0],), (ir.vec(e).lanes * self._n,)))
-        if all(one == places[0] for one in places):
+        if all(place == places[0] for place in places):
             return _Turns((e,) * self._n)
-        return _Turns(tuple(call("load", (one,), e.numbers) for one in places))
+        return _Turns(tuple(call("load", (place,), e.numbers) for place in places))
 
 
 def _with_operands(e: ir.Expr, old: tuple[ir.Expr, ...], new: list[ir.Expr]) -> ir.Expr:
@@ -263,11 +269,7 @@ def _with_operands(e: ir.Expr, old: tuple[ir.Expr, ...], new: list[ir.Expr]) -> 
 
 
 def _joined(values: list[ir.Expr]) -> ir.Expr:
-    if (
-        all(one == values[0] for one in values)
-        and isinstance(values[0], ir.CallExpression)
-        and values[0].name == "splat"
-    ):
+    if all(value == values[0] for value in values) and ir.is_call(values[0], "splat"):
         (lanes,) = values[0].numbers
         assert isinstance(lanes, ir.Const)
         return call("splat", values[0].args, (int(lanes.value) * len(values),))
@@ -281,7 +283,7 @@ def _part(e: ir.Expr, at: int, n: int) -> ir.Expr:
     while n > 1:
         n //= 2
         which = "hi" if at >= n else "lo"
-        is_joined = isinstance(e, ir.CallExpression) and e.name == "concat"
+        is_joined = ir.is_call(e, "concat")
         e = e.args[which == "hi"] if isinstance(e, ir.CallExpression) and is_joined else call(which, (e,))
         at %= n
     return e

@@ -58,13 +58,15 @@ class Words:
 
     def make(self, operation: str, result: Vec | Scalar, args: tuple[Vec | Scalar, ...]) -> str:
         """The name of the function for an operation on vectors of these types."""
-        shapes = [one for one in args if isinstance(one, Vec)]
-        key = "_".join(dict.fromkeys(vec_name(one) for one in (result, *shapes) if isinstance(one, Vec)))
+        shapes = [arg for arg in args if isinstance(arg, Vec)]
+        key = "_".join(
+            dict.fromkeys(vec_name(shape) for shape in (result, *shapes) if isinstance(shape, Vec))
+        )
         name = f"{key}_{operation}"
         if name not in self.made:
-            of = [one for one in (result, *args) if isinstance(one, Vec)]
-            for one in of:
-                self.type(one)
+            of = [arg for arg in (result, *args) if isinstance(arg, Vec)]
+            for shape in of:
+                self.type(shape)
             self.made[name] = Word(name, self._text(name, operation, result, args), tuple(of))
         return name
 
@@ -90,7 +92,8 @@ class Words:
             if half.size < 8 or lanes == 2:
                 break
             sides = [
-                f"__builtin_shufflevector({at}, {at}, {', '.join(map(str, one))})" for one in (first, second)
+                f"__builtin_shufflevector({at}, {at}, {', '.join(map(str, places))})"
+                for places in (first, second)
             ]
             text = self.paired(op, half, *sides)
             lines.append(f"    {smaller} v{lanes // 2} = {text};")
@@ -190,7 +193,7 @@ class Words:
     # ---- x86 ----
 
     def _x86(self, operation: str, result: Vec | Scalar, args: tuple[Vec | Scalar, ...]) -> str | None:
-        if not isinstance(result, Vec) or not all(isinstance(one, Vec) and one.size >= 8 for one in args):
+        if not isinstance(result, Vec) or not all(isinstance(arg, Vec) and arg.size >= 8 for arg in args):
             return None
         source = args[0]
         assert isinstance(source, Vec)
@@ -217,9 +220,9 @@ class Words:
         if name is None:
             return None
         values = ", ".join(
-            f"({x86_register(one)}){letter}"
-            for one, letter in zip(args, "abcd", strict=False)
-            if isinstance(one, Vec)
+            f"({x86_register(arg)}){letter}"
+            for arg, letter in zip(args, "abcd", strict=False)
+            if isinstance(arg, Vec)
         )
         if operation == "select":
             values = ", ".join(f"({x86_register(result)}){letter}" for letter in "cba")

@@ -23,7 +23,7 @@ def inlined(function: ir.FunctionDefinition, path: str = "") -> ir.FunctionDefin
 class _Inliner(ir.Rewriter):
     def __init__(self, function: ir.FunctionDefinition, path: str) -> None:
         self._path = path
-        self._helpers = {one.name: one for one in function.helpers}
+        self._helpers = {helper.name: helper for helper in function.helpers}
         self._taken = (
             {name for name, _ in function.args}
             | ir.assigned(function.body)
@@ -34,8 +34,8 @@ class _Inliner(ir.Rewriter):
         self._n_statements = 0
         self._line = function.line
         self.tables: list[ir.Declare] = []
-        for one in function.helpers:
-            self._taken |= {table.name for table in one.tables}
+        for helper in function.helpers:
+            self._taken |= {table.name for table in helper.tables}
 
     def _fresh(self, name: str) -> str:
         for n in count(2):
@@ -65,11 +65,7 @@ class _Inliner(ir.Rewriter):
         self._before.append([])
         if isinstance(statement, ir.For | ir.While):
             new = self._loop(statement)
-        elif (
-            isinstance(statement, ir.Do)
-            and isinstance(statement.call, ir.CallExpression)
-            and statement.call.name in self._helpers
-        ):
+        elif isinstance(statement, ir.Do) and ir.is_call(statement.call, *self._helpers):
             return self._called_alone(statement)
         elif isinstance(statement, ir.If):
             condition = self.expr(statement.condition)
@@ -105,7 +101,7 @@ class _Inliner(ir.Rewriter):
     def _called_alone(self, statement: ir.Do) -> ir.Body:
         assert isinstance(statement.call, ir.CallExpression)
         call = statement.call
-        args = tuple(self.expr(one) for one in call.args)
+        args = tuple(self.expr(arg) for arg in call.args)
         mine = self._before.pop()
         copied, _ = self._copy(self._helpers[call.name], args)
         return (*mine, *copied)
@@ -121,7 +117,7 @@ class _Inliner(ir.Rewriter):
         return super().expr(e)
 
     def leave(self, e: ir.Expr) -> ir.Expr:
-        if not (isinstance(e, ir.CallExpression) and e.name in self._helpers):
+        if not (ir.is_call(e, *self._helpers)):
             return e
         copied, value = self._copy(self._helpers[e.name], e.args)
         if value is None:

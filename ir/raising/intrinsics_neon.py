@@ -227,10 +227,10 @@ def _created(elem: Scalar) -> Build:
 def is_below_16(e: ir.Expr) -> bool:
     """True if a mask, or a shift of bytes, keeps every lane below 16."""
     if isinstance(e, ir.Binary) and e.op == "&":
-        return any(_is_small_splat(one) for one in (e.a, e.b))
+        return any(_is_small_splat(side) for side in (e.a, e.b))
     if isinstance(e, ir.Binary) and e.op == ">>" and isinstance(e.type, Vec):
         return e.type.elem == U8 and isinstance(e.b, ir.Const) and e.b.value >= 4
-    return isinstance(e, ir.CallExpression) and e.name == "bits" and is_below_16(e.args[0])
+    return ir.is_call(e, "bits") and is_below_16(e.args[0])
 
 
 def _is_small_splat(e: ir.Expr) -> bool:

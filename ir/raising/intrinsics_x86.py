@@ -157,13 +157,13 @@ def _rounded(a: Sequence[ir.Expr]) -> ir.Expr:
 
 def _set(elem: Scalar, lanes: int, is_reversed: bool = False) -> Build:
     def build(given: Sequence[ir.Expr]) -> ir.Expr:
-        values = [cast(elem, one) for one in (reversed(given) if is_reversed else given)]
+        values = [cast(elem, arg) for arg in (reversed(given) if is_reversed else given)]
         if len(values) != lanes:
             raise Mistyped(f"takes {lanes} numbers, not {len(values)}")
-        known = [one.value for one in values if isinstance(one, ir.Const)]
+        known = [value.value for value in values if isinstance(value, ir.Const)]
         if len(known) == lanes:
             return constant(elem, known)
-        if all(one == values[0] for one in values):
+        if all(value == values[0] for value in values):
             return call("splat", (values[0],), (lanes,))
         return _gathered(values, elem)
 
@@ -172,7 +172,7 @@ def _set(elem: Scalar, lanes: int, is_reversed: bool = False) -> Build:
 
 def _gathered(values: list[ir.Expr], elem: Scalar) -> ir.Expr:
     """A vector of values that are known when the kernel runs: halves of equal ones are splats."""
-    if all(one == values[0] for one in values):
+    if all(value == values[0] for value in values):
         return call("splat", (values[0],), (len(values),))
     middle = len(values) // 2
     return call("concat", (_gathered(values[:middle], elem), _gathered(values[middle:], elem)))
@@ -240,11 +240,11 @@ def _bitwise(op: str, elem: Scalar) -> Build:
     """In the lanes that both sides have, so that no reinterpretation stands between them."""
 
     def build(a: Sequence[ir.Expr]) -> ir.Expr:
-        own = [one.type.elem for one in a if isinstance(one.type, Vec)]
+        own = [arg.type.elem for arg in a if isinstance(arg.type, Vec)]
         shared = own[0] if own[0] == own[1] and not own[0].is_float else elem
 
         for one, other in ((0, 1), (1, 0)):
-            constant_side = isinstance(a[one], ir.CallExpression) and a[one].name in ("splat", "vector")  # type: ignore[union-attr]
+            constant_side = ir.is_call(a[one], "splat", "vector")
             if constant_side and not own[one].is_float and own[one] != own[other]:
                 shared = own[one]
         return binary(op, as_elem(a[0], shared), as_elem(a[1], shared))
@@ -268,16 +268,16 @@ def _x86_moves(table: Table, prefix: str, size: int) -> None:
     for name in ("storeu", "store", "stream"):
         table.put(f"{prefix}{name}_{si}", VOID, store(None))
     kinds = {"ps": F32, "pd": F64, "si": BITS}
-    for one, elem in kinds.items():
+    for kind, elem in kinds.items():
         for other, to in kinds.items():
-            if one != other:
+            if kind != other:
                 right = f"{other}{8 * size}" if other == "si" else other
-                left = f"{one}{8 * size}" if one == "si" else one
+                left = f"{kind}{8 * size}" if kind == "si" else kind
                 table.put(f"{prefix}cast{left}_{right}", _register(to, size), reading(to))
         for bigger in (32, 64):
             if bigger > size:
                 wide = {32: "_mm256_", 64: "_mm512_"}[bigger]
-                big_name, small_name = f"{one}{8 * bigger}", f"{one}{8 * size}"
+                big_name, small_name = f"{kind}{8 * bigger}", f"{kind}{8 * size}"
                 table.put(f"{wide}cast{big_name}_{small_name}", _register(elem, size), _first_part(size))
                 names = f"{wide}cast{small_name}_{big_name} {wide}zext{small_name}_{big_name}"
                 table.put(names, _register(elem, bigger), _padded(bigger))
@@ -427,7 +427,7 @@ def _places(e: ir.Expr) -> list[int]:
     found = as_elem(e, I32)
     if not isinstance(found, ir.CallExpression) or found.name != "vector":
         raise Mistyped("takes places that are known when compiling")
-    return [number(one) & 7 for one in found.numbers]
+    return [number(known_number) & 7 for known_number in found.numbers]
 
 
 def _x86_scalars(table: Table) -> None:

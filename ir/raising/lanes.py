@@ -55,41 +55,39 @@ def _one_number(function: ir.FunctionDefinition) -> int | None:
 def _is_free(body: ir.Body, lanes: int) -> bool:
     """True if every use of vectors in a body holds for any number of lanes."""
     sums: set[str] = set()
-    for at, one in enumerate(body):
-        if not _has_vectors(one):
+    for at, statement in enumerate(body):
+        if not _has_vectors(statement):
             continue
-        if isinstance(one, ir.Steps) and any(isinstance(inner, ir.Steps) for inner in one.body):
-            own = {node.name for node in ir.walk_body(one.body) if isinstance(node, ir.Declare)}
-            if _vectors_given(one.body) - own or not _is_free(one.body, lanes):
+        if isinstance(statement, ir.Steps) and any(isinstance(inner, ir.Steps) for inner in statement.body):
+            own = {node.name for node in ir.walk_body(statement.body) if isinstance(node, ir.Declare)}
+            if _vectors_given(statement.body) - own or not _is_free(statement.body, lanes):
                 return False
-        elif isinstance(one, ir.Steps):
-            found = _sums_of(body, at, one, lanes)
+        elif isinstance(statement, ir.Steps):
+            found = _sums_of(body, at, statement, lanes)
             if found is None:
                 return False
             sums |= found
-        elif isinstance(one, ir.If | ir.While) or not _is_uniform_or_reduced(one, sums):
+        elif isinstance(statement, ir.If | ir.While) or not _is_uniform_or_reduced(statement, sums):
             return False
     return True
 
 
-def _has_vectors(one: ir.Stmt) -> bool:
-    return any(isinstance(getattr(node, "type", None), Vec) for node in ir.walk(one))
+def _has_vectors(statement: ir.Stmt) -> bool:
+    return any(isinstance(getattr(node, "type", None), Vec) for node in ir.walk(statement))
 
 
 def _vectors_given(body: ir.Body) -> set[str]:
     """Names of vectors that are assigned to."""
     targets = [node.target for node in ir.walk_body(body) if isinstance(node, ir.Assign)]
-    return {one.name for one in targets if isinstance(one, ir.Var) and isinstance(one.type, Vec)}
+    return {target.name for target in targets if isinstance(target, ir.Var) and isinstance(target.type, Vec)}
 
 
-def _is_uniform_or_reduced(one: ir.Stmt, sums: set[str]) -> bool:
+def _is_uniform_or_reduced(statement: ir.Stmt, sums: set[str]) -> bool:
     """Outside of loops vectors are the same in all lanes, or are reduced."""
-    nodes = ir.walk(one)
-    if isinstance(one, ir.Declare) and isinstance(one.type, Vec):
-        return one.value is not None and _is_uniform(one.value)
-    reduced = [
-        node.args[0] for node in nodes if isinstance(node, ir.CallExpression) and node.name in REDUCTIONS
-    ]
+    nodes = ir.walk(statement)
+    if isinstance(statement, ir.Declare) and isinstance(statement.type, Vec):
+        return statement.value is not None and _is_uniform(statement.value)
+    reduced = [node.args[0] for node in nodes if ir.is_call(node, *REDUCTIONS)]
     vectors = [node for node in nodes if isinstance(getattr(node, "type", None), Vec)]
     return len(vectors) == len(reduced) and all(isinstance(v, ir.Var) and v.name in sums for v in reduced)
 
@@ -108,17 +106,17 @@ def _sums_of(body: ir.Body, at: int, loop: ir.Steps, lanes: int) -> set[str] | N
         and loop.step == ir.integer(lanes)
         and _condition(loop, lanes) is not None
         and continued(body, at) is not None
-        and all(_is_vector_statement(one) for one in loop.body)
+        and all(_is_vector_statement(statement) for statement in loop.body)
         and _Places(loop).are_all_neighbours()
-        and all(_is_sum(body[:at], body[at + 1 :], one) for one in sums)
+        and all(_is_sum(body[:at], body[at + 1 :], accumulator) for accumulator in sums)
     )
-    return {one.name for one in sums} if holds else None
+    return {accumulator.name for accumulator in sums} if holds else None
 
 
-def _is_vector_statement(one: ir.Stmt) -> bool:
-    match one:
+def _is_vector_statement(statement: ir.Stmt) -> bool:
+    match statement:
         case ir.Declare(type=Vec()) | ir.Assign(target=ir.Var(type=Vec())):
-            return not any(isinstance(n, ir.CallExpression) and n.name in REDUCTIONS for n in ir.walk(one))
+            return not any(ir.is_call(n, *REDUCTIONS) for n in ir.walk(statement))
         case ir.Do(call=ir.CallExpression(name="store")):
             return True
     return False
@@ -140,30 +138,37 @@ class _Places(ir.Rewriter):
         )
 
     def leave(self, e: ir.Expr) -> ir.Expr:
-        if isinstance(e, ir.CallExpression) and e.name in ("load", "store"):
+        if ir.is_call(e, "load", "store"):
             self._places.append(e.args[0])
             return replace(e, args=(ir.integer(0), *e.args[1:]))
         return e
 
 
-def _is_sum(before: ir.Body, after: ir.Body, one: Accumulator) -> bool:
+def _is_sum(before: ir.Body, after: ir.Body, accumulator: Accumulator) -> bool:
     """True if more lanes of a sum change nothing: it begins neutral, and only its reduction is used."""
     uses = [
         node
         for node in ir.walk_body(before)
-        if isinstance(node, ir.Var | ir.Declare) and node.name == one.name
+        if isinstance(node, ir.Var | ir.Declare) and node.name == accumulator.name
     ]
     if len(uses) != 1 or not isinstance(uses[0], ir.Declare) or uses[0].value is None:
         return False
     begins = uses[0].value
-    is_zero = repr(begins) == repr(one.identity(begins))
+    is_zero = repr(begins) == repr(accumulator.identity(begins))
     reduced = sum(
-        isinstance(node, ir.CallExpression) and node.name == REDUCED[one.op]
-        and node.args[0] == ir.Var(one.type, one.name)
+        ir.is_call(node, REDUCED[accumulator.op])
+        and node.args[0] == ir.Var(accumulator.type, accumulator.name)
         for node in ir.walk_body(after)
     )  # fmt: skip
-    mentioned = sum(isinstance(node, ir.Var) and node.name == one.name for node in ir.walk_body(after))
-    return is_zero and _is_uniform(begins) and reduced == mentioned and one.name not in ir.assigned(after)
+    mentioned = sum(
+        isinstance(node, ir.Var) and node.name == accumulator.name for node in ir.walk_body(after)
+    )
+    return (
+        is_zero
+        and _is_uniform(begins)
+        and reduced == mentioned
+        and accumulator.name not in ir.assigned(after)
+    )
 
 
 def _condition(loop: ir.Steps, lanes: int) -> ir.Expr | None:
@@ -190,7 +195,7 @@ class _Namer(ir.Rewriter):
         self._lanes = lanes
 
     def leave(self, e: ir.Expr) -> ir.Expr:
-        if isinstance(e, ir.CallExpression) and e.name in ("load", "splat") and isinstance(e.type, Vec):
+        if ir.is_call(e, "load", "splat") and isinstance(e.type, Vec):
             return replace(e, numbers=(ir.Var(I32, NAME),))
         return e
 
@@ -202,6 +207,8 @@ class _Namer(ir.Rewriter):
             and statement.step == ir.integer(self._lanes)
         ):
             condition = _condition(statement, self._lanes)
-            if condition is not None and any(_has_vectors(one) for one in statement.body):
+            if condition is not None and any(
+                _has_vectors(inner_statement) for inner_statement in statement.body
+            ):
                 return replace(new, condition=condition, step=ir.Var(I32, NAME))
         return new

@@ -8,6 +8,7 @@ guessed: a construct that has no line here is refused with its file, line and na
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from tree_sitter import Node
@@ -134,8 +135,8 @@ class _Body(SourceExpressions):
             raise source.refuse(node, "no function of the subset")
         args = []
         parameters = declarator.child_by_field_name("parameters")
-        for one in parameters.named_children if parameters else ():
-            args += self._argument(one)
+        for child in parameters.named_children if parameters else ():
+            args += self._argument(child)
         body = node.child_by_field_name("body")
         assert body is not None
         statements = self.block(body)
@@ -172,7 +173,7 @@ class _Body(SourceExpressions):
 
     def block(self, node: Node) -> ir.Body:
         self.scopes.append({})
-        found = [one for child in node.named_children for one in self.statement(child)]
+        found = [statement for child in node.named_children for statement in self.statement(child)]
         self.scopes.pop()
         return tuple(found)
 
@@ -211,7 +212,9 @@ class _Body(SourceExpressions):
             case "if_statement":
                 otherwise = node.child_by_field_name("alternative")
                 if otherwise is not None and otherwise.type == "else_clause":
-                    otherwise = next((one for one in otherwise.named_children if one.type != "comment"), None)
+                    otherwise = next(
+                        (child for child in otherwise.named_children if child.type != "comment"), None
+                    )
                 condition = self.expr(needed(node, "condition"))
                 return [
                     ir.If(
@@ -299,15 +302,17 @@ class _Body(SourceExpressions):
             values = self._listed(value, of)
         else:
             values = self._loaded_together(value, of)
-        return [ir.Assign(ir.Index(of.of, target, ir.integer(i)), one, line) for i, one in enumerate(values)]
+        return [
+            ir.Assign(ir.Index(of.of, target, ir.integer(i)), item, line) for i, item in enumerate(values)
+        ]
 
     def _lanes_listed(self, node: Node, of: Vec) -> ir.Expr:
         """A NEON register of the lanes in a list; lanes that are not there are zero."""
         word = "q" if of.size == 16 else ""
         suffix = of.elem.name.replace("i", "s")
         names = [f"vdup{word}_n_{suffix}", f"vset{word}_lane_{suffix}"]
-        values = [self._converted(one, of.elem) for one in node.named_children if one.type != "comment"]
-        if any(one not in self.source.intrinsics for one in names) or len(values) > of.lanes:
+        values = [self._converted(child, of.elem) for child in node.named_children if child.type != "comment"]
+        if any(name not in self.source.intrinsics for name in names) or len(values) > of.lanes:
             raise self._refuse(node, "a list of lanes is not in the subset here")
         found: ir.Expr = ir.CallExpression(of, names[0], (ir.zero(of.elem),))
         for lane, value in enumerate(values):
@@ -317,7 +322,7 @@ class _Body(SourceExpressions):
 
     def _listed(self, node: Node, of: Array) -> list[ir.Expr]:
         """The elements of a list of registers; `{0}` is zero everywhere."""
-        inner = [one for one in node.named_children if one.type != "comment"]
+        inner = [child for child in node.named_children if child.type != "comment"]
         if len(inner) == 1 and inner[0].type == "initializer_list":
             return self._listed(inner[0], of)
         if len(inner) == 1 and self._text(inner[0]) == "0":
@@ -326,7 +331,7 @@ class _Body(SourceExpressions):
             zero = "_mm256_setzero_si256" if of.of.elem.name == "bits" else f"vdupq_n_{suffix}"
             args = () if of.of.elem.name == "bits" else (ir.integer(0),)
             return [ir.CallExpression(of.of, zero, args)] * of.count
-        return [self._converted(one, of.of) for one in inner]
+        return [self._converted(item, of.of) for item in inner]
 
     def _loaded_together(self, node: Node, of: Array) -> list[ir.Expr]:
         name, _, many = self._text(node.child_by_field_name("function")).rpartition("_x")
@@ -334,20 +339,16 @@ class _Body(SourceExpressions):
         if known is None or known.result != of.of or many != str(of.count) or not isinstance(of.of, Vec):
             raise self._refuse(node, f"{self._quoted(node)} where {of.count} registers are needed")
         (place,) = self._arguments(node)
-        lanes = of.of.lanes
-        return [
-            ir.CallExpression(
-                of.of, name, (self._typed(lambda i=i: binary("+", place, ir.integer(i * lanes)), node),)
-            )
-            for i in range(of.count)
-        ]
+        starts = [ir.integer(i * of.of.lanes) for i in range(of.count)]
+        places = [self._typed(partial(binary, "+", place, start), node) for start in starts]
+        return [ir.CallExpression(of.of, name, (each,)) for each in places]
 
     def _effect(self, node: Node) -> list[ir.Stmt]:
         """An expression that stands alone."""
         line = self._line(node)
         match node.type:
             case "comma_expression":
-                return [one for child in node.named_children for one in self._effect(child)]
+                return [statement for child in node.named_children for statement in self._effect(child)]
             case "parenthesized_expression":
                 return self._effect(node.named_children[0])
             case "assignment_expression":

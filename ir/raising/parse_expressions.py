@@ -90,8 +90,8 @@ class SourceExpressions:
             case Array(element, _):
                 self._note(element)
             case Struct(name, fields):
-                for _, one in fields:
-                    self._note(one)
+                for _, field in fields:
+                    self._note(field)
                 self.structs[name] = of
 
     def _new(self, name: str, of: Type) -> ir.Var:
@@ -131,20 +131,22 @@ class SourceExpressions:
 
     def _flat(self, node: Node, of: Type) -> list[int | float]:
         found: list[int | float] = []
-        for one in node.named_children:
-            if one.type == "initializer_list":
-                found += self._flat(one, of)
+        for child in node.named_children:
+            if child.type == "initializer_list":
+                found += self._flat(child, of)
                 continue
-            if one.type == "comment":
+            if child.type == "comment":
                 continue
-            value = self.expr(one)
+            value = self.expr(child)
             if not isinstance(value, ir.Const) or not isinstance(of, Scalar):
-                raise self._refuse(one, f"{self._quoted(one)} is not a number that is known when compiling")
+                raise self._refuse(
+                    child, f"{self._quoted(child)} is not a number that is known when compiling"
+                )
             found.append(fitting(value.value, of))
         return found
 
     def _arguments(self, node: Node) -> list[ir.Expr]:
-        return [self.expr(one) for one in needed(node, "arguments").named_children if one.type != "comment"]
+        return [self.expr(arg) for arg in needed(node, "arguments").named_children if arg.type != "comment"]
 
     # ---- expressions ----
 
@@ -178,7 +180,7 @@ class SourceExpressions:
     def expr(self, node: Node) -> ir.Expr:
         match node.type:
             case "parenthesized_expression":
-                return self.expr(next(one for one in node.named_children if one.type != "comment"))
+                return self.expr(next(child for child in node.named_children if child.type != "comment"))
             case "number_literal":
                 return _literal(self.source, node)
             case "char_literal":
@@ -362,7 +364,7 @@ class SourceExpressions:
         name = self._text(needed(node, "field"))
         if name == "val" and isinstance(base.type, Array) and isinstance(base.type.of, Vec):
             return base
-        is_arrow = any(self._text(one) == "->" for one in node.children)
+        is_arrow = any(self._text(child) == "->" for child in node.children)
         if is_arrow:
             base = self._element(base, ir.integer(0), node)
         of = base.type
@@ -396,7 +398,7 @@ class SourceExpressions:
             return self._absolute(args[0], node)
         library = name.removeprefix("__builtin_")
         if library in LIBRARY:
-            return ir.CallExpression(F32, library, tuple(self._convert(one, F32, node) for one in args))
+            return ir.CallExpression(F32, library, tuple(self._convert(arg, F32, node) for arg in args))
         if name in self.source.names.functions:
             return self._helper(name, args, node)
         if name.startswith(("_mm", "__builtin_")) or name in _OTHER_INTRINSICS or _looks_like_neon(name):
@@ -418,7 +420,7 @@ class SourceExpressions:
             self.structs[struct.name] = struct
         for table in helper.tables:
             self.tables[table.name] = table
-        converted = [self._convert(one, of, node) for one, (_, of) in zip(args, helper.args, strict=True)]
+        converted = [self._convert(arg, of, node) for arg, (_, of) in zip(args, helper.args, strict=True)]
         return ir.CallExpression(helper.result, name, tuple(converted))
 
 
@@ -437,7 +439,7 @@ def _is_lazy(node: Node, whole: Node) -> bool:
     while node.parent is not None and node != whole:
         node = node.parent
         is_logical = node.type == "binary_expression" and any(
-            one.type in ("&&", "||") for one in node.children
+            child.type in ("&&", "||") for child in node.children
         )
         if node.type == "conditional_expression" or is_logical:
             return True

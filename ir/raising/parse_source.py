@@ -130,13 +130,13 @@ class Source(ABC):
             self.names.structs[name] = node
         if node.type == "enum_specifier" and body is not None:
             before: tuple[Node | None, int] = (None, -1)
-            for one in body.named_children:
-                if one.type != "enumerator":
+            for child in body.named_children:
+                if child.type != "enumerator":
                     continue
-                value = one.child_by_field_name("value")
+                value = child.child_by_field_name("value")
                 before = (value, 0) if value is not None else (before[0], before[1] + 1)
-                self.names.numbers[self.text(one.child_by_field_name("name"))] = (
-                    before if before[0] is not None else (one, before[1])
+                self.names.numbers[self.text(child.child_by_field_name("name"))] = (
+                    before if before[0] is not None else (child, before[1])
                 )
 
     def _declared_name(self, node: Node | None) -> str:
@@ -178,7 +178,9 @@ class Source(ABC):
         self.reading.append(name)
         base = self.type_of(defined.child_by_field_name("type"), defined)
         declarator = next(
-            one for one in defined.children_by_field_name("declarator") if self._declared_name(one) == name
+            child
+            for child in defined.children_by_field_name("declarator")
+            if self._declared_name(child) == name
         )
         found = self.declared(base, declarator, is_const=False)[1]
         self.reading.remove(name)
@@ -206,8 +208,8 @@ class Source(ABC):
             self.reading.remove(name)
             return found
         fields: list[tuple[str, Type]] = []
-        for one in body.named_children:
-            fields += self._fields(one)
+        for child in body.named_children:
+            fields += self._fields(child)
         return Struct(name, tuple(fields))
 
     def _fields(self, node: Node) -> list[tuple[str, Type]]:
@@ -218,15 +220,17 @@ class Source(ABC):
         specifier = node.child_by_field_name("type")
         declarators = node.children_by_field_name("declarator")
         if specifier is not None and specifier.type == "union_specifier":
-            return self._union_fields(specifier, [self._declared_name(one) for one in declarators])
+            return self._union_fields(
+                specifier, [self._declared_name(declarator) for declarator in declarators]
+            )
         base = self.type_of(specifier, node)
         if not declarators:
             if isinstance(base, Struct):
                 return list(base.fields)
             raise self.refuse(node, "a field without a name")
         found: list[tuple[str, Type]] = []
-        for one in declarators:
-            name, of, _ = self.declared(base, one, is_const=False)
+        for declarator in declarators:
+            name, of, _ = self.declared(base, declarator, is_const=False)
             if isinstance(of, Pointer | Vec):
                 raise self.refuse(
                     node, f"field `{name}` is a {'pointer' if isinstance(of, Pointer) else 'register'}"
@@ -239,7 +243,7 @@ class Source(ABC):
         body = node.child_by_field_name("body")
         if names or body is None:
             raise self.refuse(node, "unions are not in the subset")
-        members = [self._fields(one) for one in body.named_children if one.type == "field_declaration"]
+        members = [self._fields(child) for child in body.named_children if child.type == "field_declaration"]
         return members[0] if members else []
 
     def declared(self, base: Type, node: Node, is_const: bool) -> tuple[str, Type, Node | None]:

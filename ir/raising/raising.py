@@ -72,7 +72,7 @@ class _Raiser:
     # ---- statements ----
 
     def _body(self, body: ir.Body) -> ir.Body:
-        return tuple(new for one in body for new in self._statement(one))
+        return tuple(new for statement in body for new in self._statement(statement))
 
     def _statement(self, statement: ir.Stmt) -> ir.Body:
         self._line = statement.line
@@ -103,25 +103,25 @@ class _Raiser:
             case _:
                 raise AssertionError(statement)
 
-    def _declare(self, one: ir.Declare) -> ir.Body:
-        if isinstance(one.type, Array):
-            array = one.type
+    def _declare(self, declaration: ir.Declare) -> ir.Body:
+        if isinstance(declaration.type, Array):
+            array = declaration.type
             if isinstance(array.of, Vec) and array.of.elem == BITS:
                 array = Array(Vec(U32, array.of.size // 4), array.count)
-            self._types[one.name] = array
-            return (replace(one, type=array),)
-        of = _memory_type(one.type)
-        if one.value is None:
+            self._types[declaration.name] = array
+            return (replace(declaration, type=array),)
+        of = _memory_type(declaration.type)
+        if declaration.value is None:
             if not (isinstance(of, Vec) and of.elem == BITS):
-                self._types[one.name] = of
-                return (replace(one, type=of),)
+                self._types[declaration.name] = of
+                return (replace(declaration, type=of),)
             return ()  # its type is that of what is first assigned
-        value = self.expr(one.value)
+        value = self.expr(declaration.value)
         value = self._as(value, of) if not (isinstance(of, Vec) and of.elem == BITS) else value
-        if one.is_const and isinstance(of, Vec):
-            self._constants[one.name] = ir.Substitute(self._constants).expr(value)
-        self._types[one.name] = value.type if isinstance(of, Vec) else of
-        return (replace(one, type=self._types[one.name], value=value),)
+        if declaration.is_const and isinstance(of, Vec):
+            self._constants[declaration.name] = ir.Substitute(self._constants).expr(value)
+        self._types[declaration.name] = value.type if isinstance(of, Vec) else of
+        return (replace(declaration, type=self._types[declaration.name], value=value),)
 
     def _assign(self, target: ir.Expr, value: ir.Expr, line: int) -> ir.Body:
         new = self.expr(value)
@@ -132,14 +132,14 @@ class _Raiser:
             of = self._types[target.name]
             return (ir.Assign(ir.Var(of, target.name), self._as(new, of), line),)
         place = self.expr(target)
-        if isinstance(place, ir.CallExpression) and place.name == "load":
+        if ir.is_call(place, "load"):
             return (ir.Do(call("store", (place.args[0], self._as(new, place.type))), line),)
         if not isinstance(place, ir.Index | ir.Member):
             raise self._refuse("assigns to what is no place in memory")
         return (ir.Assign(place, self._as(new, place.type), line),)
 
     def _do(self, what: ir.Expr, line: int) -> ir.Body:
-        if isinstance(what, ir.CallExpression) and what.name == "__clear":
+        if ir.is_call(what, "__clear"):
             array = self.expr(what.args[0])
             assert isinstance(array, ir.Var)
             assert isinstance(array.type, Array)
@@ -172,7 +172,11 @@ class _Raiser:
         name = self._loop_name()
         before = list(self._body(loop.start))
         condition = loop.condition
-        steps = [one for one in loop.update if isinstance(one, ir.Assign) and isinstance(one.target, ir.Var)]
+        steps = [
+            statement
+            for statement in loop.update
+            if isinstance(statement, ir.Assign) and isinstance(statement.target, ir.Var)
+        ]
         counted = [
             one
             for one in steps
@@ -204,7 +208,7 @@ class _Raiser:
                 before.pop()
                 if isinstance(last, ir.Declare):
                     self._types[variable] = of
-        others = tuple(one for one in loop.update if one is not counter)
+        others = tuple(statement for statement in loop.update if statement is not counter)
         raised_step = self.expr(step)
         if ir.used(raised_step) & (ir.assigned(loop.body) | {variable}):
             raise self._refuse("the step of a loop changes within it; not in the subset")
@@ -326,7 +330,7 @@ class _Raiser:
                 inner = inner.a
             if isinstance(inner, ir.AddressOf) and isinstance(e.type, Vec) and inner.a.type == F32:
                 return call("splat", (self.expr(inner.a),), (e.type.lanes,))
-        args = tuple(self.expr(one) for one in e.args)
+        args = tuple(self.expr(arg) for arg in e.args)
         if e.name in LIBRARY:
             return call(e.name, args)
         known = self._table[e.name]
@@ -373,30 +377,30 @@ def _bytes(e: ir.Expr, of: Pointer) -> ir.Expr:
     return cast(Pointer(elem, of.is_const or (isinstance(e.type, Pointer) and e.type.is_const)), e)
 
 
-def _step_of(one: ir.Assign) -> ir.Expr | None:
+def _step_of(assignment: ir.Assign) -> ir.Expr | None:
     """The step of `i = i + step`; of `i = i - step`, its negative."""
-    value = one.value
+    value = assignment.value
     while isinstance(value, ir.Cast):
         value = value.a
-    if not isinstance(value, ir.Binary) or value.op not in "+-" or not isinstance(one.target, ir.Var):
+    if not isinstance(value, ir.Binary) or value.op not in "+-" or not isinstance(assignment.target, ir.Var):
         return None
-    if value.a != one.target or not isinstance(value.type, Scalar | Pointer):
+    if value.a != assignment.target or not isinstance(value.type, Scalar | Pointer):
         return None
     if value.op == "+":
         return value.b
     return ir.Const(value.b.type, -value.b.value) if isinstance(value.b, ir.Const) else None
 
 
-def _counts_down_unsigned(one: ir.Assign) -> bool:
-    of, step = one.target.type, _step_of(one)
+def _counts_down_unsigned(assignment: ir.Assign) -> bool:
+    of, step = assignment.target.type, _step_of(assignment)
     is_less = isinstance(step, ir.Const) and step.value < 0
     return is_less and isinstance(of, Scalar) and not of.is_signed
 
 
 def _has_continue(body: ir.Body) -> bool:
     """True if a `continue` belongs to this loop, not to one within it."""
-    for one in body:
-        match one:
+    for statement in body:
+        match statement:
             case ir.Leave(word="continue"):
                 return True
             case ir.If(then=then, otherwise=otherwise):

@@ -116,13 +116,11 @@ class _Recogniser(ir.Rewriter):
                 lanes = self._lanes(a)
                 half = 0 if lanes is None else len(lanes) // 2
                 return None if lanes is None else lanes[:half] if which == "lo" else lanes[half:]
-            case ir.CallExpression(type=Vec() as of, name="shuffle", args=(a, b), numbers=numbers):
-                return self._shuffled(
-                    a, b, [int(one.value) for one in numbers if isinstance(one, ir.Const)], of
-                )
-            case ir.CallExpression(name="permute", args=(a,), numbers=numbers):
+            case ir.CallExpression(type=Vec() as of, name="shuffle", args=(a, b)):
+                return self._shuffled(a, b, e.places, of)
+            case ir.CallExpression(name="permute", args=(a,)):
                 lanes = self._lanes(a)
-                return lanes and [lanes[int(one.value)] for one in numbers if isinstance(one, ir.Const)]
+                return lanes and [lanes[place] for place in e.places]
             case ir.CallExpression(
                 type=Vec() as of,
                 name="with_lane",
@@ -148,12 +146,7 @@ class _Recogniser(ir.Rewriter):
         sides = [_unwrapped(side, e.type) for side in inner.args]
         if None in sides:
             return None
-        places = [
-            int(one.value) * ratio + i
-            for one in inner.numbers
-            if isinstance(one, ir.Const)
-            for i in range(ratio)
-        ]
+        places = [place * ratio + i for place in inner.places for i in range(ratio)]
         return self._shuffled(sides[0], sides[1], places, e.type)  # type: ignore[arg-type]
 
     def _paired(self, op: str, a: ir.Expr, b: ir.Expr, of: Vec) -> list[Tree] | None:
@@ -177,14 +170,10 @@ class _Recogniser(ir.Rewriter):
         rest = self._lanes(a)
         sides = []
         for side in (x, y):
-            lanes = (
-                self._lanes(side.args[0])
-                if isinstance(side, ir.CallExpression) and side.name == "lane"
-                else None
-            )
+            lanes = self._lanes(side.args[0]) if ir.is_call(side, "lane") else None
             if lanes is None:
                 return None
-            sides.append(lanes[int(side.numbers[0].value)])  # type: ignore[union-attr]
+            sides.append(lanes[side.places[0]])
         return rest and [_node("+", sides[0], sides[1], of.elem), *rest[1:]]
 
 
@@ -211,9 +200,7 @@ def _unwrapped(e: ir.Expr, of: Vec) -> ir.Expr | None:
     """`e` without the reinterpretation that it came by, if it had the type."""
     if e.type == of:
         return e
-    return (
-        e.args[0] if isinstance(e, ir.CallExpression) and e.name == "bits" and e.args[0].type == of else None
-    )
+    return e.args[0] if ir.is_call(e, "bits") and e.args[0].type == of else None
 
 
 def _leaves(tree: Tree) -> list[Tree]:
@@ -249,7 +236,7 @@ def without_unused(function: ir.FunctionDefinition) -> ir.FunctionDefinition:
                     reads |= ir.used(node)
         new = _Without(reads).body(body)
         if new == body:
-            tables = tuple(one for one in function.tables if one.name in reads)
+            tables = tuple(table for table in function.tables if table.name in reads)
             return replace(function, body=body, tables=tables)
         body = new
 

@@ -45,7 +45,7 @@ class _Roller(ir.StatementRewriter):
         self._whole = whole
 
     def body(self, body: ir.Body) -> ir.Body:
-        found = tuple(new for one in body for new in self.statement(one))
+        found = tuple(new for statement in body for new in self.statement(statement))
         at = 0
         while at < len(found):
             one = found[at]
@@ -58,10 +58,10 @@ class _Roller(ir.StatementRewriter):
 class _Loosener(ir.StatementRewriter):
     def body(self, body: ir.Body) -> ir.Body:
         found = list(super().body(body))
-        for at, one in enumerate(found):
-            if isinstance(one, ir.Steps) and continued(tuple(found), at) is not None:
-                how = tuple(replace(h, args=tuple(a for a in h.args if a != WHOLE)) for h in one.how)
-                found[at] = replace(one, how=how)
+        for at, statement in enumerate(found):
+            if isinstance(statement, ir.Steps) and continued(tuple(found), at) is not None:
+                how = tuple(replace(h, args=tuple(a for a in h.args if a != WHOLE)) for h in statement.how)
+                found[at] = replace(statement, how=how)
         return tuple(found)
 
 
@@ -69,7 +69,7 @@ def _rolled_at(body: ir.Body, at: int, loop: ir.Steps, whole: ir.Body) -> ir.Bod
     """The body with a loop in it rolled up; None: it is not several turns alike."""
     if not isinstance(loop.step, ir.Const) or loop.type not in SUMMED or leaves_early(loop.body):
         return None
-    if not all(isinstance(one, ir.Declare | ir.Assign | ir.Do) for one in loop.body):
+    if not all(isinstance(statement, ir.Declare | ir.Assign | ir.Do) for statement in loop.body):
         return None
     step, n_statements = int(loop.step.value), len(loop.body)
     most = min(math.gcd(step, n_statements), MAX_COPIES) if step > 0 else 0
@@ -96,7 +96,7 @@ def _one_after_another(body: ir.Body, n: int) -> list[ir.Body]:
 
 def _side_by_side(body: ir.Body, n: int) -> list[ir.Body]:
     """Each statement n times; nothing is written, because copies would write in another order."""
-    return [] if any(isinstance(one, ir.Do) for one in body) else [body[i::n] for i in range(n)]
+    return [] if any(isinstance(statement, ir.Do) for statement in body) else [body[i::n] for i in range(n)]
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class _Turns:
 def _turns(loop: ir.Steps, copies: Sequence[ir.Body], step: int) -> _Turns | None:
     """None where a copy is not the first one at a later index."""
     first = copies[0]
-    names = [_targets(one) for one in copies]
+    names = [_targets(copy) for copy in copies]
     maps: list[dict[str, str]] = []
-    for number, one in enumerate(copies):
+    for number, copy in enumerate(copies):
         if len(names[number]) != len(names[0]):
             return None
         by = dict(zip(names[0], names[number], strict=True))
@@ -125,12 +125,12 @@ def _turns(loop: ir.Steps, copies: Sequence[ir.Body], step: int) -> _Turns | Non
         if not is_map or len(set(by.values())) != len(by):
             return None
         there, here = View(by, loop.variable, number * step), View({}, loop.variable)
-        for a, b in zip(first, one, strict=True):
+        for a, b in zip(first, copy, strict=True):
             key = there.statement(a)
             if key is None or key != here.statement(b):
                 return None
         maps.append(by)
-    own = {one.name for one in first if isinstance(one, ir.Declare)}
+    own = {statement.name for statement in first if isinstance(statement, ir.Declare)}
     carried = {name: tuple(by[name] for by in maps) for name in names[0] if name not in own}
     if any(1 < len(set(many)) < len(many) for many in carried.values()):
         return None
@@ -144,11 +144,11 @@ def _turns(loop: ir.Steps, copies: Sequence[ir.Body], step: int) -> _Turns | Non
 def _targets(body: ir.Body) -> list[str]:
     """Variables that get a value, in the order of the statements."""
     found = []
-    for one in body:
-        if isinstance(one, ir.Declare):
-            found.append(one.name)
-        elif isinstance(one, ir.Assign) and isinstance(one.target, ir.Var):
-            found.append(one.target.name)
+    for statement in body:
+        if isinstance(statement, ir.Declare):
+            found.append(statement.name)
+        elif isinstance(statement, ir.Assign) and isinstance(statement.target, ir.Var):
+            found.append(statement.target.name)
     return found
 
 
@@ -176,22 +176,22 @@ def _condition_of_one(loop: ir.Steps, ahead: int) -> ir.Expr | None:
     return None
 
 
-def _in_one(body: ir.Body, at: int, one: ir.Steps, turns: _Turns, n: int, whole: ir.Body) -> ir.Body | None:
+def _in_one(body: ir.Body, at: int, loop: ir.Steps, turns: _Turns, n: int, whole: ir.Body) -> ir.Body | None:
     """The body with the loop of one turn in place of that of n."""
     before, after = body[:at], body[at + 1 :]
     words: tuple[str, ...] = ()
     if turns.is_apart:
-        combined = _sums_apart(before, one, after, turns)
+        combined = _sums_apart(before, loop, after, turns)
         if combined is None:
             return None
         before, after, order = combined
         words = () if order == SUM_ORDERS[0] else (order,)
-    if after and _is_rest(one, after[0]):
+    if after and _is_rest(loop, after[0]):
         after = after[1:]
     else:
         words = (WHOLE, *words)
     how = ir.How("apart" if turns.is_apart else "unroll", (ir.integer(n), *words))
-    found = (*before, replace(one, how=(how,)), *after)
+    found = (*before, replace(loop, how=(how,)), *after)
     gone = {name for names in turns.carried.values() for name in names[1:]} - set(turns.carried)
     is_all_here = _mentions(whole, gone) == _mentions(body, gone)
     return found if is_all_here and not _mentions(found, gone) else None
@@ -202,12 +202,12 @@ def _mentions(body: ir.Body, names: set[str]) -> int:
 
 
 def _sums_apart(
-    before: ir.Body, one: ir.Steps, after: ir.Body, turns: _Turns
+    before: ir.Body, loop: ir.Steps, after: ir.Body, turns: _Turns
 ) -> tuple[ir.Body, ir.Body, str] | None:
     """The statements before and behind the loop without the copies of its sums, and the order of their
     total.
     """
-    sums, others = accumulators(one)
+    sums, others = accumulators(loop)
     if others or {each.name for each in sums} != set(turns.carried):
         return None
     orders = set()
@@ -223,7 +223,7 @@ def _sums_apart(
 
 def _without_beginnings(before: ir.Body, each: Accumulator, copies: Sequence[str]) -> ir.Body | None:
     """None where a copy does not begin with what `apart` lets it begin with."""
-    values = {one.name: one.value for one in before if isinstance(one, ir.Declare)}
+    values = {statement.name: statement.value for statement in before if isinstance(statement, ir.Declare)}
     first = values.get(each.name)
     own = each.identity(ir.Var(each.type, each.name))
     if own == ir.Var(each.type, each.name):  # of min and max: with what the first one begins with
@@ -234,14 +234,18 @@ def _without_beginnings(before: ir.Body, each: Accumulator, copies: Sequence[str
     if any(repr(values.get(name)) != repr(own) for name in copies[1:]):
         return None
     gone = set(copies[1:])
-    left = tuple(one for one in before if not (isinstance(one, ir.Declare) and one.name in gone))
+    left = tuple(
+        statement
+        for statement in before
+        if not (isinstance(statement, ir.Declare) and statement.name in gone)
+    )
     return left if not _mentions(left, gone) else None
 
 
 def _without_ending(after: ir.Body, each: Accumulator, copies: Sequence[str]) -> tuple[ir.Body, str] | None:
     """The statements behind the loop, the first sum in place of the total of all, and the order of that."""
     names = set(copies)
-    at = next((i for i, one in enumerate(after) if _mentions((one,), names)), None)
+    at = next((i for i, statement in enumerate(after) if _mentions((statement,), names)), None)
     if at is None:
         return None
     parts: list[ir.Expr] = [ir.Var(each.type, name) for name in copies]
@@ -292,22 +296,22 @@ def _is_total(e: ir.Expr, each: Accumulator, names: set[str]) -> bool:
     return False
 
 
-def _is_rest(one: ir.Steps, other: ir.Stmt) -> bool:
+def _is_rest(loop: ir.Steps, other: ir.Stmt) -> bool:
     """True if a loop takes the turns that one leaves."""
-    if not isinstance(other, ir.Steps) or other.how or len(other.body) != len(one.body):
+    if not isinstance(other, ir.Steps) or other.how or len(other.body) != len(loop.body):
         return False
-    mine, theirs = _targets(one.body), _targets(other.body)
-    if len(mine) != len(theirs) or (one.variable, one.type) != (other.variable, other.type):
+    mine, theirs = _targets(loop.body), _targets(other.body)
+    if len(mine) != len(theirs) or (loop.variable, loop.type) != (other.variable, other.type):
         return False
-    own = {each.name for each in one.body if isinstance(each, ir.Declare)}
-    there = View({a: b for a, b in zip(mine, theirs, strict=True) if a in own}, one.variable)
-    here = View({}, one.variable)
+    own = {each.name for each in loop.body if isinstance(each, ir.Declare)}
+    there = View({a: b for a, b in zip(mine, theirs, strict=True) if a in own}, loop.variable)
+    here = View({}, loop.variable)
     return (
-        other.start == ir.Var(one.type, one.variable)
-        and other.step == one.step
-        and there.key(one.condition) == here.key(other.condition)
+        other.start == ir.Var(loop.type, loop.variable)
+        and other.step == loop.step
+        and there.key(loop.condition) == here.key(other.condition)
         and all(
             there.statement(a) is not None and there.statement(a) == here.statement(b)
-            for a, b in zip(one.body, other.body, strict=True)
+            for a, b in zip(loop.body, other.body, strict=True)
         )
     )

@@ -42,8 +42,8 @@ class Case:
     def encoded(self, function: ir.FunctionDefinition, is_at_end: bool) -> bytes:
         """As harness.py reads it."""
         parts = [struct.pack("<Q", is_at_end)]
-        earlier = {later: one for one, later in self.aliases}
-        shared = {one for one, _ in self.aliases}
+        earlier = {later: first for first, later in self.aliases}
+        shared = {first for first, _ in self.aliases}
         for i, (value, (_, of)) in enumerate(zip(self.values, function.args, strict=True)):
             if isinstance(value, bytes) and i in earlier:
                 parts.append(struct.pack("<QQ", IS_ALIAS, earlier[i]))
@@ -57,7 +57,7 @@ class Case:
 
 def described(function: ir.FunctionDefinition, where: str = "kernel") -> dict[str, ir.Argument]:
     """The description of every argument. SourceError where a buffer has none: sizes are never guessed."""
-    found = {one.name: one for one in function.described}
+    found = {argument.name: argument for argument in function.described}
     for name, of in function.args:
         if name not in found and isinstance(of, Pointer):
             raise SourceError(
@@ -108,9 +108,9 @@ def draw(
             values.append(_content(of.to, count, one, rng, is_plain))
     names = [name for name, _ in function.args]
     aliases = []
-    for one in function.described:
-        if one.alias and not is_plain and rng.random() < ALIASED_SHARE:
-            i, j = names.index(one.name), names.index(one.alias)
+    for argument in function.described:
+        if argument.alias and not is_plain and rng.random() < ALIASED_SHARE:
+            i, j = names.index(argument.name), names.index(argument.alias)
             here, there = values[i], values[j]
             if isinstance(here, bytes) and isinstance(there, bytes) and len(here) == len(there):
                 values[i] = there
@@ -122,8 +122,8 @@ def _on_grid(value: int, bounds: Mapping[str, float]) -> int:
     return value // int(bounds.get("multiple", 1)) * int(bounds.get("multiple", 1))
 
 
-def _number(one: ir.Argument, of: Scalar, rng: np.random.Generator, edge: int | None) -> int | float:
-    bounds = dict(one.numbers)
+def _number(argument: ir.Argument, of: Scalar, rng: np.random.Generator, edge: int | None) -> int | float:
+    bounds = dict(argument.numbers)
     if of.is_float:
         return float(np.float32(rng.uniform(bounds.get("low", -1.0), bounds.get("high", 1.0))))
     least, most = int(bounds.get("least", 0)), int(bounds.get("most", DEFAULT_MOST))
@@ -138,19 +138,19 @@ def _number(one: ir.Argument, of: Scalar, rng: np.random.Generator, edge: int | 
     return int(rng.integers(low, high + 1)) * multiple
 
 
-def _content(of: Type, count: int, one: ir.Argument, rng: np.random.Generator, is_plain: bool) -> bytes:
+def _content(of: Type, count: int, argument: ir.Argument, rng: np.random.Generator, is_plain: bool) -> bytes:
     if isinstance(of, Struct):
         whole = np.zeros((count, of.size), np.uint8)
         for name, field in of.fields:
             inner, n = _flat(field)
-            values = _numbers(inner, (count, n), one, rng, name in one.halves, is_plain)
+            values = _numbers(inner, (count, n), argument, rng, name in argument.halves, is_plain)
             at = of.offset(name)
             whole[:, at : at + field.size] = (
                 np.ascontiguousarray(values).view(np.uint8).reshape(count, field.size)
             )
         return whole.tobytes()
     inner, n = _flat(of)
-    return _numbers(inner, (count, n), one, rng, "*" in one.halves, is_plain).tobytes()
+    return _numbers(inner, (count, n), argument, rng, "*" in argument.halves, is_plain).tobytes()
 
 
 def _flat(of: Type) -> tuple[Scalar, int]:
@@ -163,12 +163,12 @@ def _flat(of: Type) -> tuple[Scalar, int]:
 def _numbers(
     of: Scalar,
     shape: tuple[int, int],
-    one: ir.Argument,
+    argument: ir.Argument,
     rng: np.random.Generator,
     is_half: bool,
     is_plain: bool,
 ) -> npt.NDArray[np.generic]:
-    bounds = dict(one.numbers)
+    bounds = dict(argument.numbers)
     low, high = bounds.get("low", -1.0), bounds.get("high", 1.0)
     if of.is_float or is_half:
         drawn = rng.uniform(low, high, shape)
@@ -182,7 +182,7 @@ def _numbers(
             return drawn.astype(DTYPES[of.name])
     info = np.iinfo(DTYPES[of.name])
     is_bounded = (
-        "low" in bounds and info.min <= bounds["low"] and bounds["high"] <= info.max and not one.halves
+        "low" in bounds and info.min <= bounds["low"] and bounds["high"] <= info.max and not argument.halves
     )
     least, most = (
         (int(bounds["low"]), int(bounds["high"])) if is_bounded and "high" in bounds else (info.min, info.max)
@@ -193,7 +193,7 @@ def _numbers(
 def magnitudes(case: Case, function: ir.FunctionDefinition) -> Case:
     """The same call on absolute values: what the parts of a result add up to where nothing cancels."""
     values: list[int | float | bytes] = []
-    described_by = {one.name: one for one in function.described}
+    described_by = {argument.name: argument for argument in function.described}
     for value, (name, of) in zip(case.values, function.args, strict=True):
         if isinstance(value, bytes) and isinstance(of, Pointer):
             inner = of.to

@@ -145,9 +145,9 @@ def check(
         scales = expected
         if bound is not None:
             scales = original.run([drawing.magnitudes(case, function) for case in batch])
-        for case, one, two, scale in zip(batch, expected, got, scales, strict=True):
-            difference = _difference(function, one, two, scale)
-            is_exact &= one == two
+        for case, wanted, given, scale in zip(batch, expected, got, scales, strict=True):
+            difference = _difference(function, wanted, given, scale)
+            is_exact &= wanted == given
             if difference > (bound or 0.0):
                 raise CheckError(_told(function, case, difference, bound))
             worst = max(worst, difference)
@@ -176,7 +176,7 @@ def _difference(
     if not isinstance(function.result, Void):
         assert isinstance(function.result, Scalar)
         size = function.result.size
-        triple = (one.result[:size] for one in (expected, got, scale))
+        triple = (outputs.result[:size] for outputs in (expected, got, scale))
         worst = _of_numbers(function.result, *triple)
     out = [of for _, of in function.args if isinstance(of, Pointer) and not of.is_const]
     for of, one, two, three in zip(out, expected.buffers, got.buffers, scale.buffers, strict=True):
@@ -198,7 +198,9 @@ def _of_numbers(of: Scalar, expected: bytes, got: bytes, scale: bytes) -> float:
         return 0.0
     if not of.is_float:
         return float("inf")
-    a, b, s = (np.frombuffer(one, DTYPES[of.name]).astype(np.float64) for one in (expected, got, scale))
+    a, b, s = (
+        np.frombuffer(outputs, DTYPES[of.name]).astype(np.float64) for outputs in (expected, got, scale)
+    )
     same = (a == b) & (np.signbit(a) == np.signbit(b)) | np.isnan(a) & np.isnan(b)
     if same.all():
         return 0.0

@@ -225,7 +225,7 @@ def timing_program(function: ir.FunctionDefinition) -> str:
 
 def _arguments(function: ir.FunctionDefinition) -> str:
     """The C that reads the arguments, and the call of a kernel with them."""
-    structs = "\n".join(struct_text(one) for one in function.structs)
+    structs = "\n".join(struct_text(struct) for struct in function.structs)
     reads, values = [], []
     for i, (_, of) in enumerate(function.args):
         if isinstance(of, Pointer):
@@ -248,7 +248,7 @@ def _arguments(function: ir.FunctionDefinition) -> str:
             "    memcpy(&bits, &x, sizeof x);\n    return bits;"
         )
     is_output = (isinstance(of, Pointer) and not of.is_const for _, of in function.args)
-    outputs = ", ".join(str(int(one)) for one in is_output) or "0"
+    outputs = ", ".join(str(int(is_out)) for is_out in is_output) or "0"
     return "\n".join(
         [
             structs,

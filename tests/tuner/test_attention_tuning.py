@@ -9,6 +9,7 @@ from phasewise.tuner.attention import TeamAttention, attention_group, default_at
 from phasewise.tuner.native import NativeEvaluator
 from phasewise.tuner.search.attention import attention_grid, candidates, tune_attention
 from phasewise.tuner.search.options import SearchOptions
+from phasewise.tuner.search.protocol import TimingBatch, drive
 from phasewise.tuner.search.space import Caches
 
 _native = pytest.importorskip(
@@ -40,19 +41,16 @@ def test_no_candidate_changes_a_bit(kv_format: str, m: int) -> None:
 def test_the_search_finds_the_fastest_candidate_and_asks_for_each_take_once() -> None:
     group = attention_group("f16", 576, 192, 2, CACHES)
     search, asked = tune_attention(group, attention_grid(512), SearchOptions()), set()
-    best: dict[int, int] = {}
-    try:
-        ask = next(search)
-        while True:
-            keys = set(zip([ask.m] * len(ask.takes), ask.schedules, ask.takes, strict=True))
-            assert not keys & asked
-            asked |= keys
-            costs = [1000 + abs(one.block_m - 24) + one.mr + abs(one.block_k - 512) for one in ask.schedules]
-            best[ask.m] = min([*costs, best.get(ask.m, 1 << 30)])
-            pairs = zip(ask.schedules, costs, strict=True)
-            ask = search.send([Sample(one, (cost,), cost, None, 1) for one, cost in pairs])
-    except StopIteration as end:
-        found = end.value.best
+
+    def answer(ask: TimingBatch) -> list[Sample]:
+        keys = set(zip([ask.m] * len(ask.takes), ask.schedules, ask.takes, strict=True))
+        assert not keys & asked
+        asked.update(keys)
+        costs = [1000 + abs(one.block_m - 24) + one.mr + abs(one.block_k - 512) for one in ask.schedules]
+        pairs = zip(ask.schedules, costs, strict=True)
+        return [Sample(one, (cost,), cost, None, 1) for one, cost in pairs]
+
+    found = drive(search, answer).best
 
     assert set(found) == {1, 128, 256, 512}
     assert (found[128].mr, found[128].block_m, found[1].block_k) == (4, 24, 512)

@@ -9,14 +9,8 @@ from random import Random
 
 import pytest
 
-from phasewise.tuner.search.parameters import (
-    FEWEST,
-    SHARE,
-    Point,
-    drive_points,
-    most_asked,
-    search_parameters,
-)
+from phasewise.tuner.search.parameters import FEWEST, SHARE, Point, most_asked, search_parameters
+from phasewise.tuner.search.protocol import drive
 
 SPACES = (
     ((1, 2, 4), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8)),
@@ -57,7 +51,7 @@ def test_a_search_is_near_the_best_of_all_points_for_a_small_share_of_them(
         cost = _landscape(space, dice)
         asked: set[Point] = set()
 
-        found = drive_points(search_parameters(space), partial(_timed, cost, asked, dice))
+        found = drive(search_parameters(space), partial(_timed, cost, asked, dice))
 
         assert len(asked) <= SHARE * len(cost)
         near += cost[found] <= (1 + WITHIN) * min(cost.values())
@@ -75,12 +69,12 @@ def test_given_the_same_answers_a_search_asks_the_same() -> None:
             run.append(list(points))
             return [round(cost[one]) for one in points]
 
-        drive_points(search_parameters(space), timed)
+        drive(search_parameters(space), timed)
     assert runs[0] == runs[1]
 
 
 def test_a_kernel_without_parameters_is_asked_for_once() -> None:
-    assert drive_points(search_parameters(()), lambda points: [1 for _ in points]) == ()
+    assert drive(search_parameters(()), lambda points: [1 for _ in points]) == ()
     assert most_asked(()) == 1
 
 

@@ -30,6 +30,7 @@ from phasewise.tuner.config.walk import Candidate, CandidateBatch, Decision, Pru
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.measurement_lock import MeasurementLock, NoLock
 from phasewise.tuner.plans import Phase
+from phasewise.tuner.search.protocol import drive
 from phasewise.tuner.topotree import Configuration
 
 if TYPE_CHECKING:
@@ -204,16 +205,14 @@ class _Search:
 
     def until(self, stop: Callable[[], bool], lock: MeasurementLock) -> End:
         """Walk and answer."""
-        walking = walk(self._space, self._settings.rules)
+
+        def answer(ask: CandidateBatch) -> list[float]:
+            self._decided(ask.decisions)
+            with ExitStack() as claims:
+                return self._answer(ask, stop, lock, claims)
+
         try:
-            ask = next(walking)
-            while True:
-                self._decided(ask.decisions)
-                with ExitStack() as claims:
-                    costs_ms = self._answer(ask, stop, lock, claims)
-                ask = walking.send(costs_ms)
-        except StopIteration as done:
-            self._decided(done.value)
+            self._decided(drive(walk(self._space, self._settings.rules), answer))
             return "complete"
         except _Ended:
             return "budget"

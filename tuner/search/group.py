@@ -39,6 +39,7 @@ from phasewise.tuner.search.protocol import (
     cost,
     fastest,
     referenced,
+    relayed,
     side_by_side,
 )
 from phasewise.tuner.search.sandwich import qualified, sandwich_samples
@@ -136,16 +137,15 @@ def tune_group(
 ) -> GroupSearch[GroupOutcome]:
     """Search the group's products for `ms`, which ascend. `cache`: what other groups found before."""
     cache = ScheduleCache() if cache is None else cache
-    search, takes = _search_group(group, ms, options, cache), Counter[tuple[int, Schedule]]()
-    try:
-        m, asked = next(search)
-        while True:
-            ask = TimingBatch(m, tuple(asked), tuple(takes[m, schedule] for schedule in asked))
-            takes.update((m, schedule) for schedule in asked)
-            m, asked = search.send((yield ask))
-    except StopIteration as done:
-        outcome: GroupOutcome = done.value
-    return outcome
+    takes = Counter[tuple[int, Schedule]]()
+
+    def answer(batch: tuple[int, list[Schedule]]) -> GroupSearch[list[Sample]]:
+        m, asked = batch
+        ask = TimingBatch(m, tuple(asked), tuple(takes[m, schedule] for schedule in asked))
+        takes.update((m, schedule) for schedule in asked)
+        return (yield ask)
+
+    return relayed(_search_group(group, ms, options, cache), answer)
 
 
 def _search_group(
@@ -254,12 +254,11 @@ def _spread(ms: Sequence[int], count: int) -> list[int]:
 
 def _at(m: int, search: Search[T]) -> _Products[T]:
     """The search of one product as a part of a group's."""
-    try:
-        asked = next(search)
-        while True:
-            asked = search.send((yield m, asked))
-    except StopIteration as done:
-        return done.value  # type: ignore[no-any-return]
+
+    def answer(asked: list[Schedule]) -> _Products[list[Sample]]:
+        return (yield m, asked)
+
+    return relayed(search, answer)
 
 
 def transfer(schedule: Schedule, space: ScheduleSpace) -> Schedule:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from random import Random
 from typing import TypeAlias
 
@@ -117,14 +117,3 @@ class _Descent:
             quickest = min(batch, key=lambda one: self._cost[one])
             if self._cost[quickest] < (1 - GAIN) * self._cost[self.best]:
                 self.best = quickest
-
-
-def drive_points(search: PointSearch, time: Callable[[list[Point]], list[int]]) -> Point:
-    """Answer every batch with `time`, a function from points to nanoseconds, until the search returns."""
-    try:
-        asked = next(search)
-        while True:
-            asked = search.send(time(asked))
-    except StopIteration as done:
-        found: Point = done.value
-        return found

@@ -18,6 +18,8 @@ from typing import TypeAlias, TypeVar
 from phasewise.kerneldb.records import Sample, Schedule
 
 T = TypeVar("T")
+Asked, Answers = TypeVar("Asked"), TypeVar("Answers")
+Passed, Taken = TypeVar("Passed"), TypeVar("Taken")
 Search: TypeAlias = Generator[list[Schedule], list[Sample], T]
 """One product is searched: asks are lists of schedules, T is what is found (usually a schedule). What is
 asked for again is timed again."""
@@ -59,15 +61,14 @@ def together(searches: Sequence[Search[T]]) -> Search[list[T]]:
 
 def remembered(search: Search[T], memory: dict[Schedule, Sample]) -> Search[T]:
     """The same search, without asking for what `memory` holds, which gets every new sample."""
-    try:
-        asked = next(search)
-        while True:
-            fresh = [schedule for schedule in dict.fromkeys(asked) if schedule not in memory]
-            if fresh:
-                memory.update(zip(fresh, (yield fresh), strict=True))
-            asked = search.send([memory[schedule] for schedule in asked])
-    except StopIteration as done:
-        return done.value  # type: ignore[no-any-return]
+
+    def answer(asked: list[Schedule]) -> Search[list[Sample]]:
+        fresh = [schedule for schedule in dict.fromkeys(asked) if schedule not in memory]
+        if fresh:
+            memory.update(zip(fresh, (yield fresh), strict=True))
+        return [memory[schedule] for schedule in asked]
+
+    return relayed(search, answer)
 
 
 def referenced(search: Search[T], known: dict[Schedule, Sample], most: int) -> Search[T]:
@@ -76,16 +77,15 @@ def referenced(search: Search[T], known: dict[Schedule, Sample], most: int) -> S
     Each batch, of at most `most` schedules, times the fastest one so far once more, and the others count by
     their ratio to it. `known` gets every new sample on that scale; what it holds is not asked for.
     """
-    try:
-        asked = next(search)
-        while True:
-            fresh = [schedule for schedule in dict.fromkeys(asked) if schedule not in known]
-            for at in range(0, len(fresh), most - 1):
-                samples = yield from beside_the_best(fresh[at : at + most - 1], known)
-                known.update((sample.schedule, sample) for sample in samples)
-            asked = search.send([known[schedule] for schedule in asked])
-    except StopIteration as done:
-        return done.value  # type: ignore[no-any-return]
+
+    def answer(asked: list[Schedule]) -> Search[list[Sample]]:
+        fresh = [schedule for schedule in dict.fromkeys(asked) if schedule not in known]
+        for at in range(0, len(fresh), most - 1):
+            samples = yield from beside_the_best(fresh[at : at + most - 1], known)
+            known.update((sample.schedule, sample) for sample in samples)
+        return [known[schedule] for schedule in asked]
+
+    return relayed(search, answer)
 
 
 def beside_the_best(schedules: list[Schedule], known: Mapping[Schedule, Sample]) -> Search[list[Sample]]:
@@ -129,12 +129,24 @@ def _mean_ratio(costs_ns: Sequence[int], pace_ns: Sequence[float], middle_ns: fl
     return max(1, round(statistics.geometric_mean(ratios) * middle_ns))
 
 
-def drive(search: Search[T], time: Callable[[list[Schedule]], list[Sample]]) -> T:
-    """Answer every batch with `time` until the search returns."""
+def drive(search: Generator[Asked, Answers, T], answer: Callable[[Asked], Answers]) -> T:
+    """Answer every batch that a search, a group's search or a walk asks for, until it returns."""
     try:
         asked = next(search)
         while True:
-            asked = search.send(time(asked))
+            asked = search.send(answer(asked))
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+
+
+def relayed(
+    search: Generator[Asked, Answers, T], answer: Callable[[Asked], Generator[Passed, Taken, Answers]]
+) -> Generator[Passed, Taken, T]:
+    """The same search, whose batches `answer` makes of questions of its own."""
+    try:
+        asked = next(search)
+        while True:
+            asked = search.send((yield from answer(asked)))
     except StopIteration as done:
         return done.value  # type: ignore[no-any-return]
 

@@ -32,7 +32,8 @@ from phasewise.tuner import timing
 from phasewise.tuner.conditions import Watch
 from phasewise.tuner.ledger import reversed_comparison
 from phasewise.tuner.measurement_lock import MeasurementLock
-from phasewise.tuner.search.parameters import Point, drive_points, search_parameters
+from phasewise.tuner.search.parameters import Point, search_parameters
+from phasewise.tuner.search.protocol import drive
 from phasewise.workflows.report import Report
 from phasewise.workflows.user_kernels.shapes import Shape
 
@@ -173,7 +174,7 @@ class _Run:
         first = self._first
         is_complete = True
         try:
-            best = drive_points(search_parameters(values), answer)
+            best = drive(search_parameters(values), answer)
         except _OutOfTime:
             is_complete = False
             best = min(known, key=lambda one: known[one][-1], default=first)

@@ -10,7 +10,8 @@ import pytest
 
 from phasewise.topology import Kind
 from phasewise.tuner.config.space import ConfigSpace
-from phasewise.tuner.config.walk import PrunedTree, Rules, Stopped, walk
+from phasewise.tuner.config.walk import CandidateBatch, PrunedTree, Rules, Stopped, walk
+from phasewise.tuner.search.protocol import drive
 from phasewise.tuner.topotree import Configuration, OperatorLimits, fundamental
 from tests.support.ablation import Cost, Walked, brute_force, walked
 from tests.support.machines import paper_machines, planted
@@ -109,17 +110,14 @@ def test_descendants_of_what_did_not_beat_its_parent_are_not_asked_for() -> None
     def every_core_counts(configuration: Configuration) -> float:
         return 1.0 / configuration.n_pus
 
-    space = small_space()
-    walking = walk(space, Rules(share=None, patience=None))
     decisions, removed = [], []
-    try:
-        ask = next(walking)
-        while True:
-            decisions += ask.decisions
-            removed += [one.tree.n_pus for one in ask.candidates if one.parent and one.parent.n_pus < 16]
-            ask = walking.send([every_core_counts(one.configuration) for one in ask.candidates])
-    except StopIteration as done:
-        decisions += done.value
+
+    def answer(ask: CandidateBatch) -> list[float]:
+        decisions.extend(ask.decisions)
+        removed.extend(one.tree.n_pus for one in ask.candidates if one.parent and one.parent.n_pus < 16)
+        return [every_core_counts(one.configuration) for one in ask.candidates]
+
+    decisions += drive(walk(small_space(), Rules(share=None, patience=None)), answer)
 
     assert removed == []
     cuts = [decision for decision in decisions if isinstance(decision, PrunedTree)]
@@ -128,15 +126,13 @@ def test_descendants_of_what_did_not_beat_its_parent_are_not_asked_for() -> None
 
 
 def test_a_group_that_stops_improving_is_given_up() -> None:
-    walking = walk(small_space(), Rules(share=None, patience=1))
-    stopped: set[tuple[int, tuple[int | None, ...]]] = set()
-    try:
-        ask = next(walking)
-        while True:
-            stopped |= {(one.ranks, one.numa_nodes) for one in ask.decisions if isinstance(one, Stopped)}
-            ask = walking.send([scattered(3)(one.configuration) for one in ask.candidates])
-    except StopIteration:
-        pass
+    stopped: list[Stopped] = []
+
+    def answer(ask: CandidateBatch) -> list[float]:
+        stopped.extend(one for one in ask.decisions if isinstance(one, Stopped))
+        return [scattered(3)(one.configuration) for one in ask.candidates]
+
+    drive(walk(small_space(), Rules(share=None, patience=1)), answer)
 
     assert stopped
 

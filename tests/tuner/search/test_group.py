@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
 
 from phasewise.kerneldb.records import Sample, Schedule
-from phasewise.tuner.search.group import Group, GroupOutcome, ScheduleCache, m_grid, tune_group
+from phasewise.tuner.search.group import Group, ScheduleCache, m_grid, tune_group
 from phasewise.tuner.search.model import model_schedule
 from phasewise.tuner.search.options import SearchOptions
-from phasewise.tuner.search.protocol import GroupSearch, TimingBatch
+from phasewise.tuner.search.protocol import TimingBatch, drive
 from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel, fitting
 from tests.support.machines.landscapes import KERNELS, PLAIN, Landscape
 
@@ -63,16 +62,6 @@ class Bench:
                 self.timed += 1
                 self.stored[key] = self.landscape.sample(problem, *key[1:])
         return [self.stored[key] for key in keys]
-
-
-def drive(search: GroupSearch[GroupOutcome], bench: Callable[[TimingBatch], list[Sample]]) -> GroupOutcome:
-    try:
-        ask = next(search)
-        while True:
-            ask = search.send(bench(ask))
-    except StopIteration as done:
-        outcome: GroupOutcome = done.value
-        return outcome
 
 
 def schedules_of(bench: Bench, m: int) -> list[Schedule]:
