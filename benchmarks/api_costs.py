@@ -3,20 +3,23 @@
     python benchmarks/api_costs.py --url http://127.0.0.1:8000 --model NAME [--rounds 6]
 
 Both are compared in turns of changing order, and two loads without the view with each other, which shows what
-the host itself does; medians are printed. Exit code 0 always: it judges nothing.
+the host itself does.
 """
 
 from __future__ import annotations
 
-import argparse
 import http.client
-import json
-import statistics
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
+from typing import Annotated
 
 import httpx
+from typer import Option
+
+from benchmarks.harness import Rounds, Spread, Yielded, commands, in_turns, ratios
 
 _CLIENTS = 8
 _TOKENS = 768
@@ -89,47 +92,32 @@ def first_token_ms(url: str, body: dict[str, object]) -> float:
     raise RuntimeError("no event came")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--url", required=True)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--rounds", type=int, default=6)
-    given = parser.parse_args()
-    common = {"model": given.model, "max_tokens": 40, "temperature": 0}
+def api_costs(url: Annotated[str, Option()], model: Annotated[str, Option()], rounds: Rounds = 6) -> Yielded:
+    common = {"model": model, "max_tokens": 40, "temperature": 0}
     messages = [{"role": "user", "content": "Where does it rain? Name a city and a number of days."}]
     as_json = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-    held = {**common, "messages": messages, "response_format": as_json}
     tool = {"type": "function", "function": {"name": "rain", "parameters": SCHEMA}}
     # Tools are text of the prompt: both requests send them, so that both prompts are equally long.
     called = {**common, "messages": messages, "tools": [tool], "tool_choice": "required"}
-    shown = {**held, "tools": [tool]}
-    rate(given.url, given.model)
-    loads = [("without", rate), ("with", rate_with_view), ("again without", rate)]
-    rates: dict[str, list[float]] = {name: [] for name, _ in loads}
-    firsts: dict[str, list[float]] = {"response_format": [], "required": []}
-    for number in range(given.rounds + 1):
-        for name, measure in loads[number % 3 :] + loads[: number % 3]:
-            rates[name].append(measure(given.url, given.model))
-        bodies = [("response_format", shown), ("required", called)]
-        for name, body in bodies if number % 2 else reversed(bodies):
-            salted = {**body, "cache_salt": f"{name}{number}{time.time()}"}
-            firsts[name].append(first_token_ms(given.url, salted))
+    shown = {**common, "messages": messages, "tools": [tool], "response_format": as_json}
+    loads = {"without": rate, "with": rate_with_view, "again without": rate}
+    rates = in_turns({name: partial(measure, url, model) for name, measure in loads.items()}, rounds)
+    for name, taken in rates.items():
+        yield {"view": name, "tokens/s": Spread.of(taken), "over without": ratios(taken, rates["without"])}
+    salts = count()
 
-    def ratios(name: str) -> list[float]:
-        return sorted(round(a / b, 3) for a, b in zip(rates[name][1:], rates["without"][1:], strict=True))
+    def first(body: dict[str, object]) -> float:
+        return first_token_ms(url, {**body, "cache_salt": f"{next(salts)} {time.time()}"})
 
-    firsts_of = list(zip(firsts["required"][1:], firsts["response_format"][1:], strict=True))
-    out = {
-        "tokens_per_s_without_view": statistics.median(rates["without"][1:]),
-        "tokens_per_s_with_view": statistics.median(rates["with"][1:]),
-        "view_ratios_of_pairs": ratios("with"),
-        "null_ratios_of_pairs": ratios("again without"),
-        "first_event_ms_response_format": statistics.median(firsts["response_format"][1:]),
-        "first_event_ms_required": statistics.median(firsts["required"][1:]),
-        "first_event_ms_differences_of_pairs": sorted(round(a - b, 1) for a, b in firsts_of),
-    }
-    print(json.dumps(out, indent=1))
+    bodies = {"response_format": shown, "required": called}
+    firsts = in_turns({name: partial(first, body) for name, body in bodies.items()}, rounds)
+    for name, taken in firsts.items():
+        yield {"request": name, "first event, ms": Spread.of(taken)}
+    later = [a - b for a, b in zip(firsts["required"], firsts["response_format"], strict=True)]
+    yield f"a required call's first event comes {Spread.of(later)} ms later, in pairs"
 
+
+app = commands(__doc__, api_costs)
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -9,7 +9,6 @@ A row for each command: seconds, seconds of processor, most memory. What was mad
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import subprocess
@@ -17,30 +16,30 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
+from typer import Argument, Option
+
+from benchmarks.harness import Row, Yielded, commands
 from phasewise.kerneldb.store import open_store
 from tests.support.machines.grown_database import MILLION, fill
 from tests.support.machines.kerneldb_server import new_database_url, postgres_socket
 
-ROW = "| {:28} | {:>8.1f} | {:>8.1f} | {:>6.0f} |"
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--postgres", action="store_true")
-    parser.add_argument("--model")
-    arguments = parser.parse_args()
-    with databases(arguments.folder, arguments.postgres) as (fleet, other, empty):
-        print("| command | s | processor s | MB |\n|---|---|---|---|")
-        file = arguments.folder / "fleet.jsonl"
-        measure("db stats", ["db", "stats", "--db", fleet])
-        measure("db show", ["db", "show", "--db", fleet])
-        measure("db export", ["db", "export", "--db", fleet], file)
-        measure("db import", ["db", "import", str(file), "--db", other])
+def grown_database(
+    folder: Annotated[Path, Argument()],
+    postgres: Annotated[bool, Option("--postgres")] = False,
+    model: Annotated[str | None, Option()] = None,
+) -> Yielded:
+    with databases(folder, postgres) as (fleet, other, empty):
+        file = folder / "fleet.jsonl"
+        yield measured("db stats", ["db", "stats", "--db", fleet])
+        yield measured("db show", ["db", "show", "--db", fleet])
+        yield measured("db export", ["db", "export", "--db", fleet], file)
+        yield measured("db import", ["db", "import", str(file), "--db", other])
         for name, db in (("a fleet's", fleet), ("an empty one", empty)):
-            if arguments.model:
-                measure(f"generate, {name}", ["generate", arguments.model, "hello", "-n", "1", "--db", db])
+            if model:
+                yield measured(f"generate, {name}", ["generate", model, "hello", "-n", "1", "--db", db])
 
 
 @contextlib.contextmanager
@@ -61,8 +60,8 @@ def databases(folder: Path, on_server: bool) -> Iterator[tuple[str, str, str]]:
         yield names[0], names[1], names[2]
 
 
-def measure(name: str, arguments: Sequence[str], output: Path | None = None) -> None:
-    """Run a command and print its row."""
+def measured(name: str, arguments: Sequence[str], output: Path | None = None) -> Row:
+    """The row of a command that is run."""
     began_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(output.open("wb")) if output else subprocess.DEVNULL
@@ -71,9 +70,11 @@ def measure(name: str, arguments: Sequence[str], output: Path | None = None) -> 
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{name} ended with {process.returncode}")
-    processor_s = used.ru_utime + used.ru_stime
-    print(ROW.format(name, time.monotonic() - began_s, processor_s, used.ru_maxrss / 1024))
+    row = {"command": name, "s": time.monotonic() - began_s}
+    return row | {"processor s": used.ru_utime + used.ru_stime, "MB": used.ru_maxrss / 1024}
 
+
+app = commands(__doc__, grown_database)
 
 if __name__ == "__main__":
-    main()
+    app()

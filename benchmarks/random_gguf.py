@@ -8,13 +8,16 @@ of the down projections and the output head. Blocks are made as bytes, so that 4
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import gguf
 import numpy as np
+from typer import Argument, BadParameter
+
+from benchmarks.harness import Yielded, commands
 
 BLOCK_BYTES = {gguf.GGMLQuantizationType.Q4_K: 144, gguf.GGMLQuantizationType.Q6_K: 210}
 F16_SCALES = {gguf.GGMLQuantizationType.Q4_K: (0, 1), gguf.GGMLQuantizationType.Q6_K: (104,)}
@@ -96,19 +99,18 @@ def copy_tokenizer(reader: gguf.GGUFReader, writer: gguf.GGUFWriter, vocab: int)
         writer.add_array(field.name, value)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("source")
-    parser.add_argument("out")
-    options = parser.parse_args()
-    s, reader, rng = SHAPES[options.shape], gguf.GGUFReader(options.source), np.random.default_rng(1)
+def random_gguf(
+    shape: Annotated[str, Argument(help=", ".join(SHAPES))],
+    source: Annotated[Path, Argument(help="a GGUF file")],
+    out: Annotated[Path, Argument()],
+) -> Yielded:
+    if shape not in SHAPES:
+        raise BadParameter(f"{shape} is none of {', '.join(SHAPES)}")
+    s, reader, rng = SHAPES[shape], gguf.GGUFReader(source), np.random.default_rng(1)
     vocab = s.vocab or len(reader.fields["tokenizer.ggml.tokens"].data)
-    writer = gguf.GGUFWriter(options.out, s.architecture)
+    writer = gguf.GGUFWriter(out, s.architecture)
     copy_tokenizer(reader, writer, vocab)
-    writer.add_name(f"random {options.shape}")
+    writer.add_name(f"random {shape}")
     writer.add_context_length(8192)
     writer.add_embedding_length(s.hidden)
     writer.add_block_count(s.layers)
@@ -124,28 +126,29 @@ def main() -> None:
         writer.add_expert_used_count(s.chosen)
     kinds = {"small": gguf.GGMLQuantizationType.Q4_K, "large": gguf.GGMLQuantizationType.Q6_K}
     plan = list(tensors(s, vocab))
-    for name, shape, kind in plan:
+    for name, dims, kind in plan:
         if kind == "f32":
-            writer.add_tensor_info(name, shape, np.dtype(np.float32), int(np.prod(shape)) * 4)
+            writer.add_tensor_info(name, dims, np.dtype(np.float32), int(np.prod(dims)) * 4)
         else:
-            n_bytes = int(np.prod(shape)) // 256 * BLOCK_BYTES[kinds[kind]]
-            packed = (*shape[:-1], shape[-1] // 256 * BLOCK_BYTES[kinds[kind]])
+            n_bytes = int(np.prod(dims)) // 256 * BLOCK_BYTES[kinds[kind]]
+            packed = (*dims[:-1], dims[-1] // 256 * BLOCK_BYTES[kinds[kind]])
             writer.add_tensor_info(name, packed, np.dtype(np.uint8), n_bytes, raw_dtype=kinds[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for _, shape, kind in plan:
-        if kind == "f32":
-            one = len(shape) == 1
-            values = (
-                np.ones(shape, np.float32) if one else rng.standard_normal(shape, dtype=np.float32) * 0.02
-            )
-            writer.write_tensor_data(values.astype(np.float32))
+    for _, dims, kind in plan:
+        if kind != "f32":
+            rows = int(np.prod(dims[:-1]))
+            writer.write_tensor_data(random_blocks(rng, rows, dims[-1], kinds[kind]))
+        elif len(dims) == 1:
+            writer.write_tensor_data(np.ones(dims, np.float32))
         else:
-            rows = int(np.prod(shape[:-1]))
-            writer.write_tensor_data(random_blocks(rng, rows, shape[-1], kinds[kind]))
+            writer.write_tensor_data(rng.standard_normal(dims, dtype=np.float32) * np.float32(0.02))
     writer.close()
+    yield f"{out}: {s.layers} layers of {s.hidden}"
 
+
+app = commands(__doc__, random_gguf)
 
 if __name__ == "__main__":
-    main()
+    app()

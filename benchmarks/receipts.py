@@ -6,9 +6,9 @@ and two shares of the least: a replay of generating, and what a receipt adds to 
 
 from __future__ import annotations
 
-import argparse
 import time
 
+from benchmarks.harness import Model, Rounds, Yielded, commands
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.engine.open_engine import OpenEngine, open_engine
@@ -36,36 +36,33 @@ def generated(opened: OpenEngine, request: Submit) -> tuple[float, Receipt | Non
     return took_s, receipt_of(request, last.evidence, last.finish_reason, opened.fingerprint, "model")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--tokens", type=int, default=500)
-    parser.add_argument("--rounds", type=int, default=5)
-    asked = parser.parse_args()
-    found = open_model(asked.model)
+def receipts(model: Model, tokens: int = 500, rounds: Rounds = 5) -> Yielded:
+    found = open_model(model)
     size = EngineSize.for_many(found.model, 1, 2048, None)
     times_s: dict[bool, list[float]] = {False: [], True: []}
-    receipts: list[Receipt] = []
+    given: list[Receipt] = []
     with open_engine(found.model, found.plans, size, schedules=found.schedules) as opened:
-        for number in range(asked.rounds):
+        for number in range(rounds):
             for has_receipt in (False, True) if number % 2 else (True, False):
                 params = SamplingParams(temperature=0.8, seed=number)
                 name = f"{number} {has_receipt}"
-                request = Submit(name, PROMPT, asked.tokens, params, ignore_eos=True, receipt=has_receipt)
+                request = Submit(name, PROMPT, tokens, params, ignore_eos=True, receipt=has_receipt)
                 took_s, receipt = generated(opened, request)
                 times_s[has_receipt].append(took_s)
-                receipts += [] if receipt is None else [receipt]
+                given += [] if receipt is None else [receipt]
     replay_s = []
-    for number in range(1, asked.rounds + 1):  # the first receipt of each run pays for opening the ranks
+    for number in range(1, rounds + 1):  # the first receipt of each run pays for opening the ranks
         began_s = time.perf_counter()
-        verdicts = replay_receipts(found, receipts[:number])
+        verdicts = replay_receipts(found, given[:number])
         replay_s.append((time.perf_counter() - began_s) / number)
         assert all(one.is_confirmed for one in verdicts)
     for name, values in (("without", times_s[False]), ("with", times_s[True]), ("replay", replay_s)):
-        print(f"{name}: {', '.join(f'{one:.2f}' for one in values)} s")
-    print(f"a replay takes {min(replay_s) / min(times_s[False]):.3f} of generating")
-    print(f"a receipt adds {min(times_s[True]) / min(times_s[False]) - 1:+.3f} to generating")
+        yield f"{name}: {', '.join(f'{one:.2f}' for one in values)} s"
+    yield f"a replay takes {min(replay_s) / min(times_s[False]):.3f} of generating"
+    yield f"a receipt adds {min(times_s[True]) / min(times_s[False]) - 1:+.3f} to generating"
 
+
+app = commands(__doc__, receipts)
 
 if __name__ == "__main__":
-    main()
+    app()

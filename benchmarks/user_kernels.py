@@ -14,14 +14,17 @@ asked for. Warm caches, one core.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from typer import Option
 
 import phasewise.ir
+from benchmarks.harness import Row, Yielded, commands, listed, numbers
 from phasewise.ir.build import built, chosen, target_named
 from phasewise.ir.original import is_original, original_of
 from phasewise.ir.raising.raise_file import raise_file
@@ -60,8 +63,8 @@ def take_of(process: TimingProcess, kernel: int) -> timing.Take:
     )
 
 
-def compare(name: str, source: Path, sizes: list[int], rival: Path | None, seconds: float) -> None:
-    """Tune a kernel for the sizes, and print a line for each."""
+def compared(name: str, source: Path, sizes: list[int], rival: Path | None, seconds: float) -> Iterator[Row]:
+    """Tune a kernel for the sizes; a row for each."""
     text = with_parameters(raise_file(source, name, reassociate=True), str(source))
     target = target_named(best_target(text))
     variable, most = SIZE_OF.get(name, "n"), MOST.get(name, 4096)
@@ -97,16 +100,19 @@ def compare(name: str, source: Path, sizes: list[int], rival: Path | None, secon
                 found = timing.compare(taken)
                 ns = [timing.estimate_ns(sum((pair[i] for pair in taken), ())) for i in (0, 1)]
                 choice = " ".join(f"{key}={value}" for key, value in outcome.choice)
-                choice = "the original" if is_kept else choice
-                shape = " ".join(f"{key}={value}" for key, value in outcome.problem.shape)
-                print(
-                    f"| {name} | {shape} | {ns[0]} | {ns[1]} | {found.gain:.2f} | {found.gain_low:.2f} "
-                    f"| {choice} | {outcome.timed} |",
-                    flush=True,
-                )
+                yield {
+                    "kernel": name,
+                    "shape": " ".join(f"{key}={value}" for key, value in outcome.problem.shape),
+                    "original ns": ns[0],
+                    "tuned ns": ns[1],
+                    "gain": f"{found.gain:.2f}",
+                    "at least": f"{found.gain_low:.2f}",
+                    "parameters": "the original" if is_kept else choice,
+                    "timed": outcome.timed,
+                }
 
 
-def exhaustive(name: str, size: int) -> None:
+def every_choice(name: str, size: int) -> str:
     """Every choice of a sample timed in turns; what the search finds of the same kernel, beside it."""
     source = SAMPLES / f"{name}.c"
     text = with_parameters(raise_file(source, name, reassociate=True), str(source))
@@ -144,36 +150,33 @@ def exhaustive(name: str, size: int) -> None:
             )
             settled = np.median(last / last.mean(axis=1, keepdims=True), axis=0)
     behind = settled[finalists.index(found)] / settled.min() - 1
-    print(
+    return (
         f"{name} {shape}: {len(points)} choices, the search asked for {len(asked)} "
         f"({len(asked) / len(points):.0%}, at most {most_asked(values)}) and is {behind:.1%} behind the best"
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--sizes", default="256,4096")
-    parser.add_argument("--seconds", type=float, default=25.0, help="tuning budget for each kernel")
-    parser.add_argument("--family", action="store_true")
-    parser.add_argument("--exhaustive", default="")
-    options = parser.parse_args()
-    sizes = [int(one) for one in options.sizes.split(",")]
+def user_kernels(
+    only: str = "",
+    sizes: str = "256,4096",
+    seconds: Annotated[float, Option(help="tuning budget for each kernel")] = 25.0,
+    family: Annotated[bool, Option("--family")] = False,
+    exhaustive: str = "",
+) -> Yielded:
     began_s = time.monotonic()
-    if options.exhaustive:
-        exhaustive(options.exhaustive, sizes[0])
+    if exhaustive:
+        yield every_choice(exhaustive, numbers(sizes)[0])
         return
-    print("| kernel | shape | original ns | tuned ns | gain | at least | parameters | timed |")
-    print("|---|---|---|---|---|---|---|---|")
-    if options.family:
+    if family:
         rival = OURS / "rmsnorm_q8_family.c"
-        compare("rmsnorm_q8", OURS / "rmsnorm_q8.c", sizes, rival, options.seconds)
+        yield from compared("rmsnorm_q8", OURS / "rmsnorm_q8.c", numbers(sizes), rival, seconds)
     else:
-        names = options.only.split(",") if options.only else sorted(one.stem for one in SAMPLES.glob("*.c"))
-        for name in names:
-            compare(name, SAMPLES / f"{name}.c", sizes, None, options.seconds)
-    print(f"\n{core_signature(read_machine())}, core {CORE}; {time.monotonic() - began_s:.0f} s")
+        for name in listed(only) or sorted(path.stem for path in SAMPLES.glob("*.c")):
+            yield from compared(name, SAMPLES / f"{name}.c", numbers(sizes), None, seconds)
+    yield f"{core_signature(read_machine())}, core {CORE}; {time.monotonic() - began_s:.0f} s"
 
+
+app = commands(__doc__, user_kernels)
 
 if __name__ == "__main__":
-    main()
+    app()
