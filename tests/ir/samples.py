@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 import phasewise.ir
 from phasewise.ir.build import built, chosen
 from phasewise.ir.raising.raise_file import raise_file
+from phasewise.ir.running.cases import draw
 from phasewise.ir.running.checking import REASSOCIATED_BOUND, Program, Verdict, check
 from phasewise.ir.running.compiling import compile_c, missing_tool
 from phasewise.ir.targets import TARGETS, IsaTarget, cpu_flags, runs_here
+from tests.support.ir_interpreter import interpreted
 
 FOLDER = Path(phasewise.ir.__file__).parent / "samples"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.c"))
@@ -30,6 +35,21 @@ def why_not(target: IsaTarget) -> str | None:
     if target.family == "x86" and not runs_here(target.name, cpu_flags()):
         return f"needs a machine with {target.name}"
     return missing_tool(target)
+
+
+def skip_without(*targets: IsaTarget) -> None:
+    """Skip the test where kernels of one of these cannot run."""
+    for target in targets:
+        if why := why_not(target):
+            pytest.skip(why)
+
+
+def same_bits(plain: str, changed: str) -> bool:
+    """True if two texts leave the same bits on drawn calls, the edges first."""
+    one, other = chosen(plain, {}), chosen(changed, {})
+    rng = np.random.default_rng(0)
+    calls = [draw(one, rng, edge=i) for i in range(60)]
+    return all(interpreted(one, call) == interpreted(other, call) for call in calls)
 
 
 def original(text: str, name: str, folder: Path) -> Program:

@@ -12,7 +12,7 @@ from phasewise.ir.reading import read
 from phasewise.ir.running.checking import Program, check
 from phasewise.ir.targets import TARGETS
 from phasewise.ir.text import printed
-from tests.ir.samples import why_not
+from tests.ir.samples import skip_without
 
 DESCRIBED = """/* @arg n_bytes least=4 most=200 multiple=4
  * @arg x count=(n_bytes//4)+4
@@ -79,8 +79,7 @@ def test_a_size_that_is_counted_down_is_asked_before_each_turn(source: str, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "home"), [(SSE, "avx2"), (NEON, "neon")])
 def test_ends_in_parts_keep_every_bit(source: str, home: str, tmp_path: Path) -> None:
-    if why_not(TARGETS[home]):
-        pytest.skip(why_not(TARGETS[home]) or "")
+    skip_without(TARGETS[home])
     path, lowered = tmp_path / "doubled.c", tmp_path / "lowered.c"
     path.write_text(source)
     text = raise_file(path, "doubled")

@@ -11,7 +11,7 @@ from phasewise.ir.raising.rerolling import rolled, without_whole
 from phasewise.ir.reading import read
 from phasewise.ir.running.cases import draw
 from phasewise.ir.text import printed
-from tests.ir.samples import text_of
+from tests.ir.samples import same_bits, text_of
 from tests.support.ir_interpreter import interpreted
 
 FOUR = """# phasewise kernel 1
@@ -71,13 +71,6 @@ def copy(x: ptr[const[f32]], y: ptr[f32], n: u64) -> i32:
 """
 
 
-def _same(plain: str, changed: str) -> bool:
-    one, other = chosen(plain, {}), chosen(changed, {})
-    rng = np.random.default_rng(0)
-    calls = [draw(one, rng, edge=i) for i in range(60)]
-    return all(interpreted(one, call) == interpreted(other, call) for call in calls)
-
-
 @pytest.mark.parametrize(
     ("text", "loop"),
     [
@@ -99,7 +92,7 @@ def test_a_run_of_copies_is_one_turn_of_the_same_bits(text: str, loop: str) -> N
 
     assert loop in changed
     assert printed(read(changed)) == changed
-    assert _same(text, changed)
+    assert same_bits(text, changed)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +152,7 @@ def test_what_a_parameter_may_not_choose_is_refused(text: str, reason: str) -> N
 def test_with_reassociate_the_number_of_sums_is_a_parameter() -> None:
     text = TUNED.replace("    N = ", "    reassociate()\n    N = ")
 
-    assert _same(FOUR, text)
+    assert same_bits(FOUR, text)
     rng = np.random.default_rng(1)
     for n in (1, 2, 8):
         one, other = chosen(FOUR, {}), chosen(text, {"N": n})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from phasewise.ir.running.checking import Program, check
 from phasewise.ir.targets import TARGETS
 from phasewise.ir.text import printed
 from phasewise.ir.tunable import with_parameters
-from tests.ir.samples import HOME, NAMES, original, path_of, text_of, verdict, why_not
+from tests.ir.samples import HOME, NAMES, original, path_of, skip_without, text_of, verdict, why_not
 
 RUN_ON = ("portable", "avx2", "avx512", "neon")
+QUICK = (("dot_q4", "avx2"), ("rmsnorm", "portable"))
 
 
 def test_there_are_twelve() -> None:
@@ -37,23 +39,18 @@ def test_no_intrinsic_and_no_lane_of_an_instruction_set_is_left(name: str) -> No
     assert "_mm" not in text_of(name)
 
 
-@pytest.mark.parametrize(("name", "target"), [("dot_q4", "avx2"), ("rmsnorm", "portable")])
-def test_a_sample_keeps_every_bit(name: str, target: str, tmp_path: Path) -> None:
-    if why_not(TARGETS[target]) or why_not(HOME):
-        pytest.skip(why_not(TARGETS[target]) or why_not(HOME) or "")
-
-    assert verdict(text_of(name), name, TARGETS[target], tmp_path, {}).is_exact
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", RUN_ON)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(NAMES, RUN_ON)
+    ],
+)
 def test_every_sample_keeps_every_bit_on_every_instruction_set(
     name: str, target: str, tmp_path: Path
 ) -> None:
     """At the default parameters lanes and orders are the author's wherever the kernel runs."""
-    if why_not(TARGETS[target]) or why_not(HOME):
-        pytest.skip(why_not(TARGETS[target]) or why_not(HOME) or "")
+    skip_without(TARGETS[target], HOME)
 
     assert verdict(text_of(name), name, TARGETS[target], tmp_path, {}).is_exact
 
@@ -61,8 +58,7 @@ def test_every_sample_keeps_every_bit_on_every_instruction_set(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_low_level_prints_to_c_that_computes_the_same(name: str, tmp_path: Path) -> None:
-    if why_not(HOME):
-        pytest.skip(why_not(HOME) or "")
+    skip_without(HOME)
     text = text_of(name)
     source = tmp_path / "low.c"
     source.write_text(printed_c(parse_file(path_of(name), name)))
@@ -77,8 +73,7 @@ def test_the_low_level_prints_to_c_that_computes_the_same(name: str, tmp_path: P
 def test_transformed_samples_stay_within_the_bound(name: str, tmp_path: Path) -> None:
     """Every loop widened and unrolled as far as offered, sums in another order: on the widest set here."""
     target = TARGETS["avx512" if not why_not(TARGETS["avx512"]) else "avx2"]
-    if why_not(target):
-        pytest.skip(why_not(target) or "")
+    skip_without(target)
     text = with_parameters(text_of(name, reassociate=True))
     choice = {one.name: one.values[-1] for one in read(text).parameters}
 

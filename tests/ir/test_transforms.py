@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from phasewise.ir.build import chosen
 from phasewise.ir.errors import SourceError
 from phasewise.ir.nodes import CallExpression, Steps, walk_body
-from phasewise.ir.running.cases import draw
-from tests.support.ir_interpreter import interpreted
+from tests.ir.samples import same_bits
 
 GRID = """# phasewise kernel 1
 def grid(y: ptr[f32], x: ptr[const[f32]], m: i32, n: i32):
@@ -50,14 +48,6 @@ def count(x: ptr[const[u8]], n: i32) -> i32:
 """
 
 
-def _same(plain: str, changed: str) -> bool:
-    """Whether two texts leave the same bits on drawn calls, the edges first."""
-    one, other = chosen(plain, {}), chosen(changed, {})
-    rng = np.random.default_rng(0)
-    calls = [draw(one, rng, edge=i) for i in range(30)]
-    return all(interpreted(one, call) == interpreted(other, call) for call in calls)
-
-
 @pytest.mark.parametrize(
     ("outer", "inner"),
     [
@@ -75,17 +65,17 @@ def _same(plain: str, changed: str) -> bool:
 def test_a_grid_is_computed_whatever_the_order(outer: str, inner: str) -> None:
     words = [f", {how}" if how else "" for how in (outer, inner)]
 
-    assert _same(GRID.format(outer="", inner=""), GRID.format(outer=words[0], inner=words[1]))
+    assert same_bits(GRID.format(outer="", inner=""), GRID.format(outer=words[0], inner=words[1]))
 
 
 @pytest.mark.parametrize("how", ["unroll(2)", "unroll(5)", "split(3)", "pipeline()", "prefetch(x, 512)"])
 def test_without_reassociate_a_sum_keeps_its_order(how: str) -> None:
-    assert _same(SUM.format(head="", how=""), SUM.format(head="", how=f", {how}"))
+    assert same_bits(SUM.format(head="", how=""), SUM.format(head="", how=f", {how}"))
 
 
 @pytest.mark.parametrize("how", ["unroll(2)", "widen(2)", "widen(4), unroll(2)", "unroll(3), widen(2)"])
 def test_sums_of_whole_numbers_are_split_without_asking(how: str) -> None:
-    assert _same(WHOLE.format(how=""), WHOLE.format(how=f", {how}"))
+    assert same_bits(WHOLE.format(how=""), WHOLE.format(how=f", {how}"))
 
 
 def test_with_reassociate_an_unrolled_sum_has_accumulators_of_its_own() -> None:

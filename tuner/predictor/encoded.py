@@ -74,10 +74,8 @@ class EncodedPredictor:
 
     def forecast(self, facts: PromptFacts, price: float) -> Forecast:
         """price: of a token of room."""
-        thought = self.distribution(facts)
-        likely = math.exp(min(20.0, self.log_length(facts) + float(np.median(self.residuals))))
-        guess = round(min(max(likely, 1), facts.limit))
-        return Forecast(max(1, thought.room(price)), thought.mean, guess, thought.uncertainty)
+        log_length = self.log_length(facts) + float(np.median(self.residuals))
+        return Forecast.of(self.distribution(facts), log_length, facts.limit, price)
 
     def price(self, hold: float) -> float:
         """At which estimates hold a share `hold` of answers like those of training."""

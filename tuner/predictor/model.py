@@ -55,6 +55,12 @@ class Forecast(NamedTuple):
     uncertainty: float
     """0: sure; 1: no idea."""
 
+    @classmethod
+    def of(cls, thought: LengthDistribution, log_length: float, limit: int, price: float) -> Forecast:
+        """log_length: of the likeliest length. price: of a token of room."""
+        likely = round(min(max(math.exp(min(20.0, log_length)), 1), limit))
+        return cls(max(1, thought.room(price)), thought.mean, likely, thought.uncertainty)
+
 
 @dataclass(frozen=True)
 class LengthPredictor:
@@ -80,10 +86,8 @@ class LengthPredictor:
     def forecast(self, facts: PromptFacts, price: float) -> Forecast:
         """price: of a token of room, e.g. `price_holding(self.prices, 0.99)`."""
         outputs = self._run(facts)
-        thought = self._read(outputs, facts)
-        likely = math.exp(min(20.0, float(np.mean([out.log_lengths[0] for out in outputs]))))
-        guess = round(min(max(likely, 1), facts.limit))
-        return Forecast(max(1, thought.room(price)), thought.mean, guess, thought.uncertainty)
+        log_length = float(np.mean([out.log_lengths[0] for out in outputs]))
+        return Forecast.of(self._read(outputs, facts), log_length, facts.limit, price)
 
     def price(self, hold: float) -> float:
         """At which estimates hold a share `hold` of answers like those of training."""
