@@ -120,10 +120,10 @@ def pointer_to(e: ir.Expr, elem: Scalar | None) -> ir.Expr:
 
 def first_lanes(e: ir.Expr, elem: Scalar, lanes: int) -> ir.Expr:
     """The first lanes of a register, read as `elem`."""
-    found = as_elem(e, elem)
-    while lanes_of(found) > lanes:
-        found = half("lo", found)
-    return found
+    register = as_elem(e, elem)
+    while lanes_of(register) > lanes:
+        register = half("lo", register)
+    return register
 
 
 def half(which: str, e: ir.Expr) -> ir.Expr:

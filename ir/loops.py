@@ -75,14 +75,14 @@ def accumulators(loop: ir.Steps) -> tuple[list[Accumulator], list[str]]:
     counted = {node.variable for node in ir.walk_body(loop.body) if isinstance(node, ir.Steps)}
     carried = ir.assigned(loop.body) - own - counted - {loop.variable}
     carried |= {name for name in own if _is_read_first(loop.body, name)}
-    found, others = [], []
+    sums, others = [], []
     for name in sorted(carried):
         one = _accumulator(loop.body, name)
         if one is None:
             others.append(name)
         else:
-            found.append(one)
-    return found, others
+            sums.append(one)
+    return sums, others
 
 
 def _is_read_first(body: ir.Body, name: str) -> bool:
@@ -269,28 +269,28 @@ def base_of(p: ir.Expr) -> str | None:
 
 def loaded(body: ir.Body) -> list[tuple[str | None, ir.Expr]]:
     """Addresses that are read, with what they begin with."""
-    found: list[tuple[str | None, ir.Expr]] = []
+    addresses: list[tuple[str | None, ir.Expr]] = []
     for node in ir.walk_body(body):
         if ir.is_call(node, "load"):
-            found.append((base_of(node.args[0]), node.args[0]))
+            addresses.append((base_of(node.args[0]), node.args[0]))
         elif (
             isinstance(node, ir.Index)
             and isinstance(node.base.type, Pointer | Array)
             and isinstance(node.type, Scalar)
         ):
-            found.append((base_of(node.base), binary("+", node.base, node.index)))
-    return found
+            addresses.append((base_of(node.base), binary("+", node.base, node.index)))
+    return addresses
 
 
 def stored(body: ir.Body) -> list[tuple[str | None, ir.Expr]]:
     """Addresses that are written."""
-    found: list[tuple[str | None, ir.Expr]] = []
+    addresses: list[tuple[str | None, ir.Expr]] = []
     for node in ir.walk_body(body):
         if isinstance(node, ir.Do) and ir.is_call(node.call, "store"):
-            found.append((base_of(node.call.args[0]), node.call.args[0]))
+            addresses.append((base_of(node.call.args[0]), node.call.args[0]))
         elif isinstance(node, ir.Assign) and isinstance(node.target, ir.Index | ir.Member):
-            found.append((base_of(node.target), node.target))
-    return found
+            addresses.append((base_of(node.target), node.target))
+    return addresses
 
 
 def renamed(body: ir.Body, suffix: str, keep: set[str] = frozenset()) -> ir.Body:  # type: ignore[assignment]

@@ -386,7 +386,7 @@ class LoweredExpressions:
             return self._permuted(e.args[0], places_of, of)
         group = len(places_of)
         sides = zip(self._vector(e.args[0]), self._vector(e.args[1]), strict=True)
-        found = []
+        shuffles = []
         for a, b in sides:
             if e.args[0] == e.args[1]:
                 a = b = self._bound(part, a)
@@ -395,14 +395,14 @@ class LoweredExpressions:
                 for start in range(0, part.lanes, group)
                 for place in places_of
             ]
-            found.append(f"__builtin_shufflevector({a}, {b}, {', '.join(map(str, all_places))})")
-        return found
+            shuffles.append(f"__builtin_shufflevector({a}, {b}, {', '.join(map(str, all_places))})")
+        return shuffles
 
     def _permuted(self, a: ir.Expr, places: list[int], of: Vec) -> Parts:
         part, n = self._part(of), self._n_parts(of)
         source = self._part(ir.vec(a))
         parts = [self._bound(source, register) for register in self._vector(a)]
-        found = []
+        registers = []
         for i in range(n):
             mine = places[i * part.lanes : (i + 1) * part.lanes]
             of_parts = sorted({place // source.lanes for place in mine})
@@ -412,15 +412,15 @@ class LoweredExpressions:
                     place % source.lanes + (source.lanes if place // source.lanes != first else 0)
                     for place in mine
                 ]
-                found.append(
+                registers.append(
                     f"__builtin_shufflevector({parts[first]}, {parts[last]}, {', '.join(map(str, own))})"
                 )
             else:
                 values = ", ".join(
                     f"{parts[place // source.lanes]}[{place % source.lanes}]" for place in mine
                 )
-                found.append(f"(({self._words.type(part)}){{{values}}})")
-        return found
+                registers.append(f"(({self._words.type(part)}){{{values}}})")
+        return registers
 
     def _computed(self, e: ir.CallExpression, of: Vec) -> Parts:
         """An operation whose results depend on lanes at the same share of each argument."""
@@ -439,7 +439,7 @@ class LoweredExpressions:
             return [
                 f"{self._words.quads(part)}({', '.join(values)})" for values in zip(*vectors, strict=True)
             ]
-        found = []
+        registers = []
         for i in range(n):
             values, types = [], []
             for source, parts in zip(sources, vectors, strict=True):
@@ -448,8 +448,8 @@ class LoweredExpressions:
                 values.append(self._take(parts, source, i * lanes, lanes))
                 types.append(Vec(source.elem, lanes))
             word = self._words.make(operation, part, tuple(types))
-            found.append(f"{word}({', '.join(values)})")
-        return found
+            registers.append(f"{word}({', '.join(values)})")
+        return registers
 
     def _packed(self, e: ir.CallExpression, of: Vec, vectors: list[Parts]) -> Parts:
         """Each register of the result has halves of both arguments' groups: groups never leave their sixteen

@@ -259,14 +259,14 @@ class FunctionDefinition:
 
 def children(node: object) -> list[object]:
     """The expressions, statements and transformations directly in a node, in the order of their fields."""
-    found: list[object] = []
+    parts: list[object] = []
     for field in fields(node):  # type: ignore[arg-type]
         value = getattr(node, field.name)
         if isinstance(value, tuple):
-            found += [item for item in value if isinstance(item, NODES)]
+            parts += [item for item in value if isinstance(item, NODES)]
         elif isinstance(value, NODES):
-            found.append(value)
-    return found
+            parts.append(value)
+    return parts
 
 
 EXPRESSIONS = (Const, Var, Unary, Binary, Ternary, Cast, CallExpression, Index, Member, AddressOf)
@@ -276,12 +276,12 @@ NODES = (*EXPRESSIONS, *STATEMENTS, How)
 
 def walk(node: object) -> list[object]:
     """A node and everything in it, parents first."""
-    found, waiting = [], [node]
+    nodes, waiting = [], [node]
     while waiting:
         one = waiting.pop()
-        found.append(one)
+        nodes.append(one)
         waiting += reversed(children(one))
-    return found
+    return nodes
 
 
 def walk_body(body: Body) -> list[object]:

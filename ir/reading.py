@@ -105,7 +105,7 @@ class _Reader(TextExpressions):
     # ---- the file ----
 
     def function(self) -> ir.FunctionDefinition:
-        found: ast.FunctionDef | None = None
+        definition: ast.FunctionDef | None = None
         for node in self._tree.body:
             match node:
                 case ast.ClassDef():
@@ -113,19 +113,19 @@ class _Reader(TextExpressions):
                 case ast.AnnAssign():
                     self._table(node)
                 case ast.FunctionDef():
-                    if found is not None:
+                    if definition is not None:
                         raise self._refuse(node, f"a second kernel, `{node.name}`; one text holds one")
-                    found = node
+                    definition = node
                 case _:
                     raise self._refuse(
                         node, "only structs, tables and one `def` stand at the outermost level"
                     )
-        if found is None:
+        if definition is None:
             raise self._refuse(0, "has no `def`: there is no kernel in it")
         try:
-            return self._kernel(found)
+            return self._kernel(definition)
         except RecursionError:
-            raise self._refuse(found, "nested too deep") from None
+            raise self._refuse(definition, "nested too deep") from None
 
     def _struct(self, node: ast.ClassDef) -> None:
         fields = []
@@ -185,7 +185,7 @@ class _Reader(TextExpressions):
             raise self._refuse(
                 node, f"the parameters have {space} choices together; at most {MAX_SPACE} are searched"
             )
-        found = ir.FunctionDefinition(
+        function = ir.FunctionDefinition(
             name=node.name,
             args=tuple(args),
             result=self._result,
@@ -199,7 +199,9 @@ class _Reader(TextExpressions):
             source_isa=self._source_isa,
         )
         return (
-            found if self._choice is None else replace(found, body=Folder().body(found.body), parameters=())
+            function
+            if self._choice is None
+            else replace(function, body=Folder().body(function.body), parameters=())
         )
 
     def _is_header(self, node: ast.stmt) -> bool:
@@ -291,10 +293,10 @@ class _Reader(TextExpressions):
             case ast.Assign(targets=[target], value=value):
                 return [self._assignment(target, self._expr(value), node)]
             case ast.Expr(value=ast.Call() as one):
-                found = self._expr(one)
-                if not isinstance(found, ir.CallExpression) or not OPERATIONS[found.name].is_effect:
+                call = self._expr(one)
+                if not isinstance(call, ir.CallExpression) or not OPERATIONS[call.name].is_effect:
                     raise self._refuse(node, "has no effect")
-                return [ir.Do(found, line)]
+                return [ir.Do(call, line)]
             case ast.For(
                 target=ast.Name(id=name), iter=ast.Call(func=ast.Name(id="steps")) as steps, body=body
             ):

@@ -98,20 +98,20 @@ class TextExpressions:
         raise self._refuse(node or 0, f"`{ast.unparse(node)[:40] if node else ''}` is no type")
 
     def _count(self, node: ast.expr) -> int:
-        found = self._expr(node)
-        if isinstance(found, ir.Var) and found.name in self._parameters:
-            return self._parameters[found.name].values[0]
-        if not isinstance(found, ir.Const) or not isinstance(found.value, int):
+        number = self._expr(node)
+        if isinstance(number, ir.Var) and number.name in self._parameters:
+            return self._parameters[number.name].values[0]
+        if not isinstance(number, ir.Const) or not isinstance(number.value, int):
             raise self._refuse(node, "a number that is known before the kernel runs is needed")
-        return found.value
+        return number.value
 
     # ---- expressions ----
 
     def _number(self, node: ast.expr) -> ir.Expr:
-        found = self._expr(node)
-        if not isinstance(found.type, Scalar | Pointer):
-            raise self._refuse(node, f"{spelled(found.type)} as a condition")
-        return found
+        value = self._expr(node)
+        if not isinstance(value.type, Scalar | Pointer):
+            raise self._refuse(node, f"{spelled(value.type)} as a condition")
+        return value
 
     def _expr(self, node: ast.expr) -> ir.Expr:
         try:
@@ -139,10 +139,10 @@ class TextExpressions:
                 return self._binary(_COMPARED.get(type(op), ""), left, right, node)
             case ast.BoolOp(op=op, values=values):
                 word = "&&" if isinstance(op, ast.And) else "||"
-                found = self._number(values[0])
+                condition = self._number(values[0])
                 for item in values[1:]:
-                    found = binary(word, found, self._number(item))
-                return found
+                    condition = binary(word, condition, self._number(item))
+                return condition
             case ast.IfExp(test=test, body=a, orelse=b):
                 return self._choice_of(self._number(test), self._expr(a), self._expr(b), node)
             case ast.Call(func=func, args=args, keywords=[]):
@@ -252,8 +252,8 @@ class TextExpressions:
     ) -> ir.Expr:
         """Numbers may be parameters: the type is that of their defaults, the names stay."""
         known = tuple(self._known(constant) for constant in numbers)
-        found = call(name, values, known, of)
-        return found if known == numbers else replace(found, numbers=numbers)
+        operation = call(name, values, known, of)
+        return operation if known == numbers else replace(operation, numbers=numbers)
 
     def _known(self, e: ir.Expr) -> ir.Expr:
         by_default = {name: ir.integer(parameter.values[0]) for name, parameter in self._parameters.items()}

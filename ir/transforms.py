@@ -164,13 +164,13 @@ def _expanded(worker: _Transformer, loop: ir.Steps, trips: int) -> ir.Body:
     """All turns of a loop of known length, one after another."""
     assert isinstance(loop.start, ir.Const)
     assert isinstance(loop.step, ir.Const)
-    found: list[ir.Stmt] = []
+    statements: list[ir.Stmt] = []
     for turn in range(trips):
         at = ir.Const(loop.type, int(loop.start.value) + turn * int(loop.step.value))
         body = renamed(loop.body, worker.suffix(turn)) if turn else loop.body
-        found += ir.Substitute({loop.variable: at}).body(body)
+        statements += ir.Substitute({loop.variable: at}).body(body)
     end = ir.Const(loop.type, int(loop.start.value) + trips * int(loop.step.value))
-    return (*found, ir.Declare(loop.variable, loop.type, end, loop.line))
+    return (*statements, ir.Declare(loop.variable, loop.type, end, loop.line))
 
 
 def _widen(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
@@ -314,7 +314,7 @@ def _pipeline(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
     writes = {base for base, _ in stored(loop.body)}
     if leaves_early(loop.body):
         raise worker.refuse(loop, "pipeline of a loop that may end within a turn")
-    found = next(
+    load = next(
         (
             node
             for node in ir.walk_body(loop.body)
@@ -325,30 +325,30 @@ def _pipeline(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
         ),
         None,
     )
-    if found is None:
+    if load is None:
         raise worker.refuse(loop, "pipeline: no load whose place the loop's variable alone gives")
     name = f"next{worker.suffix(0)}"
-    current = ir.Var(found.type, f"this{worker.suffix(0)}")
-    following = ir.Var(found.type, name)
-    first = ir.Substitute({loop.variable: loop.start}).expr(found)
+    current = ir.Var(load.type, f"this{worker.suffix(0)}")
+    following = ir.Var(load.type, name)
+    first = ir.Substitute({loop.variable: loop.start}).expr(load)
     can_begin = ir.Substitute({loop.variable: loop.start}).expr(loop.condition)
     before: ir.Body = (
-        ir.Declare(name, found.type, None, loop.line),
+        ir.Declare(name, load.type, None, loop.line),
         ir.If(can_begin, (ir.Assign(following, first, loop.line),), (), loop.line),
     )
-    body = ir.Replace(found, current).body(loop.body)
+    body = ir.Replace(load, current).body(loop.body)
     main = replace(
         loop,
         name=f"{loop.name}_ahead",
         condition=moved(loop.condition, loop, 1),
         body=(
-            ir.Declare(current.name, found.type, following, loop.line),
-            ir.Assign(following, moved(found, loop, 1), loop.line),
+            ir.Declare(current.name, load.type, following, loop.line),
+            ir.Assign(following, moved(load, loop, 1), loop.line),
             *body,
         ),
     )
     variable = ir.Var(loop.type, loop.variable)
-    last = renamed(ir.Replace(found, following).body(loop.body), worker.suffix(1))
+    last = renamed(ir.Replace(load, following).body(loop.body), worker.suffix(1))
     assert isinstance(loop.type, Scalar | Pointer)
     step = ir.Assign(variable, _stepped(variable, loop.step), loop.line)
     return before, main, (ir.If(loop.condition, (*last, step), (), loop.line),)

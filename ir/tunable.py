@@ -97,7 +97,7 @@ def _changes(loop: ir.Steps, reassociate: bool) -> list[_Change]:
 
 def innermost(body: ir.Body) -> list[ir.Steps]:
     """Loops that hold no loop, in the order of the text."""
-    found: list[ir.Steps] = []
+    loops: list[ir.Steps] = []
     for statement in body:
         inner: list[ir.Steps] = []
         if isinstance(statement, ir.Steps | ir.While):
@@ -105,8 +105,8 @@ def innermost(body: ir.Body) -> list[ir.Steps]:
         elif isinstance(statement, ir.If):
             inner = [*innermost(statement.then), *innermost(statement.otherwise)]
         has_while = any(isinstance(node, ir.While) for node in ir.walk_body((statement,)))
-        found += inner or ([statement] if isinstance(statement, ir.Steps) and not has_while else [])
-    return found
+        loops += inner or ([statement] if isinstance(statement, ir.Steps) and not has_while else [])
+    return loops
 
 
 def _is_worth(loop: ir.Steps, function: ir.FunctionDefinition) -> bool:

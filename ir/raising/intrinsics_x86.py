@@ -424,10 +424,10 @@ def _chosen_halves(a: Sequence[ir.Expr]) -> ir.Expr:
 
 
 def _places(e: ir.Expr) -> list[int]:
-    found = as_elem(e, I32)
-    if not isinstance(found, ir.CallExpression) or found.name != "vector":
+    vector = as_elem(e, I32)
+    if not isinstance(vector, ir.CallExpression) or vector.name != "vector":
         raise Mistyped("takes places that are known when compiling")
-    return [number(known_number) & 7 for known_number in found.numbers]
+    return [number(known_number) & 7 for known_number in vector.numbers]
 
 
 def _x86_scalars(table: Table) -> None:

@@ -38,18 +38,18 @@ def lanes_named(function: ir.FunctionDefinition) -> ir.FunctionDefinition:
 
 def _one_number(function: ir.FunctionDefinition) -> int | None:
     """The lanes of all vectors; None: they have several numbers, or operations that move lanes."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for node in ir.walk_body(function.body):
         of = getattr(node, "type", None)
         if isinstance(of, Vec):
-            found.add(of.lanes)
+            numbers.add(of.lanes)
         if isinstance(of, Array) and isinstance(of.of, Vec):
             return None
         if isinstance(node, ir.CallExpression) and any(isinstance(a.type, Vec) for a in (node, *node.args)):
             lanes_stay = OPERATIONS[node.name].is_lanewise or node.name in REDUCTIONS
             if not lanes_stay:
                 return None
-    return found.pop() if len(found) == 1 and max(found) > 1 else None
+    return numbers.pop() if len(numbers) == 1 and max(numbers) > 1 else None
 
 
 def _is_free(body: ir.Body, lanes: int) -> bool:
@@ -63,10 +63,10 @@ def _is_free(body: ir.Body, lanes: int) -> bool:
             if _vectors_given(statement.body) - own or not _is_free(statement.body, lanes):
                 return False
         elif isinstance(statement, ir.Steps):
-            found = _sums_of(body, at, statement, lanes)
-            if found is None:
+            loop_sums = _sums_of(body, at, statement, lanes)
+            if loop_sums is None:
                 return False
-            sums |= found
+            sums |= loop_sums
         elif isinstance(statement, ir.If | ir.While) or not _is_uniform_or_reduced(statement, sums):
             return False
     return True

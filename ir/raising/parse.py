@@ -75,9 +75,9 @@ class _Unit(Source):
 
     def number(self, node: Node) -> int:
         """A constant expression."""
-        found = _Body(self, "").expr(node)
-        if isinstance(found, ir.Const) and isinstance(found.value, int):
-            return found.value
+        value = _Body(self, "").expr(node)
+        if isinstance(value, ir.Const) and isinstance(value.value, int):
+            return value.value
         raise self.refuse(node, f"`{self.text(node)[:40]}` is not a number that is known when compiling")
 
     def function(self, name: str) -> ir.FunctionDefinition:
@@ -89,10 +89,10 @@ class _Unit(Source):
         self._check_size(node)
         self.reading.append(name)
         body = _Body(self, name)
-        found = body.read(node)
+        function = body.read(node)
         self.reading.remove(name)
-        self.read[name] = found
-        return found
+        self.read[name] = function
+        return function
 
     def _check_size(self, node: Node) -> None:
         waiting, seen = [(node, 0)], 0
@@ -173,9 +173,9 @@ class _Body(SourceExpressions):
 
     def block(self, node: Node) -> ir.Body:
         self.scopes.append({})
-        found = [statement for child in node.named_children for statement in self.statement(child)]
+        statements = [statement for child in node.named_children for statement in self.statement(child)]
         self.scopes.pop()
-        return tuple(found)
+        return tuple(statements)
 
     def _as_body(self, node: Node | None) -> ir.Body:
         if node is None:
@@ -183,17 +183,17 @@ class _Body(SourceExpressions):
         if node.type == "compound_statement":
             return self.block(node)
         self.scopes.append({})
-        found = tuple(self.statement(node))
+        statements = tuple(self.statement(node))
         self.scopes.pop()
-        return found
+        return statements
 
     def statement(self, node: Node) -> list[ir.Stmt]:
         if node.type not in ("declaration", "expression_statement"):
             return self._statement(node)
         self._after = []
-        found = self._statement(node)
+        statements = self._statement(node)
         after, self._after = self._after, None
-        return [*found, *after]
+        return [*statements, *after]
 
     def _statement(self, node: Node) -> list[ir.Stmt]:
         line = self._line(node)
@@ -248,7 +248,7 @@ class _Body(SourceExpressions):
             first = self._declaration(start) if start.type == "declaration" else self._effect(start)
         condition = node.child_by_field_name("condition")
         update = node.child_by_field_name("update")
-        found = ir.For(
+        loop = ir.For(
             tuple(first),
             ir.integer(1) if condition is None else self.expr(condition),
             tuple(self._effect(update) if update is not None else ()),
@@ -256,7 +256,7 @@ class _Body(SourceExpressions):
             line,
         )
         self.scopes.pop()
-        return [found]
+        return [loop]
 
     def _declaration(self, node: Node) -> list[ir.Stmt]:
         line, is_const = self._line(node), is_const_node(node)
@@ -266,14 +266,14 @@ class _Body(SourceExpressions):
         if is_static and not is_const:
             raise self._refuse(node, "a static variable keeps state between calls")
         base = self.source.type_of(node.child_by_field_name("type"), node)
-        found: list[ir.Stmt] = []
+        statements: list[ir.Stmt] = []
         for declarator in node.children_by_field_name("declarator"):
             name, of, value = self.source.declared(base, declarator, is_const)
             if isinstance(of, Array) and isinstance(of.of, Vec) and value is not None:
-                found += self._registers_declared(name, of, value, line, declarator)
+                statements += self._registers_declared(name, of, value, line, declarator)
             else:
-                found.append(self._declared(name, of, value, line, is_const, declarator))
-        return found
+                statements.append(self._declared(name, of, value, line, is_const, declarator))
+        return statements
 
     def _declared(
         self, name: str, of: Type, value: Node | None, line: int, is_const: bool, at: Node
@@ -314,11 +314,11 @@ class _Body(SourceExpressions):
         values = [self._converted(child, of.elem) for child in node.named_children if child.type != "comment"]
         if any(name not in self.source.intrinsics for name in names) or len(values) > of.lanes:
             raise self._refuse(node, "a list of lanes is not in the subset here")
-        found: ir.Expr = ir.CallExpression(of, names[0], (ir.zero(of.elem),))
+        register: ir.Expr = ir.CallExpression(of, names[0], (ir.zero(of.elem),))
         for lane, value in enumerate(values):
             if not (isinstance(value, ir.Const) and value.value == 0):
-                found = ir.CallExpression(of, names[1], (value, found, ir.integer(lane)))
-        return found
+                register = ir.CallExpression(of, names[1], (value, register, ir.integer(lane)))
+        return register
 
     def _listed(self, node: Node, of: Array) -> list[ir.Expr]:
         """The elements of a list of registers; `{0}` is zero everywhere."""
@@ -375,8 +375,8 @@ class _Body(SourceExpressions):
             return self._memset(node, line)
         if name in ("_mm256_zeroupper", "_mm256_zeroall", "_mm_sfence", "_mm_empty"):
             return []
-        found = self.expr(node)
-        return [ir.Do(found, line)]
+        call = self.expr(node)
+        return [ir.Do(call, line)]
 
     def _memcpy(self, node: Node, line: int) -> list[ir.Stmt]:
         """The bits of one variable or element as another one: the only use of it that kernels of the subset

@@ -130,10 +130,10 @@ class SourceExpressions:
         return ir.Declare(self._new(name, of).name, of, None, line, values, is_const)
 
     def _flat(self, node: Node, of: Type) -> list[int | float]:
-        found: list[int | float] = []
+        numbers: list[int | float] = []
         for child in node.named_children:
             if child.type == "initializer_list":
-                found += self._flat(child, of)
+                numbers += self._flat(child, of)
                 continue
             if child.type == "comment":
                 continue
@@ -142,8 +142,8 @@ class SourceExpressions:
                 raise self._refuse(
                     child, f"{self._quoted(child)} is not a number that is known when compiling"
                 )
-            found.append(fitting(value.value, of))
-        return found
+            numbers.append(fitting(value.value, of))
+        return numbers
 
     def _arguments(self, node: Node) -> list[ir.Expr]:
         return [self.expr(arg) for arg in needed(node, "arguments").named_children if arg.type != "comment"]
@@ -245,9 +245,9 @@ class SourceExpressions:
             value, more = self.source.names.numbers[name]
             if value is None or value.type == "enumerator":
                 return ir.integer(more)
-            found = self.expr(value)
-            if isinstance(found, ir.Const):
-                return ir.integer(int(found.value) + more)
+            number = self.expr(value)
+            if isinstance(number, ir.Const):
+                return ir.integer(int(number.value) + more)
         if name in self.source.names.tables:
             return self._table(name, node)
         raise self._refuse(node, f"unknown name `{name}`")
@@ -263,9 +263,9 @@ class SourceExpressions:
             base = self.source.type_of(node.child_by_field_name("type"), node)
             declared, of, value = self.source.declared(base, declarator, is_const=True)
             if isinstance(of, Scalar) and value is not None:
-                found = self._convert(self.expr(value), of, value)
-                if isinstance(found, ir.Const):
-                    return found
+                number = self._convert(self.expr(value), of, value)
+                if isinstance(number, ir.Const):
+                    return number
             if not isinstance(of, Array):
                 raise self._refuse(at, f"`{name}` is no array of numbers")
             outer = SourceExpressions(self.source, "")
@@ -278,8 +278,8 @@ class SourceExpressions:
         a, b = self.expr(needed(node, "left")), self.expr(needed(node, "right"))
         if isinstance(a.type, Vec) or isinstance(b.type, Vec):
             raise self._refuse(node, f"{op} between registers; write the intrinsic")
-        found = self._typed(lambda: binary(op, a, b), node)
-        return _folded(op, a, b, found)
+        operation = self._typed(lambda: binary(op, a, b), node)
+        return _folded(op, a, b, operation)
 
     def _unary(self, node: Node) -> ir.Expr:
         op = self._text(needed(node, "operator"))
@@ -288,14 +288,14 @@ class SourceExpressions:
             return a
         if isinstance(a.type, Vec):
             raise self._refuse(node, f"{op} of a register; write the intrinsic")
-        found = self._typed(lambda: unary(op, a), node)
-        if isinstance(a, ir.Const) and isinstance(found.type, Scalar):
+        operation = self._typed(lambda: unary(op, a), node)
+        if isinstance(a, ir.Const) and isinstance(operation.type, Scalar):
             value = {"-": -a.value, "!": int(not a.value)}.get(op)
             if value is None and isinstance(a.value, int):
                 value = ~a.value
             if value is not None:
-                return ir.Const(found.type, fitting(value, found.type))
-        return found
+                return ir.Const(operation.type, fitting(value, operation.type))
+        return operation
 
     def _cast(self, node: Node) -> ir.Expr:
         to = self._described(needed(node, "type"))
@@ -425,13 +425,13 @@ class SourceExpressions:
 
 
 def _identifiers(node: Node, source: Source) -> list[str]:
-    found, waiting = [], [node]
+    names, waiting = [], [node]
     while waiting:
         one = waiting.pop()
         if one.type == "identifier":
-            found.append(source.text(one))
+            names.append(source.text(one))
         waiting += one.children
-    return found
+    return names
 
 
 def _is_lazy(node: Node, whole: Node) -> bool:
@@ -481,13 +481,13 @@ def _literal(source: Source, node: Node) -> ir.Const:
     raise source.refuse(node, f"`{text[:40]}` has more than 64 bits")
 
 
-def _folded(op: str, a: ir.Expr, b: ir.Expr, found: ir.Expr) -> ir.Expr:
+def _folded(op: str, a: ir.Expr, b: ir.Expr, operation: ir.Expr) -> ir.Expr:
     """A number where both sides are numbers: sizes and indices read better."""
-    if not (isinstance(a, ir.Const) and isinstance(b, ir.Const) and isinstance(found.type, Scalar)):
-        return found
-    if found.type.is_float or not isinstance(a.value, int) or not isinstance(b.value, int):
-        return found
-    of = found.type
+    if not (isinstance(a, ir.Const) and isinstance(b, ir.Const) and isinstance(operation.type, Scalar)):
+        return operation
+    if operation.type.is_float or not isinstance(a.value, int) or not isinstance(b.value, int):
+        return operation
+    of = operation.type
     if op in COMPARISONS or op in LOGICAL:
         assert isinstance(a.type, Scalar)
         assert isinstance(b.type, Scalar)
@@ -497,4 +497,4 @@ def _folded(op: str, a: ir.Expr, b: ir.Expr, found: ir.Expr) -> ir.Expr:
         value = integer_result(
             op, int(fitting(a.value, of)), b.value if op in ("<<", ">>") else int(fitting(b.value, of)), of
         )
-    return found if value is None else ir.Const(of, value)
+    return operation if value is None else ir.Const(of, value)

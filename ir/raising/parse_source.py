@@ -182,12 +182,12 @@ class Source(ABC):
             for child in defined.children_by_field_name("declarator")
             if self._declared_name(child) == name
         )
-        found = self.declared(base, declarator, is_const=False)[1]
+        of = self.declared(base, declarator, is_const=False)[1]
         self.reading.remove(name)
-        if isinstance(found, Struct) and not found.name:
-            found = replace(found, name=name)
-        self._types[name] = found
-        return found
+        if isinstance(of, Struct) and not of.name:
+            of = replace(of, name=name)
+        self._types[name] = of
+        return of
 
     def _sized_type(self, words: list[str], node: Node) -> Type:
         if "double" in words:
@@ -204,9 +204,9 @@ class Source(ABC):
             if name in self.reading:
                 raise self.refuse(node, f"struct `{name}` contains itself")
             self.reading.append(name)
-            found = self._struct(defined, name)
+            struct = self._struct(defined, name)
             self.reading.remove(name)
-            return found
+            return struct
         fields: list[tuple[str, Type]] = []
         for child in body.named_children:
             fields += self._fields(child)
@@ -228,15 +228,15 @@ class Source(ABC):
             if isinstance(base, Struct):
                 return list(base.fields)
             raise self.refuse(node, "a field without a name")
-        found: list[tuple[str, Type]] = []
+        fields: list[tuple[str, Type]] = []
         for declarator in declarators:
             name, of, _ = self.declared(base, declarator, is_const=False)
             if isinstance(of, Pointer | Vec):
                 raise self.refuse(
                     node, f"field `{name}` is a {'pointer' if isinstance(of, Pointer) else 'register'}"
                 )
-            found.append((name, of))
-        return found
+            fields.append((name, of))
+        return fields
 
     def _union_fields(self, node: Node, names: list[str]) -> list[tuple[str, Type]]:
         """An anonymous union whose first member has the size of the others is taken for that member."""
@@ -291,9 +291,9 @@ def described_node(node: Node) -> str:
 
 
 def needed(node: Node, field_name: str) -> Node:
-    found = node.child_by_field_name(field_name)
-    assert found is not None, f"{node.type} without {field_name}"
-    return found
+    child = node.child_by_field_name(field_name)
+    assert child is not None, f"{node.type} without {field_name}"
+    return child
 
 
 def is_const_node(node: Node) -> bool:

@@ -189,10 +189,10 @@ def _complaint(path: Path, errors: str, signal_name: str | None) -> SourceError:
         return SourceError(
             str(path), 0, f"expands beyond {LIMITS.seconds} s or {MAX_EXPANDED_BYTES >> 20} MiB; stopped"
         )
-    found = re.search(r"^(.*?):(\d+):(?:\d+:)? (?:fatal )?error: (.*)$", errors, re.MULTILINE)
-    if found:
-        hint = "; add --include FOLDER" if "No such file" in found[3] else ""
-        return SourceError(found[1], int(found[2]), found[3] + hint)
+    match = re.search(r"^(.*?):(\d+):(?:\d+:)? (?:fatal )?error: (.*)$", errors, re.MULTILINE)
+    if match:
+        hint = "; add --include FOLDER" if "No such file" in match[3] else ""
+        return SourceError(match[1], int(match[2]), match[3] + hint)
     return SourceError(str(path), 0, f"the preprocessor failed: {errors.strip().splitlines()[:1]}")
 
 

@@ -34,17 +34,17 @@ def raise_file(
     """
     kernel = raised(parse_file(path, function, isa, include, define), path)
     text = printed(without_whole(kernel) if reassociate else kernel)
-    found = read(_with_descriptions(text, read_source(path)), str(path))
-    return printed(replace(found, reassociate=reassociate))
+    read_back = read(_with_descriptions(text, read_source(path)), str(path))
+    return printed(replace(read_back, reassociate=reassociate))
 
 
 def _with_descriptions(text: str, source: str) -> str:
     lines = text.splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("def "))
     names = set(re.findall(r"(\w+): ", lines[at]))
-    found = {
+    described = {
         name: f'    describe("{name}", {", ".join(words.split())})'
         for name, words in _DESCRIBED.findall(source)
         if name in names
     }
-    return "\n".join([*lines[: at + 1], *found.values(), *lines[at + 1 :]]) + "\n"
+    return "\n".join([*lines[: at + 1], *described.values(), *lines[at + 1 :]]) + "\n"

@@ -309,10 +309,10 @@ class _Raiser:
         if isinstance(new, ir.Binary) and isinstance(new.a.type, Pointer | Array):
             is_sum = new.op == "+" and at == ir.integer(0)
             new, at = (new.a, new.b) if is_sum else (new, at)
-        found = _memory_type(of)
+        element = _memory_type(of)
         if isinstance(of, Vec) and isinstance(new.type, Array):
-            found = new.type.of
-        return ir.Index(found, new, at)
+            element = new.type.of
+        return ir.Index(element, new, at)
 
     def _intrinsic_load(self, place: ir.Expr, of: Vec) -> ir.Expr:
         p = pointer_to(place, None if of.elem == BITS else of.elem)
@@ -338,12 +338,12 @@ class _Raiser:
             looked_up = call("lookup", (as_elem(args[0], I8), as_elem(args[1], I8)))
             return as_elem(looked_up, I8 if e.name.endswith("s8") else U8)
         try:
-            found = known.build(args)
+            operation = known.build(args)
         except (AssertionError, IndexError):
             raise self._refuse(f"`{e.name}` with these arguments is not in the subset") from None
-        if isinstance(known.result, Vec) and known.result.elem != BITS and found.type != known.result:
-            found = as_elem(found, known.result.elem)
-        return found
+        if isinstance(known.result, Vec) and known.result.elem != BITS and operation.type != known.result:
+            operation = as_elem(operation, known.result.elem)
+        return operation
 
 
 def _memory_type(of: Type) -> Type:

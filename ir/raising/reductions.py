@@ -204,14 +204,14 @@ def _unwrapped(e: ir.Expr, of: Vec) -> ir.Expr | None:
 
 
 def _leaves(tree: Tree) -> list[Tree]:
-    found, waiting = [], [tree]
+    leaves, waiting = [], [tree]
     while waiting:
         one = waiting.pop()
         if len(one) == 3:
             waiting += [one[1], one[2]]
         else:
-            found.append(one)
-    return found
+            leaves.append(one)
+    return leaves
 
 
 def without_unused(function: ir.FunctionDefinition) -> ir.FunctionDefinition:

@@ -45,24 +45,24 @@ class _Roller(ir.StatementRewriter):
         self._whole = whole
 
     def body(self, body: ir.Body) -> ir.Body:
-        found = tuple(new for statement in body for new in self.statement(statement))
+        statements = tuple(new for statement in body for new in self.statement(statement))
         at = 0
-        while at < len(found):
-            one = found[at]
+        while at < len(statements):
+            one = statements[at]
             if isinstance(one, ir.Steps) and not one.how:
-                found = _rolled_at(found, at, one, self._whole) or found
+                statements = _rolled_at(statements, at, one, self._whole) or statements
             at += 1
-        return found
+        return statements
 
 
 class _Loosener(ir.StatementRewriter):
     def body(self, body: ir.Body) -> ir.Body:
-        found = list(super().body(body))
-        for at, statement in enumerate(found):
-            if isinstance(statement, ir.Steps) and continued(tuple(found), at) is not None:
+        statements = list(super().body(body))
+        for at, statement in enumerate(statements):
+            if isinstance(statement, ir.Steps) and continued(tuple(statements), at) is not None:
                 how = tuple(replace(h, args=tuple(a for a in h.args if a != WHOLE)) for h in statement.how)
-                found[at] = replace(statement, how=how)
-        return tuple(found)
+                statements[at] = replace(statement, how=how)
+        return tuple(statements)
 
 
 def _rolled_at(body: ir.Body, at: int, loop: ir.Steps, whole: ir.Body) -> ir.Body | None:
@@ -83,9 +83,9 @@ def _rolled_at(body: ir.Body, at: int, loop: ir.Steps, whole: ir.Body) -> ir.Bod
                 one = replace(
                     loop, condition=condition, step=ir.integer(step // n, loop.step.type), body=copies[0]
                 )
-                found = _in_one(body, at, one, turns, n, whole)
-                if found:
-                    return found
+                rolled_up = _in_one(body, at, one, turns, n, whole)
+                if rolled_up:
+                    return rolled_up
     return None
 
 
@@ -134,22 +134,22 @@ def _turns(loop: ir.Steps, copies: Sequence[ir.Body], step: int) -> _Turns | Non
     carried = {name: tuple(by[name] for by in maps) for name in names[0] if name not in own}
     if any(1 < len(set(many)) < len(many) for many in carried.values()):
         return None
-    found = _Turns(carried)
-    if found.is_apart and any(len(set(many)) == 1 for many in carried.values()):
+    turns = _Turns(carried)
+    if turns.is_apart and any(len(set(many)) == 1 for many in carried.values()):
         return None
-    stays_in_order = found.is_apart or not carried or list(copies[0]) == list(loop.body[: len(copies[0])])
-    return found if stays_in_order else None
+    stays_in_order = turns.is_apart or not carried or list(copies[0]) == list(loop.body[: len(copies[0])])
+    return turns if stays_in_order else None
 
 
 def _targets(body: ir.Body) -> list[str]:
     """Variables that get a value, in the order of the statements."""
-    found = []
+    names = []
     for statement in body:
         if isinstance(statement, ir.Declare):
-            found.append(statement.name)
+            names.append(statement.name)
         elif isinstance(statement, ir.Assign) and isinstance(statement.target, ir.Var):
-            found.append(statement.target.name)
-    return found
+            names.append(statement.target.name)
+    return names
 
 
 def _condition_of_one(loop: ir.Steps, ahead: int) -> ir.Expr | None:
@@ -191,10 +191,10 @@ def _in_one(body: ir.Body, at: int, loop: ir.Steps, turns: _Turns, n: int, whole
     else:
         words = (WHOLE, *words)
     how = ir.How("apart" if turns.is_apart else "unroll", (ir.integer(n), *words))
-    found = (*before, replace(loop, how=(how,)), *after)
+    rolled_up = (*before, replace(loop, how=(how,)), *after)
     gone = {name for names in turns.carried.values() for name in names[1:]} - set(turns.carried)
     is_all_here = _mentions(whole, gone) == _mentions(body, gone)
-    return found if is_all_here and not _mentions(found, gone) else None
+    return rolled_up if is_all_here and not _mentions(rolled_up, gone) else None
 
 
 def _mentions(body: ir.Body, names: set[str]) -> int:

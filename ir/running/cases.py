@@ -57,15 +57,15 @@ class Case:
 
 def described(function: ir.FunctionDefinition, where: str = "kernel") -> dict[str, ir.Argument]:
     """The description of every argument. SourceError where a buffer has none: sizes are never guessed."""
-    found = {argument.name: argument for argument in function.described}
+    by_name = {argument.name: argument for argument in function.described}
     for name, of in function.args:
-        if name not in found and isinstance(of, Pointer):
+        if name not in by_name and isinstance(of, Pointer):
             raise SourceError(
                 where, function.line, f'argument `{name}` is not described; add describe("{name}", count=..)'
             )
-        if isinstance(of, Pointer) and found[name].count is None:
-            raise SourceError(where, found[name].line, f"argument `{name}` has no count")
-    return found
+        if isinstance(of, Pointer) and by_name[name].count is None:
+            raise SourceError(where, by_name[name].line, f"argument `{name}` has no count")
+    return by_name
 
 
 def sizes(function: ir.FunctionDefinition) -> list[str]:
@@ -235,7 +235,7 @@ def evaluate(e: ir.Expr, numbers: Mapping[str, int | float]) -> int:
         case ir.Ternary(condition=condition, a=a, b=b):
             return evaluate(a if evaluate(condition, numbers) else b, numbers)
         case ir.Binary(type=Scalar() as of, op=op, a=a, b=b):
-            found = integer_result(op, evaluate(a, numbers), evaluate(b, numbers), of)
-            if found is not None:
-                return found
+            result = integer_result(op, evaluate(a, numbers), evaluate(b, numbers), of)
+            if result is not None:
+                return result
     raise SourceError("kernel", 0, "a count is made of the kernel's whole numbers alone")

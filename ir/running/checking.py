@@ -109,7 +109,7 @@ class Program:
         return f"{self._function.name}({call}) ended with signal {signal} far from its arguments"
 
     def _read(self, out: Path, cases: Sequence[Case]) -> list[KernelOutputs]:
-        data, at, found = out.read_bytes(), 0, []
+        data, at, outputs = out.read_bytes(), 0, []
         for case in cases:
             result, at = data[at : at + 8], at + 8
             buffers = []
@@ -117,8 +117,8 @@ class Program:
                 if isinstance(value, bytes) and isinstance(of, Pointer) and not of.is_const:
                     buffers.append(data[at : at + len(value)])
                     at += len(value)
-            found.append(KernelOutputs(result, tuple(buffers)))
-        return found
+            outputs.append(KernelOutputs(result, tuple(buffers)))
+        return outputs
 
 
 def check(
