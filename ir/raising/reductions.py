@@ -170,8 +170,7 @@ class _Recogniser(ir.Rewriter):
         rest = self._lanes(a)
         sides = []
         for side in (x, y):
-            lanes = self._lanes(side.args[0]) if ir.is_call(side, "lane") else None
-            if lanes is None:
+            if not ir.is_call(side, "lane") or (lanes := self._lanes(side.args[0])) is None:
                 return None
             sides.append(lanes[side.places[0]])
         return rest and [_node("+", sides[0], sides[1], of.elem), *rest[1:]]

@@ -18,8 +18,10 @@ from typing import TypeAlias, TypeVar
 from phasewise.kerneldb.records import Sample, Schedule
 
 T = TypeVar("T")
-Asked, Answers = TypeVar("Asked"), TypeVar("Answers")
-Passed, Taken = TypeVar("Passed"), TypeVar("Taken")
+Asked = TypeVar("Asked")
+Answers = TypeVar("Answers")
+PassedOn = TypeVar("PassedOn")
+Taken = TypeVar("Taken")
 Search: TypeAlias = Generator[list[Schedule], list[Sample], T]
 """One product is searched: asks are lists of schedules, T is what is found (usually a schedule). What is
 asked for again is timed again."""
@@ -140,8 +142,8 @@ def drive(search: Generator[Asked, Answers, T], answer: Callable[[Asked], Answer
 
 
 def relayed(
-    search: Generator[Asked, Answers, T], answer: Callable[[Asked], Generator[Passed, Taken, Answers]]
-) -> Generator[Passed, Taken, T]:
+    search: Generator[Asked, Answers, T], answer: Callable[[Asked], Generator[PassedOn, Taken, Answers]]
+) -> Generator[PassedOn, Taken, T]:
     """The same search, whose batches `answer` makes of questions of its own."""
     try:
         asked = next(search)

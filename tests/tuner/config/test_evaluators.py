@@ -17,7 +17,7 @@ from phasewise.kerneldb.store import Store, open_store
 from phasewise.serving.batch import Batch
 from phasewise.topology import Machine, read_machine
 from phasewise.tuner.config.modelled import ModelledEvaluator
-from phasewise.tuner.config.recorded import RecordedEvaluator, keep
+from phasewise.tuner.config.recorded import Kernels, RecordedEvaluator, keep
 from phasewise.tuner.config.simulate import Objective, Remembered, StepGrid, cost_ms
 from phasewise.tuner.config.steps import Step, StepEvaluator
 from phasewise.tuner.config.trace import default_trace, slices
@@ -165,6 +165,16 @@ class TestEvaluatorContract:
 # What is recorded.
 
 
+def keep_one(
+    store: Store, machine: Machine, one_rank: Configuration, ns: int, kernels: Kernels = "default"
+) -> Step:
+    """A decode step's reading, and the step."""
+    step = Step("decode", 1, context=64)
+    taken = Taken(one_rank.plan("decode"), step, (ns,))
+    keep(store, scope(machine_key(machine)), machine, MODEL, taken, kernels=kernels)
+    return step
+
+
 def rows(store: Store) -> list[StepTime]:
     return [*store.all_step_times()]
 
@@ -190,9 +200,8 @@ def test_a_replay_answers_as_the_original_did(
 def test_the_newest_verified_row_answers_and_an_imported_one_only_where_there_is_none(
     store: Store, machine: Machine, one_rank: Configuration
 ) -> None:
-    key, step = machine_key(machine), Step("decode", 1, context=64)
-    for sample_ns in (300, 200):
-        keep(store, scope(key), machine, MODEL, Taken(one_rank.plan("decode"), step, (sample_ns,)))
+    step = keep_one(store, machine, one_rank, 300)
+    keep_one(store, machine, one_rank, 200)
     last = rows(store)[-1]
     origin = dataclasses.replace(last.origin, created_at_ms=last.origin.created_at_ms + 1)
     newest = dataclasses.replace(last, estimate_ns=250, origin=origin)
@@ -212,14 +221,7 @@ def test_the_newest_verified_row_answers_and_an_imported_one_only_where_there_is
 def test_a_step_that_is_not_recorded_is_named_with_those_that_are(
     store: Store, machine: Machine, one_rank: Configuration
 ) -> None:
-    key = machine_key(machine)
-    keep(
-        store,
-        scope(key),
-        machine,
-        MODEL,
-        Taken(one_rank.plan("decode"), Step("decode", 1, context=64), (300,)),
-    )
+    keep_one(store, machine, one_rank, 300)
 
     with (
         RecordedEvaluator(store, machine, MODEL).open(one_rank, "decode") as timer,
@@ -246,9 +248,8 @@ def test_a_configuration_that_is_not_recorded_is_named(
 def test_timings_with_tuned_kernels_are_kept_apart(
     store: Store, machine: Machine, one_rank: Configuration
 ) -> None:
-    key, step = machine_key(machine), Step("decode", 1, context=64)
-    keep(store, scope(key), machine, MODEL, Taken(one_rank.plan("decode"), step, (300,)))
-    keep(store, scope(key), machine, MODEL, Taken(one_rank.plan("decode"), step, (200,)), kernels="tuned")
+    step = keep_one(store, machine, one_rank, 300)
+    keep_one(store, machine, one_rank, 200, kernels="tuned")
 
     with RecordedEvaluator(store, machine, MODEL).open(one_rank, "decode") as timer:
         assert timer(step) == 300
@@ -268,8 +269,7 @@ def test_a_row_whose_plan_is_not_its_keys_is_set_aside_and_said(
     store: Store, machine: Machine, one_rank: Configuration, changes: dict[str, str]
 ) -> None:
     """A stranger's row must not answer for a configuration that it was not measured on."""
-    key, step = machine_key(machine), Step("decode", 1, context=64)
-    keep(store, scope(key), machine, MODEL, Taken(one_rank.plan("decode"), step, (300,)))
+    step = keep_one(store, machine, one_rank, 300)
     forged = dataclasses.replace(rows(store)[0], estimate_ns=1, **cast(Any, changes))
     store.add_step_times([forged])
     said: list[str] = []

@@ -70,6 +70,12 @@ def even_parts(whole: Sequence[T], parts: int) -> list[Sequence[T]]:
     return [whole[len(whole) * at // parts : len(whole) * (at + 1) // parts] for at in range(parts)]
 
 
+def without_fourths(machine: Machine) -> list[list[int]]:
+    """The NUMA nodes without one core of every tag cluster: SC-RM."""
+    fourths = {cluster[-1] for cluster in tag_clusters(machine)}
+    return [[pu for pu in node if pu not in fourths] for node in numa_sets(machine)]
+
+
 # The paper's Fig. 3 (a): 4x Kunpeng 920, tensor-parallel over its 8 NUMA nodes.
 
 
@@ -84,8 +90,7 @@ def test_leaving_one_core_of_every_tag_cluster_beats_all_cores_and_the_last_core
 ) -> None:
     """SC-RM before NUMA before NUMA-RM, which removes as many cores without regard to the clusters."""
     machine, evaluator = kunpeng_with_tags
-    fourth = {cluster[-1] for cluster in tag_clusters(machine)}
-    sc_rm = [[pu for pu in node if pu not in fourth] for node in numa_sets(machine)]
+    sc_rm = without_fourths(machine)
     numa_rm = [node[: len(kept)] for node, kept in zip(numa_sets(machine), sc_rm, strict=True)]
 
     removed_by_cluster = step_ns(evaluator, on(machine, *sc_rm), DECODE)
@@ -110,24 +115,18 @@ def test_prefill_wants_all_cores_where_decode_does_not(
 ) -> None:
     """Why the phases have plans of their own."""
     machine, evaluator = kunpeng_with_tags
-    fourth = {cluster[-1] for cluster in tag_clusters(machine)}
-    sc_rm = [[pu for pu in node if pu not in fourth] for node in numa_sets(machine)]
-
     all_cores = step_ns(evaluator, on(machine, *numa_sets(machine)), PREFILL)
 
-    assert all_cores < step_ns(evaluator, on(machine, *sc_rm), PREFILL)
+    assert all_cores < step_ns(evaluator, on(machine, *without_fourths(machine)), PREFILL)
 
 
 def test_without_the_hidden_clusters_removing_cores_gains_nothing() -> None:
     """The modelled gain of SC-RM comes from the hidden resource alone."""
     machine = kunpeng()
     evaluator = ModelledEvaluator(machine, llama_2_7b(), replace(kunpeng_rates(), core_read_bytes_per_s=3e9))
-    fourth = {cluster[-1] for cluster in tag_clusters(machine)}
-    sc_rm = [[pu for pu in node if pu not in fourth] for node in numa_sets(machine)]
-
     all_cores = step_ns(evaluator, on(machine, *numa_sets(machine)), DECODE)
 
-    assert all_cores < step_ns(evaluator, on(machine, *sc_rm), DECODE)
+    assert all_cores < step_ns(evaluator, on(machine, *without_fourths(machine)), DECODE)
 
 
 # Fig. 3 (b): 2x EPYC 7H12.

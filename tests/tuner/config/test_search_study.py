@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -43,6 +43,11 @@ def trials_of(database: str) -> list[optuna.trial.FrozenTrial]:
 def _assert_each_evaluated_once(trials: Sequence[optuna.trial.FrozenTrial]) -> None:
     keys = [one.user_attrs["configuration"] for one in trials if one.state.name in ("COMPLETE", "PRUNED")]
     assert len(keys) == len(set(keys))
+
+
+def into(events: list[Tried]) -> Callable[[object], None]:
+    """A report that keeps what was tried."""
+    return lambda event: events.append(event) if isinstance(event, Tried) else None
 
 
 def start_child(database: str, pause_s: float, kind: str = "measured") -> subprocess.Popen[str]:
@@ -106,15 +111,7 @@ def test_without_resume_a_study_begins_beside_the_old_one(database: str) -> None
 
 def test_what_the_caller_stops_goes_on_where_it_was(database: str) -> None:
     events: list[Tried] = []
-
-    def stop() -> bool:
-        return len(events) >= 5
-
-    def report(event: object) -> None:
-        if isinstance(event, Tried):
-            events.append(event)
-
-    first = run_on(database, FakeEvaluator(), stop=stop, report=report)
+    first = run_on(database, FakeEvaluator(), stop=lambda: len(events) >= 5, report=into(events))
     second = run_on(database, FakeEvaluator())
     whole = run_on(":memory:", FakeEvaluator())
 
@@ -150,13 +147,8 @@ def test_a_configuration_that_cannot_run_is_reported_and_passed_over(
     database: str, kind: EvaluatorKind
 ) -> None:
     events: list[Tried] = []
-
-    def report(event: object) -> None:
-        if isinstance(event, Tried):
-            events.append(event)
-
     evaluator = FakeEvaluator(refuses=lambda configuration: len(configuration.ranks) > 1, kind=kind)
-    outcome = run_on(database, evaluator, report=report)
+    outcome = run_on(database, evaluator, report=into(events))
     failures = [event for event in events if event.state == "failed"]
 
     assert outcome.best is not None
@@ -191,12 +183,7 @@ def test_hopeless_configurations_are_not_timed_to_the_end(database: str, kind: E
 def test_the_cost_of_a_pruned_one_is_comparable(database: str) -> None:
     """Its slices were the cheap ones; it must not look better for that."""
     events: list[Tried] = []
-
-    def report(event: object) -> None:
-        if isinstance(event, Tried):
-            events.append(event)
-
-    run_on(database, FakeEvaluator(), report=report)
+    run_on(database, FakeEvaluator(), report=into(events))
 
     assert {event.state for event in events} == {"complete", "pruned"}
     for event in events:
