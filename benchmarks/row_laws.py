@@ -19,10 +19,10 @@ Exit code 1 where a ratio is above 1 plus the allowance, or with --roof above it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from typer import Option
 
@@ -30,6 +30,7 @@ from benchmarks.harness import Broken, Rounds, Threads, Yielded, commands, cores
 from phasewise.cython_kernels import _native, isa
 from phasewise.tuner.machine_limits import StreamingRead, peak_flops
 from phasewise.tuner.roofline import peak_kinds
+from phasewise.tuner.row_laws import ALLOWANCE, LAWS, MOST_ROWS, Breach, Times
 from phasewise.tuner.weights import copies_of, random_weight, split_format
 
 FORMATS = (
@@ -38,42 +39,12 @@ FORMATS = (
 )
 SHAPES = "2048,2048;8192,2048;4096,14336"
 """Of models of 1 and 8 billion parameters: attention, and both ways through the feed-forward part."""
-ROWS = tuple(range(1, 65))
+ROWS = tuple(range(1, MOST_ROWS + 1))
 SHORT_SHAPES = "4096,2048"
 SHORT_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 24, 25, 32, 33, 48, 64)
 
 TURN_NS = 1_000_000
 """Length of one turn of one number of rows: shorter than what a scheduler gives to other work."""
-
-Times = Mapping[int, float]
-"""Time by number of rows."""
-
-
-class Breach(NamedTuple):
-    """The largest ratio of a law's two sides, and the numbers of rows on them."""
-
-    ratio: float
-    dearer: int
-    others: tuple[int, ...]
-
-    def __str__(self) -> str:
-        against = f" against {' + '.join(map(str, self.others))}" if self.others else ""
-        return f"{self.ratio:.2f} ({self.dearer}{against})"
-
-
-def more_rows_cost_less(times: Times) -> Breach:
-    """Where a product takes longest beside one with more rows."""
-    pairs = ((m, more) for m in times for more in times if more > m)
-    return max((Breach(times[m] / times[more], m, (more,)) for m, more in pairs), default=Breach(0.0, 0, ()))
-
-
-def slower_than_two(times: Times) -> Breach:
-    """Where a product takes longest beside two that share out its rows."""
-    cuts = ((a, m - a) for m in times for a in times if a <= m - a and m - a in times)
-    return max(
-        (Breach(times[a + b] / (times[a] + times[b]), a + b, (a, b)) for a, b in cuts),
-        default=Breach(0.0, 0, ()),
-    )
 
 
 @dataclass(frozen=True)
@@ -95,9 +66,6 @@ class Roof:
     def worst(self, times: Times) -> Breach:
         """The number of rows whose time is farthest above the roof."""
         return max(Breach(times[m] / self.ns(m), m, ()) for m in times)
-
-
-LAWS: Sequence[Callable[[Times], Breach]] = (more_rows_cost_less, slower_than_two)
 
 
 class Product:
@@ -150,7 +118,7 @@ def row_laws(
     short: Annotated[bool, Option("--short", help="fewer rows, one shape")] = False,
     rounds: Rounds = 10,
     threads: Threads = 2,
-    allow: Annotated[float, Option(help="above a ratio of 1")] = 0.05,
+    allow: Annotated[float, Option(help="above a ratio of 1")] = ALLOWANCE,
     roof: Annotated[float, Option(help="times the roof that is allowed, e.g. 1.35; 0: any")] = 0.0,
     cold_mib: Annotated[int, Option(help="of the copies of a weight used in turn")] = 64,
     times: Annotated[bool, Option("--times", help="microseconds by rows, too")] = False,

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phasewise.kerneldb.records import Problem
 from phasewise.tuner.ledger import Ledger
@@ -22,7 +22,7 @@ from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.search.group import Group, GroupOutcome, ScheduleCache, tune_group
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import GroupSearch
-from phasewise.tuner.search.space import arithmetic_of
+from phasewise.tuner.search.space import Arithmetic, arithmetic_of
 
 GroupTuner = Callable[[Group, Sequence[int], SearchOptions, ScheduleCache], GroupSearch[GroupOutcome]]
 
@@ -41,6 +41,15 @@ class Task:
     @property
     def problems(self) -> tuple[Problem, ...]:
         return tuple(map(self.problem, self.ms))
+
+    @property
+    def has_row_laws(self) -> bool:
+        """True of products; attention of one row and of many are computed in unlike ways."""
+        return self.group.family == "gemm"
+
+    def part(self, ms: tuple[int, ...], arithmetic: Arithmetic) -> Task:
+        """Some of its rows, in one of its arithmetics."""
+        return replace(self, group=replace(self.group, arithmetics=(arithmetic,)), ms=ms)
 
 
 class TaskDivision:

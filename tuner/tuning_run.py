@@ -11,6 +11,8 @@ when to stop. Three things to know:
   duel (`timing.duel`) proves it faster than what is in use, first of all the kernels' own default. Where the
   default wins, that is a verdict too, so that no neighbour's schedule is used there.
 - *One arithmetic for a weight.* Where the search found another one than that in use, all m change or none.
+- *Cliffs first.* Numbers of rows whose default schedule breaks a law of rows (`row_laws`) are searched and
+  settled before the others of the weight: a run that is cut short leaves none that it had time for.
 
 Runs that share a database also divide the weights, if they know of each other (`division`).
 """
@@ -29,6 +31,7 @@ from phasewise.tuner.conditions import is_disturbed, mean_conditions
 from phasewise.tuner.ledger import Ledger, reversed_comparison
 from phasewise.tuner.measurement_lock import MeasurementLock, NoLock
 from phasewise.tuner.pace import Pace
+from phasewise.tuner.row_laws import MOST_ROWS, breaking
 from phasewise.tuner.search.group import GroupOutcome
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import TimingBatch
@@ -151,6 +154,8 @@ class _Run:
         self._pace = Pace(tasks, tools.call_s)
         self._division = TaskDivision(tasks, tools.ledger, tools.lock, tools.worth or self._pace.work_of)
         self._timed = self._replayed = self._duels = 0
+        self._answered = set[tuple[Problem, Schedule, int]]()
+        """Those of this run: rows that break a law are asked about again with all others."""
         self._timing_s = 0.0
         self._waited_s = 0.0
         self._laps: list[Mapping[str, float]] = []
@@ -193,9 +198,35 @@ class _Run:
         """Search and settle one task; False if its share of the time that is left did not suffice."""
         number, now_s = self._tasks.index(task), self._working_s()
         share_s = max(0.0, self._deadline_s - self._tools.clock()) * share
-        outcome = self._search(number, task, now_s + (1 - DUEL_SHARE) * share_s)
+        search_end_s, end_s = now_s + (1 - DUEL_SHARE) * share_s, now_s + share_s
+        cliffs = self._cliffs(number, task, search_end_s)
+        if cliffs is not None:
+            self._search_and_settle(number, cliffs, search_end_s, end_s)
+        return self._search_and_settle(number, task, search_end_s, end_s)
+
+    def _cliffs(self, number: int, task: Task, deadline_s: float) -> Task | None:
+        """The rows of a task whose default schedules break a law of rows, by one timing of each.
+
+        None where there are none, and where the weight has left its default arithmetic: then all of its rows
+        have been searched.
+        """
+        own, times = task.group.arithmetics[0], dict[int, float]()
+        if not task.has_row_laws or _arithmetic_in_use(task, self._tools.ledger) != own:
+            return None
+        for m in (one for one in task.ms if one <= MOST_ROWS):
+            default = task.group.space(m, own).fitted(task.group.default(m))
+            samples = self._answer(number, task, TimingBatch(m, (default,), (0,)), deadline_s)
+            if samples is None:
+                return None
+            times[m] = samples[0].estimate_ns
+        rows = breaking(times)
+        return task.part(rows, own) if rows else None
+
+    def _search_and_settle(self, number: int, task: Task, search_end_s: float, end_s: float) -> bool:
+        """False if there was no time for all of it; what was found until then is settled."""
+        outcome = self._search(number, task, search_end_s)
         best = self._best_so_far(task) if outcome is None else outcome.best
-        settled = self._settle(task, best, now_s + share_s)
+        settled = self._settle(task, best, end_s)
         return outcome is not None and settled
 
     def _working_s(self) -> float:
@@ -241,7 +272,9 @@ class _Run:
         try:
             ask = next(search)
             while True:
+                timed = self._timed
                 samples = self._answer(number, task, ask, deadline_s)
+                self._pace.reach(task, ask.m, timed=self._timed > timed)
                 if samples is None:
                     search.close()
                     return None
@@ -260,8 +293,9 @@ class _Run:
             if self._is_over(deadline_s) or not self._measure(problem, absent[at : at + INTERLEAVED]):
                 return None
             self._report(number, task, ask.m)
-        self._replayed += len(ask.schedules) - len(absent)
-        self._pace.reach(task, ask.m, timed=bool(absent))
+        new = {(problem, *one) for one in zip(ask.schedules, ask.takes, strict=True)} - self._answered
+        self._replayed += len(new) - len(absent)
+        self._answered |= new
         samples = ledger.samples(problem)
         return [samples[schedule][take] for schedule, take in zip(ask.schedules, ask.takes, strict=True)]
 

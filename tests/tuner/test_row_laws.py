@@ -1,4 +1,4 @@
-"""benchmarks/row_laws.py: what breaks a law of rows is seen, and what keeps both is not."""
+"""Laws of rows, in the tuner and its benchmark: what breaks one is seen, and what keeps both is not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import row_laws
+from benchmarks.row_laws import Roof
+from phasewise.tuner import row_laws
 
 
 @given(fixed=st.floats(0.1, 100), each=st.floats(0.1, 100), most=st.integers(2, 64))
@@ -27,6 +28,17 @@ def test_the_worst_of_each_law_is_the_worst_that_there_is(times: dict[int, float
     )
 
 
+@given(st.dictionaries(st.integers(1, 64), st.floats(1, 1000), min_size=1), st.floats(0, 1))
+def test_rows_that_break_a_law_are_those_that_are_dearer_by_more_than_allowed(
+    times: dict[int, float], allowance: float
+) -> None:
+    beside_more = {m for m in times for more in times if more > m and times[m] / times[more] > 1 + allowance}
+    sums = {(a + b, times[a] + times[b]) for a in times for b in times if a + b in times}
+    beside_two = {m for m, both in sums if times[m] / both > 1 + allowance}
+
+    assert row_laws.breaking(times, allowance) == tuple(sorted(beside_more | beside_two))
+
+
 def test_a_cliff_is_named() -> None:
     times = {4: 179.0, 6: 774.0, 8: 812.0, 2: 170.0, 12: 591.0}
 
@@ -35,7 +47,7 @@ def test_a_cliff_is_named() -> None:
 
 
 def test_the_roof_is_the_longer_of_reading_and_multiplying() -> None:
-    roof = row_laws.Roof(weight_bytes=1000, ops_a_row=100, read_bytes_per_s=1e9, peak_ops_per_s=1e9)
+    roof = Roof(weight_bytes=1000, ops_a_row=100, read_bytes_per_s=1e9, peak_ops_per_s=1e9)
 
     assert [roof.ns(m) for m in (1, 10, 20)] == pytest.approx([1000, 1000, 2000])
     assert str(roof.worst({1: 1100.0, 20: 3000.0})) == "1.50 (20)"
