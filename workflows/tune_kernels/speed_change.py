@@ -1,5 +1,5 @@
-"""The effect of tuned kernels on a model: tokens per second of both phases before and after, timed in
-pairs.
+"""The effect of tuned kernels on a model: tokens per second before and after, timed in pairs, of a prompt and
+of as many answers at once as a server may have.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
     from phasewise.workflows.opening.open_model import OpenModel
 
 PREFILL_TOKENS = 512
+DECODE_SEQUENCES = (1, 4, 8, 16)
 DECODE_TOKENS = 32
+"""Of all sequences of a turn, but of each one LEAST_STEPS at least."""
+LEAST_STEPS = 4
+
 BUDGET_SHARE = 0.1
 """Share of a tuning run's budget."""
 
@@ -34,11 +38,12 @@ MOST_PAIRS = 15
 
 @dataclass(frozen=True)
 class SpeedChange:
-    """One phase of a model by the schedules before and after, as medians of pairs of turns."""
+    """One test of a model by the schedules before and after, as medians of pairs of turns."""
 
     phase: Phase
+    n_sequences: int
     n_tokens: int
-    """Tokens of a turn: those of a prompt, or those decoded."""
+    """Tokens of a turn: those of a prompt, or those decoded of all sequences."""
     before_tokens_per_s: float
     after_tokens_per_s: float
     comparison: Comparison
@@ -54,28 +59,28 @@ def measured_change(
 ) -> list[SpeedChange]:
     """Prefill and decode of a model by its schedules and by `schedules`, alternating, for about `budget_s`.
 
-    At least LEAST_PAIRS pairs of each, whatever the budget. The caller holds the measurement lock.
+    At least LEAST_PAIRS pairs of each test, whatever the budget. The caller holds the measurement lock.
     """
-    context = before.model.config.context_length
-    prompt = min(PREFILL_TOKENS, context)
-    workloads: dict[Phase, Workload] = {
-        "prefill": Workload(prompt, 0, 1),
-        "decode": Workload(0, min(DECODE_TOKENS, context), 1),
-    }
+    workloads = _workloads(before.model.config.context_length)
     report("timing the model before and after, in pairs ...")
     with ExitStack() as stack:
         sides = [
-            stack.enter_context(open_ranks(one, [*workloads.values()], "auto")).ranks
+            stack.enter_context(open_ranks(one, workloads, "auto")).ranks
             for one in (before, replace(before, schedules=schedules))
         ]
         return [
-            _change(phase, workload, sides, before.model.config.vocab_size, budget_s / len(workloads), clock)
-            for phase, workload in workloads.items()
+            _change(workload, sides, before.model.config.vocab_size, budget_s / len(workloads), clock)
+            for workload in workloads
         ]
 
 
+def _workloads(context: int) -> list[Workload]:
+    steps = {count: min(context, max(LEAST_STEPS, DECODE_TOKENS // count)) for count in DECODE_SEQUENCES}
+    decode = [Workload(0, steps[count], count) for count in DECODE_SEQUENCES]
+    return [Workload(min(PREFILL_TOKENS, context), 0, 1), *decode]
+
+
 def _change(
-    phase: Phase,
     workload: Workload,
     sides: Sequence[Forward],
     vocab_size: int,
@@ -99,4 +104,11 @@ def _change(
         workload.n_tokens * 1e9 / statistics.median(samples[0] for samples in side)
         for side in zip(*taken, strict=True)
     ]
-    return SpeedChange(phase, workload.n_tokens, rates[0], rates[1], timing.compare(taken))
+    return SpeedChange(
+        phase="prefill" if workload.n_prompt else "decode",
+        n_sequences=workload.n_sequences,
+        n_tokens=workload.n_tokens,
+        before_tokens_per_s=rates[0],
+        after_tokens_per_s=rates[1],
+        comparison=timing.compare(taken),
+    )

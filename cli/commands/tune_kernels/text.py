@@ -78,7 +78,7 @@ def tuned_text(tuned: TunedRound, *, resume: bool = True) -> str:
 
 
 def changes_text(changes: Sequence[SpeedChange]) -> str:
-    """The whole model before and after, a line for each phase, with the names of the statistics."""
+    """The whole model before and after, two lines for each test, with the names of the statistics."""
     lines = ["the whole model before and after, medians of pairs of turns:"]
     for one in changes:
         found = one.comparison
@@ -87,7 +87,9 @@ def changes_text(changes: Sequence[SpeedChange]) -> str:
         if found.gain_low > 0:
             span = f"{found.gain_low:.3f} to {found.gain_high:.3f}"
             interval = f"{span} with {percent(found.confidence)} confidence"
-        lines.append(f"  {one.phase} {one.n_tokens}: {rates}")
+        of_answers = counted(one.n_sequences, "sequence")
+        of = counted(one.n_tokens, "token") if one.phase == "prefill" else of_answers
+        lines.append(f"  {one.phase} of {of}: {rates}")
         lines.append(f"    ratio within a pair, median: {multiple(found.gain, 3)} ({interval})")
     return "\n".join(lines)
 

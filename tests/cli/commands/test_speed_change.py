@@ -15,7 +15,7 @@ from phasewise.workflows.tune_kernels.speed_change import LEAST_PAIRS, measured_
 from tests.support.models.tiny_models import write_tiny_gguf
 
 
-def test_both_phases_are_timed_in_pairs_whatever_the_budget(
+def test_a_prompt_and_few_and_many_answers_are_timed_in_pairs_whatever_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
@@ -24,15 +24,21 @@ def test_both_phases_are_timed_in_pairs_whatever_the_budget(
 
     changes = measured_change(opened, opened.schedules, 0.0)
 
-    assert [change.phase for change in changes] == ["prefill", "decode"]
+    assert [(change.phase, change.n_sequences) for change in changes] == [
+        ("prefill", 1),
+        *(("decode", count) for count in (1, 4, 8, 16)),
+    ]
     for change in changes:
         assert change.comparison.pairs == LEAST_PAIRS
         assert change.before_tokens_per_s > 0
         assert change.after_tokens_per_s > 0
+        assert change.phase == "prefill" or change.n_tokens >= 4 * change.n_sequences
     text = changes_text(changes)
     assert max(map(len, text.splitlines())) <= 80
     assert f"no interval: {LEAST_PAIRS} pairs only" in text
     assert "%" not in text
+    for line in ("prefill of ", "decode of 1 sequence: ", "decode of 16 sequences: "):
+        assert f"\n  {line}" in text
 
 
 def test_the_budget_goes_where_a_step_spends_its_time() -> None:
