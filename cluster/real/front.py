@@ -508,6 +508,7 @@ class Front:
                 self.counts.divided, dict(self.counts.failed), dict(self.refused_frames)
             ),
             steps_over_tpot=sum(one.steps_over_tpot for one in loads),
+            step_over_tpot_ms=max((one.step_over_tpot_ms for one in loads), default=0),
         )
 
 

@@ -109,9 +109,12 @@ enum { BLOCK_MR = 8, BLOCK_ROWS = 16 };
 #elif LANES == 8 && !PW_DOT_HALVES
 #define BLOCK_TILES(X, of...) PW_ROWS_6(X, 1, of)
 enum { BLOCK_MR = 6, BLOCK_ROWS = 12 };
-#else
+#elif LANES == 8 || defined(PW_NEON)
 #define BLOCK_TILES(X, of...) PW_ROWS_4(X, 1, of)
 enum { BLOCK_MR = 4, BLOCK_ROWS = LANES == 8 ? 16 : 8 };
+#else
+#define BLOCK_TILES(X, of...) PW_ROWS_2(X, 1, of)
+enum { BLOCK_MR = 2, BLOCK_ROWS = 8 };
 #endif
 
 /* Where slots of 32 inputs of one panel go: bytes [8 quads][16][4], or NULL for none; float32 [32 / group][16]: scales,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -321,6 +322,7 @@ class Engine:
             scheduler.n_clients_waiting,
             self._counts(self._n_drafted, self._n_accepted),
             steps_over_tpot=0 if self.pacing is None else self.pacing.n_over_promise,
+            step_over_tpot_ms=0 if self.pacing is None else math.ceil(self.pacing.over_promise_ns / 1e6),
         )
 
     def close(self) -> None:

@@ -182,6 +182,8 @@ class EngineLoad(NamedTuple):
     """The load of each model's engine, by the models' ids; None where a server has one."""
     steps_over_tpot: int = 0
     """Decode steps that alone took longer than the promised time per token."""
+    step_over_tpot_ms: int = 0
+    """How long a decode step takes of late, where that alone is longer than promised; 0: the promise can be kept."""
 
 
 class Placed(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -188,6 +188,19 @@ def streamed_bytes(model: PackedModel, workload: Workload, kv_bytes_per_slot: in
     before = workload.n_gen * (workload.n_depth + workload.n_prompt)
     kv = workload.n_sequences * kv_bytes_per_slot * (before + workload.n_gen * (workload.n_gen + 1) // 2)
     return float(weights * workload.n_gen + kv)
+
+
+def kv_read_rate(deep: Throughput, shallow: Throughput, kv_bytes_per_slot: int) -> float:
+    """Bytes of keys and values a second, of decoding behind a depth.
+
+    By what it takes longer than the same test without one, which reads the same weights. 0 where that is no
+    time: other work was longer.
+    """
+    one, longer_s = deep.workload, deep.median_s - shallow.median_s
+    assert one.n_prompt == 0, "of decoding alone"
+    assert shallow.workload == replace(one, n_depth=0), "the same test"
+    more_bytes = one.n_sequences * kv_bytes_per_slot * one.n_gen * one.n_depth
+    return more_bytes / longer_s if longer_s > 0 else 0.0
 
 
 def compute_kind(model: PackedModel) -> str:

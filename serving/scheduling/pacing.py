@@ -102,6 +102,11 @@ class Pacing:
         """True if decode steps of late leave the promise any time."""
         return self._decode_ns <= self.promise_ns
 
+    @property
+    def over_promise_ns(self) -> int:
+        """How long a decode step takes of late, where that alone is longer than the promise; else 0."""
+        return 0 if self.is_kept else round(self._decode_ns)
+
     def pace(self, n_answering: int) -> PacedStep:
         """Bounds of the next step, while so many answers wait for their next token."""
         if not self._prefill_tokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from phasewise.serving.engine.throughput import (
     Workload,
     compute_kind,
     flops,
+    kv_read_rate,
     measure,
     streamed_bytes,
 )
@@ -116,6 +117,9 @@ class ModelRow:
     limits."""
     read_limit_bytes_per_s: float
     bandwidth_fraction: float
+    kv_bytes_per_s: float
+    """Bytes of KV that decoding behind a depth reads, in the time that it takes longer than without; 0: not
+    known, as where the same test without a depth did not run before."""
     joules_per_token: float
     """Energy of the whole machine, by its counters; 0 where they cannot be read, or a test has a depth."""
     samples_ns: list[int] = field(default_factory=list)
@@ -173,6 +177,7 @@ def bench_rows(
         read_bandwidth(opened.cores("decode"), opened.model.weight_bytes),
     )
     for batch_tokens in timing.batch_tokens:
+        without_depth: dict[Workload, Throughput] = {}
         for workload in workloads:
             report(f"{workload.name}: {counted(timing.repetitions, 'run')} ...")
             before_j = energy.total_joules()
@@ -187,7 +192,15 @@ def bench_rows(
             n_tokens = workload.n_tokens * (timing.repetitions + timing.warm_ups)
             spent_j = energy.total_joules() - before_j
             joules_per_token = 0.0 if workload.n_depth else spent_j / n_tokens  # what lies before costs too
-            yield _row(opened, limits, timed, batch_tokens, joules_per_token)
+            if not workload.n_depth:
+                without_depth[workload] = timed
+            shallow = without_depth.get(replace(workload, n_depth=0)) if _is_deep_decode(workload) else None
+            kv_rate = kv_read_rate(timed, shallow, opened.ranks.kv_bytes_per_slot) if shallow else 0.0
+            yield _row(opened, limits, timed, batch_tokens, kv_rate, joules_per_token)
+
+
+def _is_deep_decode(workload: Workload) -> bool:
+    return workload.n_depth > 0 and workload.n_prompt == 0
 
 
 def _row(
@@ -195,6 +208,7 @@ def _row(
     limits: PhaseLimits,
     timed: Throughput,
     batch_tokens: int,
+    kv_bytes_per_s: float,
     joules_per_token: float,
 ) -> ModelRow:
     model, workload = opened.model, timed.workload
@@ -255,6 +269,7 @@ def _row(
         bytes_per_s=bytes_per_s,
         read_limit_bytes_per_s=limits.read_bytes_per_s,
         bandwidth_fraction=bytes_per_s / limits.read_bytes_per_s,
+        kv_bytes_per_s=kv_bytes_per_s,
         joules_per_token=joules_per_token,
         samples_ns=list(timed.samples_ns),
         samples_ts=timed.samples_ts,

@@ -67,10 +67,17 @@ def as_md(rows: Sequence[ModelRow], *, wide: bool = False) -> str:
             row_forms.as_md(told, left=("model", "backend"), core=NARROW if is_narrow else ()),
             *(dict.fromkeys(_left_out(row) for row in table) if is_narrow else ()),
             *low,
+            *map(_kv_line, filter(lambda row: row.kv_bytes_per_s, rows)),
             *(f"build: {build}" for build in builds),
             "",
         ]
     )
+
+
+def _kv_line(row: ModelRow) -> str:
+    """By what a test takes longer behind its depth; more than memory gives where a cache holds some of it."""
+    rates = (number(rate / 1e9, 3) for rate in (row.kv_bytes_per_s, row.read_limit_bytes_per_s))
+    return "{}: KV ({}) is read at {} GB/s; memory: {} GB/s".format(_test_name(row), row.type_k, *rates)
 
 
 def _left_out(row: Mapping[str, str]) -> str:

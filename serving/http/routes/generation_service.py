@@ -90,10 +90,19 @@ class GenerationService:
             raise from_engine(error) from error
         if ignored:
             response.headers["X-Ignored-Fields"] = ",".join(ignored)
+        step_ms = self._step_over_tpot_ms(reply.requests[0].model)
+        if step_ms:
+            response.headers["X-Step-Over-TPOT"] = f"{step_ms} ms"
         connection = connection_of(request.scope)
         if connection is not None:
             connection.vouch()
         return response
+
+    def _step_over_tpot_ms(self, model: str) -> int:
+        """As the load of the engine of this model has it."""
+        load = self.client.load
+        own = load if load is None or load.by_model is None else load.by_model.get(model)
+        return 0 if own is None else own.step_over_tpot_ms
 
     async def prepare_within(
         self,

@@ -8,6 +8,7 @@ import json
 import os
 import sqlite3
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -135,6 +136,18 @@ def test_decode_at_depth_and_a_prompt_with_its_answer(tiny: Path) -> None:
         assert row["samples_ts"] == [(row["n_prompt"] + row["n_gen"]) * 1e9 / ns for ns in row["samples_ns"]]
     table = invoke(tiny, *arguments).stdout
     assert all(name in table for name in (" tg4 ", " pp8+tg4 ", " tg4 @ d16 ", " pp4+tg2 @ d16 "))
+
+
+def test_the_rate_of_reading_kv_is_told_of_decoding_behind_a_depth_alone(tiny: Path) -> None:
+    arguments = ["-p", "0", "-n", "4", "-pg", "8,4", "-d", "0,200", "-r", "3"]
+    rows = json.loads(invoke(tiny, *arguments, "-o", "json").stdout)
+
+    told = [(row["n_prompt"], row["n_depth"]) for row in rows if row["kv_bytes_per_s"]]
+    assert told in ([(0, 200)], [])  # none where the deeper one was no slower
+    deep = {row["n_depth"]: row for row in rows if not row["n_prompt"]}
+    assert bool(told) == (median(deep[200]["samples_ns"]) > median(deep[0]["samples_ns"]))
+    lone = json.loads(invoke(tiny, "-p", "0", "-n", "4", "-d", "16", "-r", "1", "-o", "json").stdout)
+    assert lone[0]["kv_bytes_per_s"] == 0
 
 
 def test_the_table_has_llama_benchs_columns_and_the_build(tiny: Path) -> None:

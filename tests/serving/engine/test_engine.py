@@ -270,6 +270,16 @@ def test_a_promise_that_cannot_be_kept_is_told_once_and_counted(caplog: pytest.L
     ranks = engine.ranks
     assert isinstance(ranks, FakeRanks)
     assert engine.load().steps_over_tpot == sum(batch.phase == "decode" for batch in ranks.batches)
+    assert engine.load().step_over_tpot_ms >= 1
+
+
+def test_a_promise_that_is_kept_has_no_step_over_it() -> None:
+    engine = make_engine()
+    engine.pacing = Pacing(10**12, 64)
+
+    run_all(engine, ask("a", "a", 9), ask("b", "b", 5))
+
+    assert engine.load().steps_over_tpot == engine.load().step_over_tpot_ms == 0
 
 
 class Listener:

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.batch import Batch
-from phasewise.serving.engine.throughput import Workload, compute_kind, flops, measure, streamed_bytes
+from phasewise.serving.engine.throughput import (
+    Throughput,
+    Workload,
+    compute_kind,
+    flops,
+    kv_read_rate,
+    measure,
+    streamed_bytes,
+)
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
 from tests.support.models.tiny_models import write_tiny_gguf
@@ -127,3 +135,26 @@ def test_decode_streams_the_weights_once_a_step_however_many_sequences(model: Pa
 
 def test_the_peak_is_that_of_the_format_that_does_the_work(model: PackedModel) -> None:
     assert compute_kind(model) == "f32"
+
+
+@given(
+    workload=st.builds(Workload, st.just(0), st.integers(1, 40), st.integers(1, 5), st.integers(1, 9000)),
+    slot_bytes=st.integers(100, 100_000),
+    rate=st.floats(1e9, 1e11),
+    weights_s=st.floats(0.001, 10),
+)
+def test_the_rate_of_reading_kv_is_what_the_depth_adds(
+    workload: Workload, slot_bytes: int, rate: float, weights_s: float
+) -> None:
+    """Whatever the rest of a step takes; 0 where a deeper test took no longer."""
+    shallow = Workload(0, workload.n_gen, workload.n_sequences)
+    more_bytes = workload.n_sequences * workload.n_gen * workload.n_depth * slot_bytes
+    times_ns = [round(1e9 * weights_s), round(1e9 * (weights_s + more_bytes / rate))]
+    without, behind = (Throughput(one, (ns,)) for one, ns in zip((shallow, workload), times_ns, strict=True))
+
+    found = kv_read_rate(behind, without, slot_bytes)
+
+    rounding_s = 2e-9
+    assert more_bytes / found == pytest.approx(more_bytes / rate, abs=rounding_s) if found else True
+    assert (found > 0) == (times_ns[1] > times_ns[0])
+    assert kv_read_rate(Throughput(workload, (times_ns[0],)), without, slot_bytes) == 0
