@@ -1,7 +1,7 @@
 """Do products keep the laws of rows, untuned, for every format on every instruction set?
 
-    python benchmarks/row_laws.py                       everything: hours
-    python benchmarks/row_laws.py --short               a few numbers of rows, one shape: minutes
+    python benchmarks/row_laws.py                       everything: ten minutes, or --budget SECONDS
+    python benchmarks/row_laws.py --short               a few numbers of rows, one shape
     python benchmarks/row_laws.py --isa avx2 --format q6_k --shape 4096,2048 --json
 
 With t(m) the time of a product of m rows by the default schedule, for every m up to 64:
@@ -13,15 +13,20 @@ The first two to within an allowance. All numbers of rows take turns, round afte
 backwards; t(m) is the least of its rounds, since other work can only add to it. A law that looks broken is
 asked about again, with more rounds of the rows that break it, before it is called broken.
 
-A row for each product: what breaks each law most, as the ratio of the two sides (of the roof: t(m) over it).
-Exit code 1 where a ratio is above 1 plus the allowance, or with --roof above it.
+Every product has an equal share of what is left of the budget, and two rounds at least. Where 64 rows would
+take longer than 4 ms, as in portable C, fewer outputs are computed: the column n says how many.
+
+A row for each product: what breaks each law most, as the ratio of the two sides (of the roof: t(m) over it),
+and all numbers of rows that break one. The last line names the products that do; the exit code is 1 then.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import product
 from typing import Annotated
 
 from typer import Option
@@ -30,7 +35,7 @@ from benchmarks.harness import Broken, Rounds, Threads, Yielded, commands, cores
 from phasewise.cython_kernels import _native, isa
 from phasewise.tuner.machine_limits import StreamingRead, peak_flops
 from phasewise.tuner.roofline import peak_kinds
-from phasewise.tuner.row_laws import ALLOWANCE, LAWS, MOST_ROWS, Breach, Times
+from phasewise.tuner.row_laws import ALLOWANCE, LAWS, MOST_ROWS, Breach, Times, breaking
 from phasewise.tuner.weights import copies_of, random_weight, split_format
 
 FORMATS = (
@@ -42,6 +47,10 @@ SHAPES = "2048,2048;8192,2048;4096,14336"
 ROWS = tuple(range(1, MOST_ROWS + 1))
 SHORT_SHAPES = "4096,2048"
 SHORT_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 24, 25, 32, 33, 48, 64)
+
+LEAST_ROUNDS = 2
+LONGEST_NS = 4_000_000
+LEAST_OUTPUTS = 64
 
 TURN_NS = 1_000_000
 """Length of one turn of one number of rows: shorter than what a scheduler gives to other work."""
@@ -81,33 +90,48 @@ class Product:
         self._rows: dict[int, tuple[_native.TeamProduct, int]] = {}
         self.times: dict[int, float] = {}
 
-    def take_turns(self, rows: Sequence[int], rounds: int) -> None:
-        """Time each number of rows once a round; `times` keeps the least."""
+    def take_turns(self, rows: Sequence[int], rounds: int, end_s: float) -> None:
+        """Time each number of rows once a round; `times` keeps the least.
+
+        No round after LEAST_ROUNDS begins later than `end_s`.
+        """
         for number in range(rounds):
+            if number >= LEAST_ROUNDS and time.monotonic() > end_s:
+                return
             for m in rows if number % 2 else reversed(rows):
                 self.times[m] = min(self.times.get(m, float("inf")), self._turn(m))
 
     def _turn(self, m: int) -> float:
         if m not in self._rows:
-            product = _native.TeamProduct(self._team, self._packs, m)
-            once_ns = float(product.time(None, 2, prepare=True).min())
-            self._rows[m] = product, max(2, round(TURN_NS / once_ns))
-        product, calls = self._rows[m]
-        return float(product.time(None, calls, prepare=True).mean())
+            made = _native.TeamProduct(self._team, self._packs, m)
+            once_ns = float(made.time(None, 1, prepare=True).min())
+            self._rows[m] = made, max(1, round(TURN_NS / once_ns))
+        made, calls = self._rows[m]
+        return float(made.time(None, calls, prepare=True).mean())
 
 
-def breaches(product: Product, rows: Sequence[int], rounds: int, allowance: float) -> list[Breach]:
+def outputs_within(team: _native.Team, weight_format: str, n: int, k: int) -> int:
+    """The outputs of a product that MOST_ROWS rows compute in LONGEST_NS; at least LEAST_OUTPUTS, or all."""
+    few = min(n, LEAST_OUTPUTS)
+    weight = random_weight(weight_format, few, k)
+    once_ns = float(_native.TeamProduct(team, [weight], MOST_ROWS).time(None, 2, prepare=True).min())
+    return min(n, max(few, int(few * LONGEST_NS / once_ns) // few * few))
+
+
+def breaches(
+    timed: Product, rows: Sequence[int], rounds: int, allowance: float, end_s: float
+) -> list[Breach]:
     """What breaks each law most, once what looked broken was asked about again."""
-    product.take_turns(rows, rounds)
+    timed.take_turns(rows, rounds, end_s)
     for _ in range(rounds):
-        worst = [law(product.times) for law in LAWS]
+        worst = [law(timed.times) for law in LAWS]
         again = sorted(
             {m for each in worst if each.ratio > 1 + allowance for m in (each.dearer, *each.others)}
         )
-        if not again:
+        if not again or time.monotonic() > end_s:
             break
-        product.take_turns(again, rounds)
-    return [law(product.times) for law in LAWS]
+        timed.take_turns(again, rounds, end_s)
+    return [law(timed.times) for law in LAWS]
 
 
 def row_laws(
@@ -120,41 +144,49 @@ def row_laws(
     threads: Threads = 2,
     allow: Annotated[float, Option(help="above a ratio of 1")] = ALLOWANCE,
     roof: Annotated[float, Option(help="times the roof that is allowed, e.g. 1.35; 0: any")] = 0.0,
+    budget: Annotated[float, Option(help="seconds for all products together")] = 600.0,
     cold_mib: Annotated[int, Option(help="of the copies of a weight used in turn")] = 64,
-    times: Annotated[bool, Option("--times", help="microseconds by rows, too")] = False,
+    with_times: Annotated[bool, Option("--times", help="microseconds by rows, too")] = False,
 ) -> Yielded:
     rows = numbers(m) or (SHORT_ROWS if short else ROWS)
-    cores, broken = cores_of(threads), 0
+    cores, broken, deadline_s = cores_of(threads), list[str](), time.monotonic() + budget
+    names = isa.usable() if isas == "all" else listed(isas)
+    asked = [*product(shapes(shape or (SHORT_SHAPES if short else SHAPES)), listed(formats))]
+    left = len(names) * len(asked)
     with closing(StreamingRead(cores)) as reading:
-        for name in isa.usable() if isas == "all" else listed(isas):
+        for name in names:
             with isa.using(name), closing(_native.Team(cores)) as team:
                 kinds = {one: peak_kinds(split_format(one)[0]) for one in listed(formats)}
                 peaks = {
                     kind: peak_flops(kind, cores) for kind in {kind for own in kinds.values() for kind in own}
                 }
-                for n, k in shapes(shape or (SHORT_SHAPES if short else SHAPES)):
-                    for weight_format in listed(formats):
-                        product = Product(team, weight_format, (n, k), cold_mib << 20)
-                        peak = max(peaks[kind] for kind in kinds[weight_format])
-                        bound = Roof(product.weight_bytes, 2 * n * k, reading.rate(), peak)
-                        less, two = breaches(product, rows, rounds, allow)
-                        highest = bound.worst(product.times)
-                        broken += max(less.ratio, two.ratio) > 1 + allow or 0 < roof < highest.ratio
-                        yield {
-                            "isa": name,
-                            "format": weight_format,
-                            "n": n,
-                            "k": k,
-                            "more rows cost less": less,
-                            "slower than two": two,
-                            "over the roof": highest,
-                            "reads, GB/s": bound.read_bytes_per_s / 1e9,
-                            "peak, GOP/s": peak / 1e9,
-                        }
-                        if times:
-                            yield " ".join(f"{count}:{product.times[count] / 1e3:.0f}" for count in rows)
-                        del product
-    yield Broken(f"{broken} products break a law") if broken else "the laws hold"
+                for (whole, k), weight_format in asked:
+                    n = outputs_within(team, weight_format, whole, k)
+                    timed = Product(team, weight_format, (n, k), cold_mib << 20)
+                    peak = max(peaks[kind] for kind in kinds[weight_format])
+                    bound = Roof(timed.weight_bytes, 2 * n * k, reading.rate(), peak)
+                    now_s = time.monotonic()
+                    less, two = breaches(timed, rows, rounds, allow, now_s + (deadline_s - now_s) / left)
+                    left -= 1
+                    highest, cliffs = bound.worst(timed.times), breaking(timed.times, allow)
+                    if cliffs or 0 < roof < highest.ratio:
+                        broken.append(f"{name} {weight_format} {n}x{k}")
+                    yield {
+                        "isa": name,
+                        "format": weight_format,
+                        "n": n,
+                        "k": k,
+                        "more rows cost less": less,
+                        "slower than two": two,
+                        "rows that break a law": " ".join(map(str, cliffs)),
+                        "over the roof": highest,
+                        "reads, GB/s": bound.read_bytes_per_s / 1e9,
+                        "peak, GOP/s": peak / 1e9,
+                    }
+                    if with_times:
+                        yield " ".join(f"{count}:{timed.times[count] / 1e3:.0f}" for count in rows)
+                    del timed
+    yield Broken("a law is broken by " + ", ".join(broken)) if broken else "the laws hold"
 
 
 app = commands(__doc__, row_laws)
