@@ -34,12 +34,12 @@ class Breach(NamedTuple):
 
 
 def more_rows_cost_less(times: Times) -> Breach:
-    """Where a product takes longest beside one with more rows."""
+    """The place where a product takes longest beside one with more rows."""
     return max(_beside_more(times), default=Breach(0.0, 0, ()))
 
 
 def slower_than_two(times: Times) -> Breach:
-    """Where a product takes longest beside two that share out its rows."""
+    """The place where a product takes longest beside two that share out its rows."""
     return max(_beside_two(times), default=Breach(0.0, 0, ()))
 
 

@@ -104,7 +104,7 @@ class Pacing:
 
     @property
     def over_promise_ns(self) -> int:
-        """How long a decode step takes of late, where that alone is longer than the promise; else 0."""
+        """The time of a decode step of late, where that alone is longer than the promise; else 0."""
         return 0 if self.is_kept else round(self._decode_ns)
 
     def pace(self, n_answering: int) -> PacedStep:

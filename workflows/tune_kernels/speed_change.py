@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PREFILL_TOKENS = 512
 DECODE_SEQUENCES = (1, 4, 8, 16)
 DECODE_TOKENS = 32
-"""Of all sequences of a turn, but of each one LEAST_STEPS at least."""
+"""Those of all sequences of a turn together; each decodes LEAST_STEPS at least."""
 LEAST_STEPS = 4
 
 BUDGET_SHARE = 0.1
