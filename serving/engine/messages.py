@@ -183,7 +183,7 @@ class EngineLoad(NamedTuple):
     steps_over_tpot: int = 0
     """Decode steps that alone took longer than the promised time per token."""
     step_over_tpot_ms: int = 0
-    """What a decode step takes of late, where that alone is longer than promised; 0: the promise holds."""
+    """The time of a decode step of late, where that alone is longer than promised; 0: the promise holds."""
 
 
 class Placed(NamedTuple):
