@@ -24,6 +24,7 @@ from phasewise.serving.engine.messages import Abort, Answer, Delivery, Submit
 from phasewise.serving.engine.several_engines import SeveralEngines, Turns
 from phasewise.serving.errors import RanksError
 from phasewise.serving.sampling.sampling import GREEDY
+from phasewise.serving.scheduling.pacing import Pacing
 from tests.support.models.tiny_models import TinyShape, tiny_gguf
 from tests.support.servers.fake_engine import FakeRanks, make_engine, next_letter
 from tests.support.servers.scripted_instances import FINGERPRINT
@@ -57,6 +58,7 @@ def test_turns_are_given_in_the_order_in_which_they_are_asked_for() -> None:
 def test_a_request_reaches_the_engine_of_its_model_and_loads_add_up() -> None:
     ranks = {"up": FakeRanks(next_letter), "same": FakeRanks(lambda token_id: token_id)}
     engines = {name: make_engine(one) for name, one in ranks.items()}
+    engines["up"].pacing, engines["same"].pacing = Pacing(1, 64), Pacing(10**12, 64)
     came: list[Delivery] = []
     host = SeveralEngines(
         {
@@ -88,6 +90,9 @@ def test_a_request_reaches_the_engine_of_its_model_and_loads_add_up() -> None:
     assert {name: one.kv_slots for name, one in by_model.items()} == {
         name: engine.scheduler.pool.n_slots for name, engine in engines.items()
     }
+    slow_steps = {name: one.step_over_tpot_ms for name, one in by_model.items()}
+    assert slow_steps["up"] > slow_steps["same"] == 0
+    assert came[-1].load.step_over_tpot_ms == slow_steps["up"]
     assert {one.stats.model for one in came if one.stats is not None} == {"up", "same"}
     assert host.stop()
     assert host.state == "running" or not host.is_alive
