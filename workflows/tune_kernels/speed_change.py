@@ -11,20 +11,30 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from phasewise.kerneldb.records import Origin, ServedStep, StepTime
 from phasewise.serving.engine.throughput import Workload, measure
 from phasewise.tuner import timing
+from phasewise.tuner.config.recorded import key_of_places
+from phasewise.tuner.plans import model_key, placed_json
 from phasewise.workflows.bench.model_speed import MAX_BATCH_TOKENS, open_ranks
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import Comparison
+    from phasewise.kerneldb.store import Store
     from phasewise.serving.engine.throughput import Forward
+    from phasewise.topology import Machine
+    from phasewise.tuner.ledger import Scope
     from phasewise.tuner.lookup import ScheduleTable
     from phasewise.tuner.plans import Phase
     from phasewise.workflows.opening.open_model import OpenModel
 
 PREFILL_TOKENS = 512
 DECODE_TOKENS = 32
+"""Of all sequences together: each decodes its part of them, and four at least."""
+
+DECODE_SEQUENCES = (1, 4, 8, 16)
+LEAST_DECODE_TOKENS = 4
 BUDGET_SHARE = 0.1
 """Share of a tuning run's budget."""
 
@@ -38,11 +48,14 @@ class SpeedChange:
 
     phase: Phase
     n_tokens: int
-    """Tokens of a turn: those of a prompt, or those decoded."""
+    """Tokens of a turn of each sequence: those of a prompt, or those decoded."""
+    n_sequences: int
     before_tokens_per_s: float
     after_tokens_per_s: float
     comparison: Comparison
     """Its gain is the median ratio of a pair, after over before."""
+    samples_ns: tuple[timing.Samples, timing.Samples]
+    """Of the turns before and after, in pairs."""
 
 
 def measured_change(
@@ -54,24 +67,29 @@ def measured_change(
 ) -> list[SpeedChange]:
     """Prefill and decode of a model by its schedules and by `schedules`, alternating, for about `budget_s`.
 
-    At least LEAST_PAIRS pairs of each, whatever the budget. The caller holds the measurement lock.
+    At least LEAST_PAIRS pairs of a prompt and of one sequence, whatever the budget; of several sequences
+    that decode together where it is not spent. The caller holds the measurement lock.
     """
     context = before.model.config.context_length
-    prompt = min(PREFILL_TOKENS, context)
-    workloads: dict[Phase, Workload] = {
-        "prefill": Workload(prompt, 0, 1),
-        "decode": Workload(0, min(DECODE_TOKENS, context), 1),
-    }
+    workloads: list[tuple[Phase, Workload]] = [("prefill", Workload(min(PREFILL_TOKENS, context), 0, 1))]
+    for n_sequences in DECODE_SEQUENCES:
+        n_tokens = min(max(LEAST_DECODE_TOKENS, DECODE_TOKENS // n_sequences), context)
+        workloads.append(("decode", Workload(0, n_tokens, n_sequences)))
     report("timing the model before and after, in pairs ...")
+    changes: list[SpeedChange] = []
+    end_s = clock() + budget_s
     with ExitStack() as stack:
         sides = [
-            stack.enter_context(open_ranks(one, [*workloads.values()], "auto")).ranks
+            stack.enter_context(open_ranks(one, [each for _, each in workloads], "auto")).ranks
             for one in (before, replace(before, schedules=schedules))
         ]
-        return [
-            _change(phase, workload, sides, before.model.config.vocab_size, budget_s / len(workloads), clock)
-            for phase, workload in workloads.items()
-        ]
+        for place, (phase, workload) in enumerate(workloads):
+            left_s = end_s - clock()
+            if workload.n_sequences > 1 and left_s <= 0:
+                break
+            share_s = left_s / (len(workloads) - place)
+            changes.append(_change(phase, workload, sides, before.model.config.vocab_size, share_s, clock))
+    return changes
 
 
 def _change(
@@ -99,4 +117,41 @@ def _change(
         workload.n_tokens * 1e9 / statistics.median(samples[0] for samples in side)
         for side in zip(*taken, strict=True)
     ]
-    return SpeedChange(phase, workload.n_tokens, rates[0], rates[1], timing.compare(taken))
+    before_ns, after_ns = (tuple(samples[0] for samples in side) for side in zip(*taken, strict=True))
+    return SpeedChange(
+        phase,
+        workload.n_prompt or workload.n_gen,
+        workload.n_sequences,
+        rates[0],
+        rates[1],
+        timing.compare(taken),
+        (before_ns, after_ns),
+    )
+
+
+def keep_changes(
+    store: Store, scope: Scope, machine: Machine, opened: OpenModel, changes: Sequence[SpeedChange]
+) -> None:
+    """Append both sides as step times of one instant, which marks them as taken in pairs (`report`)."""
+    name = model_key(opened.model.name, opened.model.format)
+    origin = Origin(scope.machine, scope.program_version, time.time_ns() // 1_000_000)
+    rows = []
+    for one in changes:
+        plan_json = placed_json(opened.plans[one.phase], machine)
+        is_prompt = one.phase == "prefill"
+        step = ServedStep(
+            one.phase,
+            one.n_tokens if is_prompt else 1,
+            one.n_sequences,
+            0 if is_prompt else one.n_tokens // 2,
+        )
+        n_steps = 1 if is_prompt else one.n_tokens
+        for kernels, turns_ns in zip(("default", "tuned"), one.samples_ns, strict=True):
+            samples_ns = tuple(max(1, round(ns / n_steps)) for ns in turns_ns)
+            key, median_ns = key_of_places(plan_json), round(statistics.median(samples_ns))
+            rows.append(
+                StepTime(
+                    name, key, plan_json, kernels, step, samples_ns, median_ns, scope.kernel_abi, origin
+                )
+            )
+    store.add_step_times(rows)
