@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from phasewise.tuner.config.storage import StudyFacts
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.tuner.roofline import Roofline
+    from phasewise.workflows.machine_report.worth import Worth
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class VersionFacts:
 class DatabaseReport:
     """All of it. `plans`: the newest verified plan of each phase, by model. `others`: rows of other machines.
 
-    `roofline`: limits measured now, while the report was made; None: they were not to be measured.
+    `roofline`: limits measured now, while the report was made; None: they were not to be measured. `worth`:
+    of every kind of machine in the database.
     """
 
     machine: Machine
@@ -83,6 +85,7 @@ class DatabaseReport:
     history: Sequence[VersionFacts]
     others: int
     roofline: Roofline | None
+    worth: Worth
 
 
 def report_of(
@@ -95,6 +98,7 @@ def report_of(
     from phasewise.kerneldb.store import open_store
     from phasewise.tuner.config.storage import read_studies
     from phasewise.tuner.plans import machine_key
+    from phasewise.workflows.machine_report.worth import worth_of
 
     location = locate(db)
     if location.is_absent:
@@ -107,6 +111,7 @@ def report_of(
         schedules = _schedules(store, keys)
         plans = [one for one in store.plans() if one.origin.machine in keys]
         history, others = _history(store, machine_key(machine).core_sig)
+        worth = worth_of(store)
     roofline = _roofline(machine, schedules, report) if measure and schedules else None
     return DatabaseReport(
         machine,
@@ -117,6 +122,7 @@ def report_of(
         history,
         others,
         roofline,
+        worth,
     )
 
 

@@ -184,7 +184,8 @@ def _speeds(rows: Iterable[StepTime]) -> Iterator[ModelSpeed]:
     pairs: dict[tuple[object, ...], dict[str, StepTime]] = defaultdict(dict)
     for row in rows:
         step = row.step
-        if step.phase == "prefill" and step.sequences == 1 or step.sequences in SEQUENCES:
+        is_alone = step.sequences == 1
+        if is_alone if step.phase == "prefill" else step.sequences in SEQUENCES:
             key = (row.origin.machine, row.model_key, row.configuration_key, step, row.origin.verified)
             pairs[key][row.kernels] = row
     chosen: dict[tuple[object, ...], tuple[tuple[float, ...], ModelSpeed]] = {}

@@ -150,8 +150,6 @@ def keep_changes(
             samples_ns = tuple(max(1, round(ns / n_steps)) for ns in turns_ns)
             key, median_ns = key_of_places(plan_json), round(statistics.median(samples_ns))
             rows.append(
-                StepTime(
-                    name, key, plan_json, kernels, step, samples_ns, median_ns, scope.kernel_abi, origin
-                )
+                StepTime(name, key, plan_json, kernels, step, samples_ns, median_ns, scope.kernel_abi, origin)
             )
     store.add_step_times(rows)
