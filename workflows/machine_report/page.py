@@ -29,7 +29,7 @@ h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}h3{font-size:1rem}
 table{border-collapse:collapse;font-size:.88rem;width:100%}
 th,td{text-align:left;padding:.2rem .8rem .2rem 0;border-bottom:1px solid #d5dbe1;vertical-align:top}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.faint{color:#52606d}.scroll{overflow-x:auto}svg{max-width:100%;height:auto}
+.faint{color:#52606d}.scroll{overflow-x:auto;margin-bottom:1.2rem}svg{max-width:100%;height:auto}
 """
 _MOST_TRIALS = 12
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 760.0, 380.0, 64.0, 48.0, 40.0, 16.0
@@ -64,7 +64,7 @@ def _worth(worth: Worth) -> Iterator[str]:
         return
     yield "<p>A gain is the default's time over the tuned one's, from duels in pairs of turns; a product that kept the "
     yield "default counts as 1. Means are geometric, over all that was tried; an interval's ends are the means of the "
-    yield "duels' own. A whole model's speed is told in tokens/s, by the default schedules before and tuned ones after.</p>"
+    yield "duels' own. A whole model's speed is told in tokens/s, by the default schedules before and tuned ones after; its gain is the median ratio within a pair of turns.</p>"
     for one in worth_by_machine(worth):
         told = " (imported: measured elsewhere)" if one.is_imported else ""
         core = one.machine.core_sig.replace("+", " ")

@@ -4,6 +4,9 @@ machine, format and rows, and a whole model's speed by default and by tuned sche
 A product that was tuned and kept the default counts as a gain of exactly 1, so a mean is over all that was
 tried. A schedule may have been taken into use in several steps: its gain is the product of its duels', and so
 are the ends of its interval, which is then wider than it has to be and never too narrow.
+
+A promotion says who won and who lost, and the default may be either. This program knows which of its own
+kernels on cores like these; elsewhere a first winner that is not proven faster is taken for the default.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from phasewise.tuner import timing
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import MachineKey, Promotion, Schedule, ServedStep, StepTime
     from phasewise.kerneldb.store import Store
+    from phasewise.tuner.lookup import IsDefault
 
 SEQUENCES = (1, 4, 8, 16)
 """Sequences that decode together, of a whole model before and after."""
@@ -92,18 +96,17 @@ class Worth:
         ]
 
 
-def worth_of(store: Store) -> Worth:
+def worth_of(store: Store, is_default: IsDefault = lambda *_: False) -> Worth:
     """Of every kind of machine in the database; of several builds of its kernels, the newest that won.
 
-    Reads keys from an index, then promotions and step times, a few rows at a time.
+    Reads keys from an index, then promotions and step times, a few rows at a time. is_default: True if a
+    schedule is the kernels' own for a problem, as far as this program knows.
     """
-    chains: dict[tuple[Key, bool], dict[Schedule, _Gain]] = defaultdict(dict)
-    in_use: dict[tuple[Key, bool], _Gain] = {}
+    in_use: dict[tuple[Key, bool], _Standing] = {}
     newest: dict[tuple[MachineKey, str], str] = {}
     for promotion in store.all_promotions():
         at = (_key_of(promotion), promotion.origin.verified)
-        before = _Gain() if promotion.incumbent is None else chains[at].get(promotion.incumbent, _Gain())
-        in_use[at] = chains[at][promotion.schedule] = before.times(promotion.comparison)
+        in_use[at] = _after(in_use.get(at), promotion, is_default)
         machine, family = promotion.origin.machine, _kernels_of(promotion.kernel_abi)
         newest[machine, family] = promotion.kernel_abi
     groups: dict[_Group, list[_Gain]] = defaultdict(list)
@@ -113,7 +116,8 @@ def worth_of(store: Store) -> Worth:
         if newest.setdefault((key.machine, family), key.kernel_abi) != key.kernel_abi:
             continue
         verified = counted.verified > 0
-        gain = in_use.get((key, verified), _Gain())
+        standing = in_use.get((key, verified))
+        gain = _Gain() if standing is None else standing.gain
         problem = key.problem
         group = _Group(key.machine, not verified, family, problem.format, _rows_of(problem.m))
         groups[group].append(gain)
@@ -143,6 +147,26 @@ class _Gain:
 
     def times(self, won: Comparison) -> _Gain:
         return _Gain(self.gain * won.gain, self.low * won.gain_low, min(MAX_GAIN, self.high * won.gain_high))
+
+
+class _Standing(NamedTuple):
+    """The schedule in use for a product, and its gain."""
+
+    schedule: Schedule
+    gain: _Gain
+
+
+def _after(before: _Standing | None, won: Promotion, is_default: IsDefault) -> _Standing:
+    """The schedule in use after a duel."""
+    winner, loser, comparison = won.schedule, won.incumbent, won.comparison
+    if is_default(won.problem, winner):
+        return _Standing(winner, _Gain())
+    if before is None:
+        beat_default = loser is None or is_default(won.problem, loser) or comparison.proves_faster
+        return _Standing(winner, _Gain().times(comparison) if beat_default else _Gain())
+    if winner == before.schedule:  # it stays
+        return before
+    return _Standing(winner, before.gain.times(comparison))
 
 
 def _key_of(promotion: Promotion) -> Key:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from phasewise.workflows.machine_report.worth import ModelSpeed, ProductGains, Worth
 
 PRODUCT_COLUMNS = ("kernels", "format", "rows", "tuned", "gain", "interval", "most")
-MODEL_COLUMNS = ("model", "step", "before, t/s", "after, t/s", "gain", "interval")
+MODEL_COLUMNS = ("tokens/s of", "step", "before", "after", "gain", "interval")
 
 
 class MachineWorth(NamedTuple):

@@ -185,6 +185,26 @@ def test_a_schedule_that_beat_a_tuned_one_has_gained_both(tmp_path: Path) -> Non
     assert one.gain_low == pytest.approx(PROMOTION.comparison.gain_low**2)
 
 
+def test_a_default_that_won_has_gained_nothing(tmp_path: Path) -> None:
+    kept = dataclasses.replace(PROMOTION, incumbent=OTHER_SCHEDULE)
+    close = dataclasses.replace(kept, comparison=Comparison(1.01, 0.98, 1.05, 0.99, 15))
+    for number, (promotion, default, tuned) in enumerate(
+        [
+            (kept, PROMOTION.schedule, 0),
+            (kept, OTHER_SCHEDULE, 1),
+            (close, PROMOTION.schedule, 0),
+            (close, OTHER_SCHEDULE, 1),
+            (close, None, 0),
+        ]
+    ):
+        with open_store(tmp_path / f"{number}.db") as store:
+            store.add_measurements([MEASUREMENT])
+            store.add_promotions([promotion])
+            (one,) = worth_of(store, lambda _, schedule, own=default: schedule == own).products
+        assert one.tuned == tuned, number
+        assert one.gain == pytest.approx(promotion.comparison.gain if tuned else 1.0)
+
+
 def test_steps_count_where_both_schedules_were_timed(tmp_path: Path) -> None:
     tuned = dataclasses.replace(STEP_TIME, kernels="tuned", samples_ns=(4_000_000,), estimate_ns=4_000_000)
     alone = dataclasses.replace(STEP_TIME, step=dataclasses.replace(STEP_TIME.step, sequences=8))
@@ -200,7 +220,8 @@ def test_steps_count_where_both_schedules_were_timed(tmp_path: Path) -> None:
 
 def test_the_worth_is_printed_in_eighty_columns_and_as_json(db: Path, tmp_path: Path) -> None:
     with open_store(db) as store:
-        store.add_step_times([STEP_TIME, dataclasses.replace(STEP_TIME, kernels="tuned")])
+        named = dataclasses.replace(STEP_TIME, model_key=f"{30 * 'long-'}model@native")
+        store.add_step_times([named, dataclasses.replace(named, kernels="tuned")])
     text = command.text_of("report", "--db", db, "--no-measure", "-o", tmp_path / "r.html")
     assert max(map(len, text.splitlines())) <= 80
     assert "Nothing was gained: gemm int4" in text

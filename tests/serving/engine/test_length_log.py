@@ -109,7 +109,7 @@ def test_an_observer_knows_the_answers_of_its_model_alone() -> None:
     own = LengthObserver(known.append, "one")
     request = Submit("r", (1,), model="other")
     own.sent(request, LENGTH.facts)
-    assert own._facts == {}
+    assert own._sent == {}
     own.sent(replace(request, model="one"), LENGTH.facts)
     assert own._facts == {"r": LENGTH.facts}
 
