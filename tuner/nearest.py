@@ -45,7 +45,7 @@ class CoreFacts:
     vector_bits: float | None = None
     mhz: float | None = None
     bytes_per_ns: float | None = None
-    """Of weights, by one thread of a product of one row: the best that was measured."""
+    """The rate of weights, by one thread of a product of one row: the best that was measured."""
 
 
 class MeasuredStore(Protocol):
@@ -59,7 +59,7 @@ class MeasuredStore(Protocol):
 
 
 def facts_of(core_sig: str, rows: Iterable[Measurement] = ()) -> CoreFacts:
-    """Of a signature, and of what was measured on such a core."""
+    """The facts of a signature, and of what was measured on such a core."""
     sizes = {
         name: float(size) * (1024 if unit == "K" else 1 << 20) for name, size, unit in _SIZE.findall(core_sig)
     }

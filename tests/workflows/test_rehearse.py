@@ -21,7 +21,7 @@ from phasewise.workflows.rehearse.hour import HOUR_S, Hour, busiest_part, read_h
 from phasewise.workflows.rehearse.replayed import replayed
 from phasewise.workflows.rehearse.run import rehearse
 from phasewise.workflows.rehearse.timed_steps import resampled, timed_steps
-from phasewise.workflows.rehearse.ways import IN_USE, Room, Stage, Way, best_way
+from phasewise.workflows.rehearse.ways import IN_USE, ServerRoom, ServerWay, Stage, best_way
 from phasewise.workflows.report import silent
 from tests.cli import command
 from tests.support.models.tiny_models import write_tiny_gguf
@@ -40,7 +40,7 @@ def line(arrived_s: float | None, prompt: int = 40, output: int = 8, **more: obj
 
 
 def stage(objective: Objective) -> Stage:
-    return Stage({IN_USE: steps_of(STEPS)}, Room(4096, 8), objective)
+    return Stage({IN_USE: steps_of(STEPS)}, ServerRoom(4096, 8), objective)
 
 
 def test_a_length_log_is_a_trace_and_an_older_one_too(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_nothing_worse_than_today_is_proposed(kind: str) -> None:
         Arrival(index, 0.15 * index, draw.randint(8, 300), draw.randint(2, 40)) for index in range(40)
     ]
     on = stage(Objective(kind))  # type: ignore[arg-type]
-    today = Way(tpot_ms=25.0)
+    today = ServerWay(tpot_ms=25.0)
     best, tried = best_way(on, today, arrivals, lambda: False)
     assert tried[best] == max(tried.values()) or tried[best] >= 0.99 * max(tried.values())
     assert tried[best] >= tried[today] == on.merit(today, arrivals)
@@ -126,9 +126,9 @@ def replace_seconds(one: TimedStep, factor: float) -> TimedStep:
 
 
 def test_options_are_those_that_differ() -> None:
-    assert Way().options(Way()) == []
-    changed = replace(Way(), kv_policy="paged", tpot_ms=50.0)
-    assert changed.options(Way()) == ["--kv-policy paged", "--tpot 50"]
+    assert ServerWay().options(ServerWay()) == []
+    changed = replace(ServerWay(), kv_policy="paged", tpot_ms=50.0)
+    assert changed.options(ServerWay()) == ["--kv-policy paged", "--tpot 50"]
 
 
 def test_the_engine_answers_all_that_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,9 +192,9 @@ def test_public_traces_are_rehearsed(name: str) -> None:
         pytest.skip("shared/data is not here")
     hour = read_hour(path, silent)
     hour = Hour(hour.arrivals[:40]).fitted(2048)
-    on = replace(stage(Objective()), room=Room(65536, 8))
-    best, tried = best_way(on, Way(), hour.arrivals, lambda: False)
-    assert tried[best] >= tried[Way()]
+    on = replace(stage(Objective()), room=ServerRoom(65536, 8))
+    best, tried = best_way(on, ServerWay(), hour.arrivals, lambda: False)
+    assert tried[best] >= tried[ServerWay()]
 
 
 def test_a_rehearsal_says_what_it_left_out(tmp_path: Path) -> None:

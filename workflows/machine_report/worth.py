@@ -44,7 +44,7 @@ class ProductGains:
     rows: tuple[int, int | None]
     products: int
     tuned: int
-    """Of them, those that left the default."""
+    """Those of them that left the default."""
     gain: float
     """Geometric mean over all of `products`, as are the ends of the interval."""
     gain_low: float
@@ -65,7 +65,7 @@ class ModelSpeed:
     before_tokens_per_s: float
     after_tokens_per_s: float
     comparison: Comparison | None
-    """Where both were timed in pairs of turns."""
+    """None: the two were not timed in pairs of turns."""
     verified: bool
 
     @property
@@ -83,12 +83,12 @@ class Worth:
 
     @property
     def nothing_gained(self) -> Sequence[ProductGains]:
-        """Where every product kept the default."""
+        """Groups of which every product kept the default."""
         return [one for one in self.products if not one.tuned]
 
     @property
     def models_without_gain(self) -> Sequence[ModelSpeed]:
-        """Where a whole model's speed is not shown to be higher: its interval holds 1 or is below it."""
+        """Steps whose speed is not shown to be higher: the interval holds 1 or is below it."""
         return [
             one
             for one in self.models
@@ -97,7 +97,7 @@ class Worth:
 
 
 def worth_of(store: Store, is_default: IsDefault = lambda *_: False) -> Worth:
-    """Of every kind of machine in the database; of several builds of its kernels, the newest that won.
+    """The worth for every kind of machine in the database; of several builds of its kernels, the newest that won.
 
     Reads keys from an index, then promotions and step times, a few rows at a time. is_default: True if a
     schedule is the kernels' own for a problem, as far as this program knows.
@@ -134,7 +134,7 @@ class _Group(NamedTuple):
     kernels: str
     format: str
     rows: int
-    """Of ROWS."""
+    """Place in ROWS."""
 
 
 @dataclass(frozen=True)
@@ -217,9 +217,10 @@ def _speeds(rows: Iterable[StepTime]) -> Iterator[ModelSpeed]:
         if pair.keys() >= {"default", "tuned"}:
             before, after = pair["default"], pair["tuned"]
             speed, rank = _speed_of(before, after), _rank_of(before, after)
-            key = (speed.machine, speed.model_key, speed.step.phase, speed.step.sequences, speed.verified)
-            if key not in chosen or rank > chosen[key][0]:
-                chosen[key] = (rank, speed)
+            step = speed.step
+            kind = (speed.machine, speed.model_key, step.phase, step.sequences, speed.verified)
+            if kind not in chosen or rank > chosen[kind][0]:
+                chosen[kind] = (rank, speed)
     yield from (speed for _, speed in sorted(chosen.values(), key=lambda one: _place_of(one[1])))
 
 

@@ -10,7 +10,7 @@ from phasewise.topology import Machine, read_lstopo, read_machine
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import PHASES, machine_key, model_key
 from phasewise.workflows.opening.model_shape import shape_of_reference
-from phasewise.workflows.rehearse.ways import IN_USE, Room
+from phasewise.workflows.rehearse.ways import IN_USE, ServerRoom
 
 if TYPE_CHECKING:
     from phasewise.tuner.config.steps import ModelShape
@@ -22,7 +22,7 @@ KV_BYTES = 1 << 30
 """Memory for keys and values of a server of which nothing else is known."""
 
 
-def calculated_steps(wish: Wish, hour: Hour, report: Report) -> tuple[dict[str, list[TimedStep]], Room]:
+def calculated_steps(wish: Wish, hour: Hour, report: Report) -> tuple[dict[str, list[TimedStep]], ServerRoom]:
     """EvaluationError where the database has no steps of the model on such a machine."""
     machine = read_machine() if wish.machine_file is None else read_lstopo(wish.machine_file)
     shape = shape_of_reference(wish.model, wish.weight_format, report)
@@ -33,11 +33,11 @@ def calculated_steps(wish: Wish, hour: Hour, report: Report) -> tuple[dict[str, 
     else:
         steps = _recorded(wish, machine, shape)
     slots = max(KV_BYTES // max(1, shape.kv_bytes_per_slot), hour.longest)
-    return {IN_USE: steps}, Room(int(slots))
+    return {IN_USE: steps}, ServerRoom(int(slots))
 
 
 def _recorded(wish: Wish, machine: Machine, shape: ModelShape) -> list[TimedStep]:
-    """Of each phase those of the plan that most steps were timed on, by tuned kernels where there are any."""
+    """The steps of each phase on the plan that most were timed on, by tuned kernels where there are any."""
     from phasewise.kerneldb.store import open_store
 
     steps: list[TimedStep] = []

@@ -23,7 +23,15 @@ from phasewise.workflows.errors import UsageError
 from phasewise.workflows.rehearse.hour import Hour, busiest_part, read_hour
 from phasewise.workflows.rehearse.replayed import replayed
 from phasewise.workflows.rehearse.timed_steps import resampled, timed_steps
-from phasewise.workflows.rehearse.ways import DEFAULT_PLAN, IN_USE, Room, Stage, Way, best_way, merit
+from phasewise.workflows.rehearse.ways import (
+    DEFAULT_PLAN,
+    IN_USE,
+    ServerRoom,
+    ServerWay,
+    Stage,
+    best_way,
+    merit,
+)
 from phasewise.workflows.report import Report
 
 if TYPE_CHECKING:
@@ -38,16 +46,16 @@ if TYPE_CHECKING:
 
 RESAMPLES = 6
 TIMED_SHARE, SIMULATED_SHARE = 0.25, 0.5
-"""Of the budget, by when steps are timed, and by when the proposal has to be there."""
+"""Shares of the budget, by when steps are timed, and by when the proposal has to be there."""
 
 LEAST_WINDOW_S, MOST_WINDOW_S = 2.0, 300.0
-"""Of the measured run, for each of the two settings."""
+"""Bounds of the measured run, for each of the two settings."""
 
 WINDOW_SHARE = 0.4
-"""Of the time that is left then: what is simulated to end in it may take longer."""
+"""Share of the time that is left then: what is simulated to end in it may take longer."""
 
 Timed = dict[str, list[TimedStep]]
-"""By `Way.plans`."""
+"""By `ServerWay.plans`."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,7 @@ class Check:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of the measured gain."""
+        """The error of the prediction, as a share of the measured gain."""
         return self.predicted / self.measured - 1
 
 
@@ -84,14 +92,14 @@ class Rehearsal:
 
     objective: Objective
     hour: Hour
-    today: Way
-    proposed: Way
+    today: ServerWay
+    proposed: ServerWay
     today_merit: float
     expected: Interval
     check: Check | None
-    tried: dict[Way, float]
+    tried: dict[ServerWay, float]
     source: str
-    """Of the step times."""
+    """Kind of the step times: measured, recorded or modelled."""
     remarks: tuple[str, ...]
 
 
@@ -120,14 +128,14 @@ def rehearse(log: Path, wish: Wish, started_s: float, lock: MeasurementLock, rep
             with _engine(one, today, hour) as opened:
                 share = TIMED_SHARE * (len(timed) + 1) / len(plans)
                 timed[name] = timed_steps(opened, is_over=partial(is_over, share))
-                room = Room(opened.size.kv.slots, opened.size.limits.max_sequences)
+                room = ServerRoom(opened.size.kv.slots, opened.size.limits.max_sequences)
         made = _proposed(hour, today, timed, room, wish, is_over, report)
         if made.proposed == made.today:
             return made
         return replace(made, check=_checked(made, plans, timed, room, deadline_s, report))
 
 
-def todays_way() -> Way:
+def todays_way() -> ServerWay:
     """The settings of `serve`, as variables and the configuration file say; UsageError for wrong ones."""
     options = StandingOptions.of("serve")
     text = options.text("tpot")
@@ -135,7 +143,7 @@ def todays_way() -> Way:
         tpot_ms = DEFAULT_TPOT_MS if text is None else float(text)
     except ValueError:
         raise UsageError(f"tpot is {text!r:.40}, not a number of milliseconds") from None
-    return Way(
+    return ServerWay(
         kv_policy=options.text("kv_policy", tuple(POLICIES)) or DEFAULT_POLICY,
         tpot_ms=tpot_ms,
         batch_tokens=options.count("max_batch_tokens") or DEFAULT_BATCH_TOKENS,
@@ -154,7 +162,7 @@ def _plans_of(found: OpenModel) -> dict[str, OpenModel]:
     return {IN_USE: found, DEFAULT_PLAN: replace(found, plans=defaults)}
 
 
-def _engine(found: OpenModel, way: Way, hour: Hour) -> OpenEngine:
+def _engine(found: OpenModel, way: ServerWay, hour: Hour) -> OpenEngine:
     from phasewise.serving.engine.engine_size import EngineSize
     from phasewise.serving.engine.open_engine import open_engine
     from phasewise.serving.scheduling.scheduler_terms import DEFAULT_SEQUENCES
@@ -168,7 +176,13 @@ def _engine(found: OpenModel, way: Way, hour: Hour) -> OpenEngine:
 
 
 def _proposed(
-    hour: Hour, today: Way, timed: Timed, room: Room, wish: Wish, is_over: Callable[[], bool], report: Report
+    hour: Hour,
+    today: ServerWay,
+    timed: Timed,
+    room: ServerRoom,
+    wish: Wish,
+    is_over: Callable[[], bool],
+    report: Report,
 ) -> Rehearsal:
     stage = Stage({name: steps_of(rows) for name, rows in timed.items()}, room, wish.objective)
     report(f"simulating {counted(len(hour.arrivals), 'request')} ...")
@@ -197,7 +211,7 @@ def _remarks(timed: Timed) -> list[str]:
 
 
 def _interval(
-    gain: float, arrivals: Sequence[Arrival], ways: tuple[Way, Way], timed: Timed, stage: Stage
+    gain: float, arrivals: Sequence[Arrival], ways: tuple[ServerWay, ServerWay], timed: Timed, stage: Stage
 ) -> Interval:
     """The range over steps that are drawn again from those that were timed."""
     gains = [gain]
@@ -214,7 +228,7 @@ def _checked(
     made: Rehearsal,
     plans: dict[str, OpenModel],
     timed: Timed,
-    room: Room,
+    room: ServerRoom,
     deadline_s: float,
     report: Report,
 ) -> Check | None:

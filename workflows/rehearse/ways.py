@@ -29,7 +29,7 @@ LEAST_GAIN = 1.005
 
 
 @dataclass(frozen=True)
-class Way:
+class ServerWay:
     """Settings of `serve`; `plans`: which cores and ranks."""
 
     plans: str = IN_USE
@@ -37,7 +37,7 @@ class Way:
     tpot_ms: float = DEFAULT_TPOT_MS
     batch_tokens: int = DEFAULT_BATCH_TOKENS
 
-    def options(self, before: Way) -> list[str]:
+    def options(self, before: ServerWay) -> list[str]:
         """The options of `serve` that make a server with `before`'s settings one with these."""
         changed = []
         if self.kv_policy != before.kv_policy:
@@ -52,7 +52,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Room:
+class ServerRoom:
     """The memory of a server for keys and values, and how many answers it computes at once."""
 
     kv_slots: int
@@ -61,13 +61,13 @@ class Room:
 
 @dataclass(frozen=True)
 class Stage:
-    """Where ways are tried: step times by plans, the room, and what counts."""
+    """The simulated server: step times by plans, the room, and what counts."""
 
     steps: Mapping[str, StepTimes]
-    room: Room
+    room: ServerRoom
     objective: Objective
 
-    def lives(self, way: Way, arrivals: Sequence[Arrival]) -> list[Life]:
+    def lives(self, way: ServerWay, arrivals: Sequence[Arrival]) -> list[Life]:
         """ClusterError where a request can run in no such server."""
         kind = MachineType(
             "here",
@@ -84,7 +84,7 @@ class Stage:
         )
         return simulate(ClusterSpec((Pool("mixed", kind, 1),)), arrivals).lives
 
-    def merit(self, way: Way, arrivals: Sequence[Arrival]) -> float:
+    def merit(self, way: ServerWay, arrivals: Sequence[Arrival]) -> float:
         return merit(self.objective, self.lives(way, arrivals))
 
 
@@ -104,7 +104,7 @@ def merit(objective: Objective, lives: Sequence[Life]) -> float:
     return 1 / fmean(life.ttft_s if objective.kind == "ttft" else life.e2e_s for life in lives)
 
 
-def _neighbours(way: Way, plans: Sequence[str]) -> Iterator[list[Way]]:
+def _neighbours(way: ServerWay, plans: Sequence[str]) -> Iterator[list[ServerWay]]:
     """One setting at a time, every value of it."""
     yield [replace(way, plans=one) for one in plans]
     yield [replace(way, tpot_ms=one) for one in TPOTS_MS]
@@ -113,8 +113,8 @@ def _neighbours(way: Way, plans: Sequence[str]) -> Iterator[list[Way]]:
 
 
 def best_way(
-    stage: Stage, today: Way, arrivals: Sequence[Arrival], is_over: Callable[[], bool]
-) -> tuple[Way, dict[Way, float]]:
+    stage: Stage, today: ServerWay, arrivals: Sequence[Arrival], is_over: Callable[[], bool]
+) -> tuple[ServerWay, dict[ServerWay, float]]:
     """The way found by changing one setting after another, twice; and the merit of all that were tried.
 
     is_over: asked before each try. Today's way is always tried.
@@ -133,7 +133,7 @@ def best_way(
     return best, tried
 
 
-def _better(best: Way, others: Sequence[Way], tried: Mapping[Way, float]) -> Way:
+def _better(best: ServerWay, others: Sequence[ServerWay], tried: Mapping[ServerWay, float]) -> ServerWay:
     """The best of them, if it gains enough."""
     first = max((way for way in others if way in tried), key=tried.__getitem__, default=best)
     return first if tried[first] > LEAST_GAIN * tried[best] else best

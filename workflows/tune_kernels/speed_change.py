@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PREFILL_TOKENS = 512
 DECODE_TOKENS = 32
-"""Of all sequences together: each decodes its part of them, and four at least."""
+"""Tokens of all sequences together: each decodes its part of them, and four at least."""
 
 DECODE_SEQUENCES = (1, 4, 8, 16)
 LEAST_DECODE_TOKENS = 4
@@ -55,7 +55,7 @@ class SpeedChange:
     comparison: Comparison
     """Its gain is the median ratio of a pair, after over before."""
     samples_ns: tuple[timing.Samples, timing.Samples]
-    """Of the turns before and after, in pairs."""
+    """Nanoseconds of the turns before and after, in pairs."""
 
 
 def measured_change(

@@ -20,7 +20,7 @@ METRICS = {
 
 
 def rehearsal_text(found: Rehearsal) -> str:
-    """What was rehearsed, what is proposed, its gain and its error, and what was left out."""
+    """The hour, the proposal, its gain and its error, and all that was left out."""
     lines = [
         f"{counted(len(found.hour.arrivals), 'request')} in {number(found.hour.span_s / 60, 3)} minutes; "
         f"{METRICS[found.objective.kind]} today, simulated: {_today(found)}"

@@ -87,7 +87,7 @@ def changes_text(changes: Sequence[SpeedChange]) -> str:
         if found.gain_low > 0:
             span = f"{found.gain_low:.3f} to {found.gain_high:.3f}"
             interval = f"{span} with {percent(found.confidence)} confidence"
-        together = f", {one.n_sequences} sequences" if one.n_sequences > 1 else ""
+        together = f", {counted(one.n_sequences, 'sequence')}" if one.n_sequences > 1 else ""
         lines.append(f"  {one.phase} {one.n_tokens}{together}: {rates}")
         lines.append(f"    ratio within a pair, median: {multiple(found.gain, 3)} ({interval})")
     return "\n".join(lines)
