@@ -15,7 +15,7 @@ from phasewise.workflows.report import Report
 
 HOUR_S = 3600.0
 MOST_REQUESTS = 400
-"""The most of the hour; the last ones, where there were more: a simulation takes some milliseconds for each."""
+"""The most of an hour; of more the last ones: a simulation takes some milliseconds for each."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def calculated_steps(wish: Wish, hour: Hour, report: Report) -> tuple[dict[str, 
 
 
 def _recorded(wish: Wish, machine: Machine, shape: ModelShape) -> list[TimedStep]:
-    """The steps of each phase on the plan that most were timed on, by tuned kernels where there are any."""
+    """Each phase's steps on the plan that most were timed on, by tuned kernels where there are any."""
     from phasewise.kerneldb.store import open_store
 
     steps: list[TimedStep] = []
