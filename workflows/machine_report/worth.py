@@ -97,7 +97,7 @@ class Worth:
 
 
 def worth_of(store: Store, is_default: IsDefault = lambda *_: False) -> Worth:
-    """The worth for every kind of machine in the database; of several builds of its kernels, the newest that won.
+    """The worth for every kind of machine in the database; of several builds the newest that won.
 
     Reads keys from an index, then promotions and step times, a few rows at a time. is_default: True if a
     schedule is the kernels' own for a problem, as far as this program knows.

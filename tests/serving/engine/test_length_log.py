@@ -111,7 +111,7 @@ def test_an_observer_knows_the_answers_of_its_model_alone() -> None:
     own.sent(request, LENGTH.facts)
     assert own._sent == {}
     own.sent(replace(request, model="one"), LENGTH.facts)
-    assert own._facts == {"r": LENGTH.facts}
+    assert [facts for facts, _ in own._sent.values()] == [LENGTH.facts]
 
 
 def no_log(path: Path) -> str:
