@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import subprocess
 import sys
 import tempfile
@@ -30,22 +29,15 @@ from benchmarks.peers.servers import phasewise, running
 from phasewise.cluster.simulated.arrivals import poisson
 from phasewise.cluster.simulated.kv_transfer import Link
 from phasewise.cluster.simulated.metrics import summarise
-from phasewise.cluster.simulated.recorded_steps import TimedStep, steps_of
+from phasewise.cluster.simulated.recorded_steps import steps_of
 from phasewise.cluster.simulated.simulate import ClusterSpec, MachineType, Pool, simulate
 from phasewise.cluster.simulated.simulated_requests import Arrival
 from phasewise.serving.engine.engine_size import EngineSize
-from phasewise.serving.engine.messages import Submit
-from phasewise.serving.engine.open_engine import OpenEngine, open_engine
+from phasewise.serving.engine.open_engine import open_engine
 from phasewise.workflows.opening.open_model import open_model
+from phasewise.workflows.rehearse.timed_steps import timed_steps
 
 MAX_SEQUENCES = 16
-PREFILL_TOKENS = (16, 32, 64, 128, 256, 512)
-LONG_PROMPT = 1500
-DECODE = ((1, 32), (1, 1200), (2, 200), (4, 200), (8, 100), (8, 400), (16, 60))
-"""Sequences, and tokens of each one's prompt."""
-DECODE_STEPS = 32
-"""As long as answers are: the first few after a prompt take up to twice as long as the others."""
-REPEATS = 2
 LENGTHS = [(64, 24), (160, 48), (300, 16), (480, 64), (700, 32), (1100, 40), (96, 120), (220, 12)]
 """Prompt and answer tokens that requests are drawn from."""
 
@@ -96,46 +88,6 @@ def timed_machine(model: str, threads: int, context: int) -> MachineType:
     kind = MachineType("here", steps, size.kv.slots, 0, 1, 1, Link(1e9))
     sizes = {"max_batch_tokens": size.limits.max_batch_tokens, "max_sequences": MAX_SEQUENCES}
     return replace(kind, **sizes, tpot_ms=size.tpot_ms)
-
-
-def timed_steps(opened: OpenEngine) -> list[TimedStep]:
-    """Every step of some synthetic requests; what a step had before it is known from the order of steps."""
-    rng = random.Random(0)
-    timed: list[TimedStep] = []
-    opened.engine.pacing = None
-    for _ in range(REPEATS):
-        for n_tokens in (*PREFILL_TOKENS, LONG_PROMPT):
-            timed += _run(opened, rng, 1, n_tokens, 2)
-        for sequences, n_tokens in DECODE:
-            timed += [
-                one for one in _run(opened, rng, sequences, n_tokens, DECODE_STEPS) if one.phase == "decode"
-            ]
-    return timed[len(PREFILL_TOKENS) :]  # the first ones warm up
-
-
-def _run(
-    opened: OpenEngine, rng: random.Random, sequences: int, n_prompt: int, n_answer: int
-) -> list[TimedStep]:
-    vocabulary = opened.engine.vocabulary.size
-    for at in range(sequences):
-        prompt = tuple(rng.randrange(100, vocabulary) for _ in range(n_prompt))
-        opened.engine.submit(Submit(f"{at}", prompt, n_answer, ignore_eos=True))
-    timed = []
-    n_before, n_decoded = 0, 0
-    chunk = 512 if n_prompt > 512 else None
-    opened.engine._pace = lambda: (chunk, None)  # type: ignore[method-assign]
-    while opened.engine.has_work:
-        stats = opened.engine.step().stats
-        assert stats is not None
-        seconds = stats.duration_ns / 1e9
-        if stats.phase == "prefill":
-            timed.append(TimedStep("prefill", stats.n_tokens, 1, n_before if sequences == 1 else 0, seconds))
-            n_before += stats.n_tokens
-        else:
-            context = n_prompt + n_decoded + 1
-            timed.append(TimedStep("decode", 1, stats.n_sequences, context, seconds, n_decoded))
-            n_decoded += 1
-    return timed
 
 
 def served(arrivals: list[Arrival], model: str, threads: int) -> dict[str, list[float]]:

@@ -407,21 +407,27 @@ def _value_reader(part: RecordField) -> Callable[[Mapping[str, Any]], Any]:
     if name == "verified":
         return lambda _: False
     if record is None:
-        return lambda found: as_tuples(found.get(name))
+        return lambda found: as_tuples(value) if type(value := found.get(name)) is list else value
     if record in _BESIDE:
         return _reader(record)
     called = "a schedule" if record is Schedule else f"a {name}"
     names, fields_of = _names(record), tuple(field.name for field in parts(record))
+    has_build = "kernel_abi" in fields_of
 
     def read(found: Mapping[str, Any]) -> Any:
         value = found.get(name)
         if value is None and name == "incumbent":
             return None
-        inner = {"kernel_abi": found.get("kernel_abi"), **_object(called, value, names)}
-        values = [as_tuples(inner.get(field)) for field in fields_of]
+        inner = _object(called, value, names)
+        if has_build:
+            inner = {"kernel_abi": found.get("kernel_abi"), **inner}
+        try:
+            return shared(record, *map(inner.get, fields_of))
+        except TypeError:  # a value that no cache can look up: a list, or what the record refuses
+            values = [as_tuples(inner.get(field)) for field in fields_of]
         try:
             return shared(record, *values)
-        except TypeError:  # a value that no cache can look up, such as a mapping: the record refuses it
+        except TypeError:
             return record(*values)
 
     return read

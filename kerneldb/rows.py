@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
-from sqlalchemy import Column, Insert, Row, ScalarSelect, Table, bindparam, exists, insert, select
+from sqlalchemy import Column, Insert, Row, Table, bindparam, exists, insert, select, tuple_
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -34,6 +34,7 @@ from phasewise.kerneldb.records import (
     StepTime,
     StorageDuel,
 )
+from phasewise.kerneldb.summaries import batched
 from phasewise.kerneldb.user_kernels import UserPromotion, UserTiming
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     AnyRow: TypeAlias = Row[*tuple[Any, ...]]
 
 T = TypeVar("T")
+
+KEYS_AT_ONCE = 100
+"""Keys that one query asks for: a database has limits on its parameters."""
 
 
 @dataclass(frozen=True)
@@ -126,15 +130,33 @@ def row_of(session: Session, record: object) -> Base:
 def add_measurements(session: Session, measurements: Sequence[Measurement]) -> None:
     """Insert them, and their problems and schedules where these are new.
 
-    In few statements that were built before and look ids up themselves: other processes wait for the
-    transaction, and most of it would be SQLAlchemy.
+    In few statements: other processes wait for the transaction, and most of it would be SQLAlchemy.
     """
     if not measurements:
         return
-    _insert_new(session, ProblemRow, [one.problem for one in measurements])
-    _insert_new(session, ScheduleRow, [one.sample.schedule for one in measurements])
-    rows = [_measurement_columns(one) for one in measurements]
-    session.connection().execute(_measurement_insertion(), rows)
+    problems = _ids_of(session, ProblemRow, [one.problem for one in measurements])
+    schedules = _ids_of(session, ScheduleRow, [one.sample.schedule for one in measurements])
+    rows = []
+    for one in measurements:
+        columns = flattened(one)
+        columns["problem_id"] = problems[columns.pop("problem")]
+        columns["schedule_id"] = schedules[columns.pop("schedule")]
+        rows.append(columns)
+    session.connection().execute(insert(_table(MeasurementRow)), rows)
+
+
+def _ids_of(
+    session: Session, model: type[ProblemRow | ScheduleRow], records: Iterable[Problem | Schedule]
+) -> dict[Problem | Schedule, int]:
+    """The ids of their rows, inserted where they are new."""
+    distinct = list(dict.fromkeys(records))
+    _insert_new(session, model, distinct)
+    ids: dict[tuple[Any, ...], int] = {}
+    keys = {record: tuple(flattened(record).values()) for record in distinct}
+    for some in batched([*keys.values()], KEYS_AT_ONCE):
+        for number, *key in session.connection().execute(_ids_by_key(model), {"keys": some}):
+            ids[tuple(key)] = number
+    return {record: ids[key] for record, key in keys.items()}
 
 
 def _insert_new(
@@ -159,18 +181,10 @@ def _insertion_where_absent(model: type[ProblemRow | ScheduleRow]) -> Insert:
 
 
 @cache
-def _measurement_insertion() -> Insert:
-    """The parameters of a problem's and a schedule's key begin with the name of their table."""
-    ids = {f"{model.__tablename__}_id": _id_by_key(model) for model in (ProblemRow, ScheduleRow)}
-    return insert(_table(MeasurementRow)).values(ids)
-
-
-def _id_by_key(model: type[ProblemRow | ScheduleRow]) -> ScalarSelect[int]:
-    prefix = model.__tablename__
-    same = (
-        column == bindparam(f"{prefix}_{column.name}", type_=column.type) for column in _key_columns(model)
-    )
-    return select(model.id).where(*same).scalar_subquery()
+def _ids_by_key(model: type[ProblemRow | ScheduleRow]) -> AnySelect:
+    """Built once: building takes several times as long as the answer."""
+    columns = _key_columns(model)
+    return select(model.id, *columns).where(tuple_(*columns).in_(bindparam("keys", expanding=True)))
 
 
 def _key_columns(model: type[ProblemRow | ScheduleRow]) -> list[Column[Any]]:
@@ -181,18 +195,6 @@ def _key_columns(model: type[ProblemRow | ScheduleRow]) -> list[Column[Any]]:
 def _table(model: type[Base]) -> Table:
     """For statements that are not the unit of work's."""
     return cast(Table, model.__table__)
-
-
-def _measurement_columns(measurement: Measurement) -> dict[str, Any]:
-    columns = flattened(measurement)
-    for name in KEPT[Measurement].keyed:
-        columns |= _keyed_columns(name, columns.pop(name))
-    return columns
-
-
-@lru_cache(maxsize=4096)
-def _keyed_columns(name: str, record: Problem | Schedule) -> dict[str, Any]:
-    return {f"{name}_{field}": value for field, value in flattened(record).items()}
 
 
 def _id_of(session: Session, record: Problem | Schedule) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from sqlalchemy import Table, delete, insert, select
 from sqlalchemy.orm import Session
@@ -21,6 +21,8 @@ from phasewise.kerneldb.models import MeasurementRow
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement
+
+T = TypeVar("T")
 
 KEPT_SAMPLES = 5
 
@@ -52,10 +54,10 @@ class Summarised:
     summarised: int
 
 
-def batched(numbers: Sequence[int], count: int) -> Iterator[Sequence[int]]:
+def batched(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
     """So many at a time."""
-    for first in range(0, len(numbers), count):
-        yield numbers[first : first + count]
+    for first in range(0, len(items), count):
+        yield items[first : first + count]
 
 
 def summary_of(samples_ns: Sequence[int]) -> list[int]:

@@ -119,6 +119,11 @@ class ScheduleTable(ScheduleLookup):
         self._asked_path: str | None = None
         self.in_tiles = False
 
+    @property
+    def is_tuned(self) -> bool:
+        """True if any schedule is in use; else every product runs by the kernels' own."""
+        return bool(self._weights)
+
     def asked(self, choice: str, path: str | None, *, in_tiles: bool = False) -> ScheduleTable:
         """The same schedules where `--arithmetic choice` has weights with sub-scales multiplied by `path`.
 

@@ -30,6 +30,7 @@ from phasewise.kerneldb.records import Comparison, Problem, Sample, Schedule
 from phasewise.tuner.conditions import is_disturbed, mean_conditions
 from phasewise.tuner.ledger import Ledger, reversed_comparison
 from phasewise.tuner.measurement_lock import MeasurementLock, NoLock
+from phasewise.tuner.nearest import Seeds
 from phasewise.tuner.pace import Pace
 from phasewise.tuner.row_laws import MOST_ROWS, breaking
 from phasewise.tuner.search.group import GroupOutcome
@@ -131,6 +132,8 @@ class Tools:
     worth: Callable[[Task], float] | None = None
     """The share of the budget that a task deserves, in any unit; None: as much as it takes."""
     lock: MeasurementLock = field(default_factory=NoLock)
+    seeds: Seeds = lambda _: ()
+    """Schedules that a product's search begins with, e.g. of the nearest kinds of machine."""
 
 
 def tune(tasks: Sequence[Task], tools: Tools, budget_s: float) -> TuningOutcome:
@@ -268,6 +271,8 @@ class _Run:
     def _search(self, number: int, task: Task, deadline_s: float) -> GroupOutcome | None:
         """None if the deadline came first."""
         cache = self._division.known(task)
+        for m in task.ms:
+            cache.offer(task.group, m, self._tools.seeds(task.problem(m)))
         search = task.search(task.group, task.ms, self._tools.options, cache)
         try:
             ask = next(search)

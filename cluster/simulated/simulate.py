@@ -29,6 +29,7 @@ from phasewise.cluster.simulated.splitwise_sim import (
 from phasewise.cluster.simulated.steps import StepTimes
 from phasewise.cluster.simulated.timeline import Timeline
 from phasewise.serving.errors import RequestError
+from phasewise.serving.pools.opening import DEFAULT_POLICY
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
 from phasewise.serving.scheduling.request import Request
 from phasewise.serving.scheduling.scheduler_terms import (
@@ -63,6 +64,7 @@ class MachineType:
     max_batch_tokens: int = DEFAULT_BATCH_TOKENS
     max_sequences: int = DEFAULT_SEQUENCES
     tpot_ms: float = DEFAULT_TPOT_MS
+    kv_policy: str = DEFAULT_POLICY
 
     @property
     def kv_slots(self) -> int:
@@ -323,7 +325,7 @@ def _settings(kind: MachineType, longest: int, spec: ClusterSpec) -> EngineSetti
     limits = SchedulerLimits(
         longest, kind.max_batch_tokens, kind.max_sequences, prefix_reuse=spec.prefix_reuse
     )
-    return EngineSettings(limits, kind.kv_slots, kind.tpot_ms)
+    return EngineSettings(limits, kind.kv_slots, kind.tpot_ms, kind.kv_policy)
 
 
 def _token_ids(arrival: Arrival, *, reuse: bool) -> tuple[int, ...]:

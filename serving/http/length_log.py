@@ -36,6 +36,7 @@ def _written(model_name: str, length: RealisedLength) -> bytes:
         "system_prompt_id": facts.system_prompt_id,
         "output_tokens": length.output_tokens,
         "finish_reason": length.finish_reason,
+        "arrived_at_s": round(length.arrived_at_s, 3),
         "at_s": round(length.at_s, 3),
     }
     return json.dumps(fields, separators=(",", ":")).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""Traces in files, in four public formats that are told apart by their content:
+"""Traces in files, in four public formats and one of ours, which are told apart by their content:
 
 - Azure LLM inference traces: CSV with TIMESTAMP, ContextTokens, GeneratedTokens.
 - splitwise-sim: CSV with arrival_timestamp (s), prompt_size, token_size.
@@ -6,6 +6,8 @@
 - ShareGPT: JSON, or JSON lines, of conversations: the first question that was answered, and its answer. Their
   tokens are estimated from characters. Entries may state lengths instead: {"prompt_tokens": 512,
   "output_tokens": 64}, or [512, 64].
+- A server's `--length-log` (`tuner.predictor.log`): prompts by their tokens, and when they came. Lines of an
+  earlier version say only when their answers ended; that is taken for it.
 
 A file may come from a stranger: sizes, types and counts are bounded, and an error names the file and the row.
 Requests without a prompt or without an answer are left out, because there is nothing to serve.
@@ -256,6 +258,8 @@ def _entry(entry: Any, where: str) -> RequestLengths | None:
     if not isinstance(entry, dict):
         raise TraceError(f"{where}: a JSON object, or a pair of lengths, expected")
     try:
+        if "output_tokens" in entry and ("prompt_token_ids" in entry or "prompt" in entry):
+            return _logged(entry)
         for pair in PAIRS:
             if pair[0] in entry or pair[1] in entry:
                 return _stated(entry, pair)
@@ -276,6 +280,18 @@ def _stated(entry: Mapping[str, Any], pair: tuple[str, str]) -> RequestLengths |
     if type(arrival_ms) not in (int, float) or not 0 <= arrival_ms < 1e18:
         raise TraceError(f"timestamp must be milliseconds, not {arrival_ms!r:.40}")
     return RequestLengths(entry[pair[0]], entry[pair[1]], arrival_ms / 1000)
+
+
+def _logged(entry: Mapping[str, Any]) -> RequestLengths | None:
+    ids, text, output = entry.get("prompt_token_ids"), entry.get("prompt"), entry["output_tokens"]
+    if type(output) is not int or not (isinstance(ids, list) or isinstance(text, str)):
+        raise TraceError("an answer of a length log has a list prompt_token_ids and a number output_tokens")
+    prompt = len(ids) if isinstance(ids, list) else _tokens_of(str(text))
+    arrived_s = entry.get("arrived_at_s", entry.get("at_s"))
+    if arrived_s is not None and (type(arrived_s) not in (int, float) or not 0 <= arrived_s < 1e12):
+        raise TraceError(f"arrived_at_s must be Unix seconds, not {arrived_s!r:.40}")
+    arrived_s = None if arrived_s is None else float(arrived_s)
+    return RequestLengths(prompt, output, arrived_s) if prompt and output else None
 
 
 HUMAN, MODEL = ("human", "user"), ("gpt", "assistant", "chatgpt", "bing", "bard")

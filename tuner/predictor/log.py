@@ -2,7 +2,7 @@
 
 {"schema_version": 1, "model": .., "prompt_token_ids": [..], "temperature": .., "max_tokens": ..,
  "n_messages": .., "system_prompt_id": .., "output_tokens": .., "finish_reason": "stop" or "length",
- "at_s": ..}
+ "arrived_at_s": .., "at_s": ..}
 
 A line may have "prompt", a text, instead of token ids; then a tokenizer is needed. Only "output_tokens" and
 one of these two must be there. A log may come from a stranger: sizes and types are checked, and an error

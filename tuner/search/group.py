@@ -112,6 +112,14 @@ class ScheduleCache:
     def seeds(self, group: Group, arithmetic: Arithmetic, m: int) -> list[Schedule]:
         return self.found.get((group.family, group.format, arithmetic, group.threads, m), [])
 
+    def offer(self, group: Group, m: int, schedules: Sequence[Schedule]) -> None:
+        """More seeds, behind those of earlier groups, each for the arithmetic that it has."""
+        for schedule in schedules:
+            arithmetic = Arithmetic(schedule.compute_path, schedule.k_parts)
+            key = (group.family, group.format, arithmetic, group.threads, m)
+            if schedule.threads == group.threads and arithmetic in group.arithmetics:
+                self.found[key] = [*self.found.get(key, []), schedule]
+
     def add(self, group: Group, outcome: GroupOutcome) -> None:
         """The newest first; of each m the last two groups are kept."""
         for m, schedule in outcome.best.items():

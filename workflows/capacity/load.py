@@ -22,7 +22,9 @@ from phasewise.workflows.report import Report
 if TYPE_CHECKING:
     from phasewise.cluster.simulated.steps import StepTimes
     from phasewise.kerneldb.records import StepTime
+    from phasewise.topology import Machine
     from phasewise.tuner.config.lengths import Trace
+    from phasewise.tuner.config.steps import ModelShape
 
 LENGTHS_FROM_DISTRIBUTION = 10_000
 """Requests drawn from a distribution such as lognormal:..., to draw arrivals from."""
@@ -154,14 +156,25 @@ def steps_from_xml(xml: str, model: str, weight_format: str, report: Report) -> 
     from pathlib import Path
 
     from phasewise.topology import read_lstopo
-    from phasewise.tuner.config.modelled import ModelledEvaluator
-    from phasewise.tuner.config.steps import Step
-    from phasewise.tuner.plans import PHASES, default_plan
-    from phasewise.tuner.topotree import Configuration
     from phasewise.workflows.opening.model_shape import shape_of_reference
 
     machine = read_lstopo(Path(xml))
     shape = shape_of_reference(model, weight_format, report)
+    timed = modelled_steps(machine, shape)
+    report(
+        f"step times of {shape.name} on {xml} are modelled; weight_bytes = {shape.weight_bytes}, "
+        f"kv_bytes_per_token = {shape.kv_bytes_per_slot}, n_layers = {shape.n_layers}"
+    )
+    return steps_of(timed)
+
+
+def modelled_steps(machine: Machine, shape: ModelShape) -> list[TimedStep]:
+    """Steps of the default plan as the modelled evaluator computes them. EvaluationError."""
+    from phasewise.tuner.config.modelled import ModelledEvaluator
+    from phasewise.tuner.config.steps import Step
+    from phasewise.tuner.plans import PHASES, default_plan
+    from phasewise.tuner.topotree import Configuration
+
     evaluator = ModelledEvaluator(machine, shape)
     timed = []
     for phase in PHASES:
@@ -172,8 +185,4 @@ def steps_from_xml(xml: str, model: str, weight_format: str, report: Report) -> 
                 for step in MODELLED_STEPS
                 if step[0] == phase
             ]
-    report(
-        f"step times of {shape.name} on {xml} are modelled; weight_bytes = {shape.weight_bytes}, "
-        f"kv_bytes_per_token = {shape.kv_bytes_per_slot}, n_layers = {shape.n_layers}"
-    )
-    return steps_of(timed)
+    return timed

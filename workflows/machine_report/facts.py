@@ -9,6 +9,7 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from phasewise._words import counted
@@ -19,11 +20,20 @@ from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.counts import ProgramCount
-    from phasewise.kerneldb.records import MachineKey, Measurement, PlanRecord, Problem, Promotion
+    from phasewise.kerneldb.records import (
+        MachineKey,
+        Measurement,
+        PlanRecord,
+        Problem,
+        Promotion,
+        Schedule,
+    )
     from phasewise.kerneldb.store import Store
     from phasewise.tuner.config.storage import StudyFacts
+    from phasewise.tuner.lookup import IsDefault
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.tuner.roofline import Roofline
+    from phasewise.workflows.machine_report.worth import Worth
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,8 @@ class VersionFacts:
 class DatabaseReport:
     """All of it. `plans`: the newest verified plan of each phase, by model. `others`: rows of other machines.
 
-    `roofline`: limits measured now, while the report was made; None: they were not to be measured.
+    `roofline`: limits measured now, while the report was made; None: they were not to be measured. `worth`:
+    of every kind of machine in the database.
     """
 
     machine: Machine
@@ -83,6 +94,7 @@ class DatabaseReport:
     history: Sequence[VersionFacts]
     others: int
     roofline: Roofline | None
+    worth: Worth
 
 
 def report_of(
@@ -95,6 +107,7 @@ def report_of(
     from phasewise.kerneldb.store import open_store
     from phasewise.tuner.config.storage import read_studies
     from phasewise.tuner.plans import machine_key
+    from phasewise.workflows.machine_report.worth import worth_of
 
     location = locate(db)
     if location.is_absent:
@@ -107,6 +120,7 @@ def report_of(
         schedules = _schedules(store, keys)
         plans = [one for one in store.plans() if one.origin.machine in keys]
         history, others = _history(store, machine_key(machine).core_sig)
+        worth = worth_of(store, _default_here())
     roofline = _roofline(machine, schedules, report) if measure and schedules else None
     return DatabaseReport(
         machine,
@@ -117,7 +131,24 @@ def report_of(
         history,
         others,
         roofline,
+        worth,
     )
+
+
+def _default_here() -> IsDefault:
+    """True of schedules that the kernels of this program choose by themselves on cores like these."""
+    from phasewise.cython_kernels.errors import KernelError
+    from phasewise.tuner.errors import TunerError
+    from phasewise.tuner.native import is_default_for
+
+    @lru_cache(maxsize=4096)
+    def is_default(problem: Problem, schedule: Schedule) -> bool:
+        try:
+            return is_default_for(schedule.threads)(problem, schedule)
+        except (TunerError, KernelError, KeyError, ValueError):  # a stranger's product
+            return False
+
+    return is_default
 
 
 def _keys_of(store: Store, machine: Machine) -> frozenset[MachineKey]:

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 from phasewise._words import counted, number, percent, share_of_limit
 from phasewise.topology.picture import draw_svg
 from phasewise.topology.svg import FAINT_INK, FONT, INK, SERIES, document, text
+from phasewise.workflows.machine_report.worth_rows import MODEL_COLUMNS, PRODUCT_COLUMNS, worth_by_machine
 from phasewise.workflows.topo.machine_facts import picture_of_plans
 
 if TYPE_CHECKING:
     from phasewise.tuner.config.storage import StudyFacts
     from phasewise.tuner.roofline import Roofline
     from phasewise.workflows.machine_report.facts import DatabaseReport, ScheduleFacts
+    from phasewise.workflows.machine_report.worth import Worth
 
 _STYLE = """
 body{margin:2rem auto;max-width:70rem;padding:0 1rem;background:#fbfaf7;color:#1f2933;
@@ -27,7 +29,7 @@ h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}h3{font-size:1rem}
 table{border-collapse:collapse;font-size:.88rem;width:100%}
 th,td{text-align:left;padding:.2rem .8rem .2rem 0;border-bottom:1px solid #d5dbe1;vertical-align:top}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.faint{color:#52606d}.scroll{overflow-x:auto}svg{max-width:100%;height:auto}
+.faint{color:#52606d}.scroll{overflow-x:auto;margin-bottom:1.2rem}svg{max-width:100%;height:auto}
 """
 _MOST_TRIALS = 12
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 760.0, 380.0, 64.0, 48.0, 40.0, 16.0
@@ -40,6 +42,7 @@ def page(found: DatabaseReport, program_version: str, now_s: float) -> str:
         [
             "<h1>What phasewise knows of this machine</h1>",
             f'<p class="faint">Made {made} by phasewise {_e(program_version)}, from the tuning database.</p>',
+            *_worth(found.worth),
             *_machine(found),
             *_schedules(found),
             *_studies(found.studies),
@@ -52,6 +55,35 @@ def page(found: DatabaseReport, program_version: str, now_s: float) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>phasewise report</title><style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
     )
+
+
+def _worth(worth: Worth) -> Iterator[str]:
+    yield "<h2>What tuning is worth</h2>"
+    if not worth.products and not worth.models:
+        yield "<p>Nothing was tuned yet: every product runs by its default schedule. tune-kernels finds others.</p>"
+        return
+    yield "<p>A gain is the default's time over the tuned one's, from duels in pairs of turns; a product that kept the "
+    yield "default counts as 1. Means are geometric, over all that was tried; an interval's ends are the means of the "
+    yield "duels' own. A whole model's speed is told in tokens/s, by the default schedules before and tuned ones after; its gain is the median ratio within a pair of turns.</p>"
+    for one in worth_by_machine(worth):
+        told = " (imported: measured elsewhere)" if one.is_imported else ""
+        core = one.machine.core_sig.replace("+", " ")
+        yield f'<h3>{_e(one.machine.placement_sig)}{told}</h3><p class="faint">{_e(core)}</p>'
+        if one.models:
+            yield from _table(MODEL_COLUMNS, one.models, n_words=2)
+        if one.products:
+            yield from _table(PRODUCT_COLUMNS, one.products, n_words=2)
+        yield f"<ul>{''.join(f'<li>{_e(remark)}</li>' for remark in one.remarks)}</ul>"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], n_words: int) -> Iterator[str]:
+    heads = [
+        f"<th>{_e(name)}</th>" if at < n_words else f'<th class="n">{_e(name)}</th>'
+        for at, name in enumerate(columns)
+    ]
+    yield f'<div class="scroll"><table><thead><tr>{"".join(heads)}</tr></thead><tbody>'
+    yield from (_row(cells, n_words=n_words) for cells in rows)
+    yield "</tbody></table></div>"
 
 
 def _machine(found: DatabaseReport) -> Iterator[str]:

@@ -25,6 +25,8 @@ from phasewise.tuner.attention import attention_group
 from phasewise.tuner.ledger import Ledger, Scope
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.native import NativeEvaluator, core_caches, group_of
+from phasewise.tuner.nearest import NearestSchedules
+from phasewise.tuner.obstacles import obstacle
 from phasewise.tuner.plans import Phase, machine_key
 from phasewise.tuner.roofline import Roofline, measure_roofline
 from phasewise.tuner.search.attention import attention_grid, tune_attention
@@ -216,6 +218,7 @@ def tune_round(
             call_s=lambda problem: bound_s(one, roofline, problem),
             worth=lambda task: worths[one.tasks.index(task)],
             lock=lock,
+            seeds=NearestSchedules(store, key, obstacle),
         )
         left_s = deadline_s - time.monotonic()
         outcome = tune(one.tasks, tools, left_s * (1 - ATTENTION_SHARE) if one.attention else left_s)

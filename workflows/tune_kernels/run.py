@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from phasewise._version import __version__
 from phasewise._words import counted
+from phasewise.cython_kernels._native import kernel_abi
 from phasewise.kerneldb.store import open_store
 from phasewise.kerneldb.upkeep import tidy
 from phasewise.serving.models.forward import attention_problem
 from phasewise.topology import Machine
+from phasewise.tuner.ledger import Scope
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.plans import Phase, ServicePlan, default_plan, machine_key
 from phasewise.tuner.tuning_run import TuningProgress
@@ -25,7 +28,12 @@ from phasewise.workflows.tune_kernels.rounds import (
     shapes_of,
     tune_round,
 )
-from phasewise.workflows.tune_kernels.speed_change import BUDGET_SHARE, SpeedChange, measured_change
+from phasewise.workflows.tune_kernels.speed_change import (
+    BUDGET_SHARE,
+    SpeedChange,
+    keep_changes,
+    measured_change,
+)
 from phasewise.workflows.tune_kernels.storage_duels import fight_storage_duels, storage_problems
 
 if TYPE_CHECKING:
@@ -102,7 +110,8 @@ def change_of_model(
 ) -> list[SpeedChange]:
     """The effect of a run on the model that it was for: tokens per second before and after, in pairs.
 
-    Empty where every product that was tuned keeps the kernels' own schedule.
+    Empty where every product that was tuned keeps the kernels' own schedule. Kept in the database where
+    nothing was tuned before: then it is the worth of tuning, which `report` tells.
     """
     from phasewise.workflows.opening.tuned_schedules import schedules_for
 
@@ -110,4 +119,10 @@ def change_of_model(
         return []
     after = schedules_for(db, machine, opened.plans)
     with lock.turn(budget_s):
-        return measured_change(opened, after, BUDGET_SHARE * budget_s, report)
+        changes = measured_change(opened, after, BUDGET_SHARE * budget_s, report)
+    if not any(table.is_tuned for table in opened.schedules.values()):
+        scope = Scope(machine_key(machine), kernel_abi("gemm"), __version__)
+        with open_store(db, report) as store:
+            if store.writable:
+                keep_changes(store, scope, machine, opened, changes)
+    return changes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -100,6 +101,14 @@ def tune_config(
             "no search unless --no-resume, or an --evaluator that stores none, asks for it"
         ),
     ] = None,
+    rehearse: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="LOG",
+            help="in place of a search: the last hour of a server's --length-log, or of a trace with "
+            "arrivals, simulated under other settings of the server",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="show what would be searched; measure nothing")
     ] = False,
@@ -122,11 +131,20 @@ def tune_config(
 
     With --evaluator modelled nothing is timed or stored: --machine may
     describe hardware that is not here, and MODEL may be a lone config.json.
+
+    With --rehearse LOG no plan is searched: KV policy, promised time per
+    token, largest step and stored or default plans are tried on simulated
+    time with this machine's step times, the best is proposed with its gain,
+    and one run of the real engine checks that gain.
     """
     started_s = time.monotonic()
     from phasewise.workflows.tune_config.subject import check_weights, open_subject, wish_of
 
     wish = wish_of(model, settings)
+    if rehearse is not None:
+        _check_rehearsal(settings, emit, dry_run=dry_run)
+        _rehearse(rehearse, wish, started_s, as_json)
+        return
     if emit is not None and wish.resume and not dry_run and _emit_stored(wish, emit, as_json):
         return
     check_weights(wish)
@@ -140,6 +158,43 @@ def tune_config(
     _print_found(found, emit, as_json, verbose=verbose)
     if found.end == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+_NOT_REHEARSED = (
+    *("phase", "trace", "lengths", "concurrency", "hidden", "hints", "cores", "ranks", "top_k"),
+    *("storage", "resume"),
+)
+"""Settings of a search; a rehearsal does not search."""
+
+
+def _check_rehearsal(settings: TuneConfigSettings, emit: EmitChoice | None, *, dry_run: bool) -> None:
+    """UsageError for an option that a rehearsal cannot follow, before anything is opened."""
+    from phasewise.workflows.errors import UsageError
+
+    unlike = [
+        name for name in _NOT_REHEARSED if getattr(settings, name) != getattr(TuneConfigSettings(), name)
+    ]
+    if settings.machine is not None and settings.evaluator != "modelled":
+        unlike.append("machine")
+    unlike += [name for name, is_given in (("emit", emit is not None), ("dry_run", dry_run)) if is_given]
+    if unlike:
+        flag = "--no-resume" if unlike[0] == "resume" else f"--{unlike[0].replace('_', '-')}"
+        raise UsageError(f"--rehearse searches no plans: leave {flag} out")
+
+
+def _rehearse(log: Path, wish: Wish, started_s: float, as_json: bool) -> None:
+    from phasewise.cli.commands.tune_config.rehearsal_text import rehearsal_text
+    from phasewise.tuner.measurement_lock import user_lock
+    from phasewise.workflows.rehearse.json import rehearsal_fields
+    from phasewise.workflows.rehearse.run import rehearse
+    from phasewise.workflows.tune_config.subject import check_weights
+
+    check_weights(wish)
+    found = rehearse(log, wish, started_s, user_lock(note), note)
+    if as_json:
+        print_json(rehearsal_fields(found))
+    else:
+        say(rehearsal_text(found))
 
 
 def _run(wish: Wish, subject: Subject, started_s: float, *, verbose: bool) -> Found:

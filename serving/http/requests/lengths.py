@@ -17,11 +17,12 @@ _ID_BYTES = 8
 
 
 class RealisedLength(NamedTuple):
-    """An answer that has ended by itself. `at_s`: Unix time."""
+    """An answer that has ended by itself. `arrived_at_s`, `at_s`: Unix times of its request and its end."""
 
     facts: RequestFacts
     output_tokens: int
     finish_reason: str
+    arrived_at_s: float
     at_s: float
 
 
@@ -33,23 +34,25 @@ class LengthObserver:
     def __init__(self, learn: Callable[[RealisedLength], None], model: str) -> None:
         self._learn = learn
         self._model = model
-        self._facts: dict[str, RequestFacts] = {}
+        self._sent: dict[str, tuple[RequestFacts, float]] = {}
 
     def sent(self, request: Submit, facts: RequestFacts) -> None:
         if request.model == self._model:
-            self._facts[request.request_id] = facts
+            self._sent[request.request_id] = (facts, time.time())
 
     def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
         for out in outs:
             if isinstance(out, Failure):
                 self.forgotten(out.request_id)
             elif out.finish_reason is not None:
-                facts = self._facts.pop(out.request_id, None)
-                if facts is not None:
-                    self._learn(RealisedLength(facts, out.n_generated, out.finish_reason, time.time()))
+                found = self._sent.pop(out.request_id, None)
+                if found is not None:
+                    facts, arrived_at_s = found
+                    ended = (out.n_generated, out.finish_reason, arrived_at_s, time.time())
+                    self._learn(RealisedLength(facts, *ended))
 
     def forgotten(self, request_id: str) -> None:
-        self._facts.pop(request_id, None)
+        self._sent.pop(request_id, None)
 
 
 def facts_of(requests: Sequence[Submit], body: GenerationRequest) -> list[RequestFacts]:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import getpass
+import math
+import random
 import re
 import socket
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phasewise.kerneldb.location import locate
+from phasewise.kerneldb.records import Comparison, Problem
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_machine
 from phasewise.tuner.config.storage import StudyFacts, TrialFacts, open_storage, quiet, read_studies
@@ -21,8 +27,18 @@ from phasewise.tuner.roofline import Roofline
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.machine_report.facts import report_of
 from phasewise.workflows.machine_report.page import page
+from phasewise.workflows.machine_report.worth import worth_of
 from tests.cli import command
-from tests.support.machines.kerneldb_examples import MEASUREMENT, ORIGIN, OTHER_MACHINE, PLAN, PROMOTION
+from tests.support.machines.kerneldb_examples import (
+    MEASUREMENT,
+    ORIGIN,
+    OTHER_MACHINE,
+    OTHER_SCHEDULE,
+    PLAN,
+    PROMOTION,
+    STEP_TIME,
+)
+from tests.support.tiers import examples
 
 HERE = machine_key(read_machine())
 OWN = dataclasses.replace(ORIGIN, machine=HERE)
@@ -125,6 +141,98 @@ def test_studies_of_this_machine_are_read(db: Path) -> None:
     assert (found.name, found.model) == ("mine", "m")
     assert found.best is not None
     assert (found.best.cost_ms, found.best.n_slices) == (2.5, 1)
+
+
+def _products(draw: random.Random, count: int) -> list[tuple[Problem, float | None]]:
+    """Products, and the gain of the duel that each won; None: the default stayed."""
+    shapes = draw.sample([(n, m) for n in (64, 128, 256, 512) for m in (1, 2, 8, 9, 64, 65, 2048)], count)
+    problems = [Problem("gemm", "int4", n, 64, m) for n, m in shapes]
+    return [(problem, draw.choice([None, 1.1, 1.25, 2.0])) for problem in problems]
+
+
+@examples(12)
+@given(draw=st.randoms(use_true_random=False))
+def test_every_product_that_was_tried_counts_once(draw: random.Random) -> None:
+    products = _products(draw, 12)
+    with TemporaryDirectory() as folder, open_store(Path(folder) / "t.db") as store:
+        for problem, gain in products:
+            store.add_measurements([dataclasses.replace(MEASUREMENT, problem=problem)])
+            if gain is not None:
+                won = Comparison(gain, gain - 0.05, gain + 0.25, 0.99, 15)
+                store.add_promotions([dataclasses.replace(PROMOTION, problem=problem, comparison=won)])
+        found = worth_of(store)
+
+    assert sum(one.products for one in found.products) == len(products)
+    assert sum(one.tuned for one in found.products) == sum(gain is not None for _, gain in products)
+    whole = math.prod(one.gain**one.products for one in found.products)
+    assert whole == pytest.approx(math.prod(gain or 1.0 for _, gain in products))
+    for one in found.products:
+        first, last = one.rows
+        within = [gain for problem, gain in products if first <= problem.m <= (last or problem.m)]
+        assert len(within) == one.products
+        assert one.gain_low <= one.gain <= one.gain_high
+        assert one.most == pytest.approx(max(gain or 1.0 for gain in within))
+        assert (one in found.nothing_gained) == (not any(within))
+
+
+def test_a_schedule_that_beat_a_tuned_one_has_gained_both(tmp_path: Path) -> None:
+    second = dataclasses.replace(PROMOTION, schedule=OTHER_SCHEDULE, incumbent=PROMOTION.schedule)
+    with open_store(tmp_path / "t.db") as store:
+        store.add_measurements([MEASUREMENT])
+        store.add_promotions([PROMOTION, second])
+        (one,) = worth_of(store).products
+    assert one.gain == pytest.approx(PROMOTION.comparison.gain * second.comparison.gain)
+    assert one.gain_low == pytest.approx(PROMOTION.comparison.gain_low**2)
+
+
+def test_a_default_that_won_has_gained_nothing(tmp_path: Path) -> None:
+    kept = dataclasses.replace(PROMOTION, incumbent=OTHER_SCHEDULE)
+    close = dataclasses.replace(kept, comparison=Comparison(1.01, 0.98, 1.05, 0.99, 15))
+    for number, (promotion, default, tuned) in enumerate(
+        [
+            (kept, PROMOTION.schedule, 0),
+            (kept, OTHER_SCHEDULE, 1),
+            (close, PROMOTION.schedule, 0),
+            (close, OTHER_SCHEDULE, 1),
+            (close, None, 0),
+        ]
+    ):
+        with open_store(tmp_path / f"{number}.db") as store:
+            store.add_measurements([MEASUREMENT])
+            store.add_promotions([promotion])
+            (one,) = worth_of(store, lambda _, schedule, own=default: schedule == own).products
+        assert one.tuned == tuned, number
+        assert one.gain == pytest.approx(promotion.comparison.gain if tuned else 1.0)
+
+
+def test_steps_count_where_both_schedules_were_timed(tmp_path: Path) -> None:
+    tuned = dataclasses.replace(STEP_TIME, kernels="tuned", samples_ns=(4_000_000,), estimate_ns=4_000_000)
+    alone = dataclasses.replace(STEP_TIME, step=dataclasses.replace(STEP_TIME.step, sequences=8))
+    with open_store(tmp_path / "t.db") as store:
+        store.add_step_times([STEP_TIME, tuned, alone])
+        found = worth_of(store)
+    (one,) = found.models
+    assert one.comparison is None, "their samples are not pairs"
+    assert one.gain == pytest.approx(4_050_000 / 4_000_000)
+    assert found.models_without_gain == []
+    assert list(found.unmeasured.values()) == [[4, 8, 16]]
+
+
+def test_the_worth_is_printed_in_eighty_columns_and_as_json(db: Path, tmp_path: Path) -> None:
+    with open_store(db) as store:
+        named = dataclasses.replace(STEP_TIME, model_key=f"{30 * 'long-'}model@native")
+        store.add_step_times([named, dataclasses.replace(named, kernels="tuned")])
+    text = command.text_of("report", "--db", db, "--no-measure", "-o", tmp_path / "r.html")
+    assert max(map(len, text.splitlines())) <= 80
+    assert "Nothing was gained: gemm int4" in text
+    assert "No gain is shown for the whole model" in text
+
+    fields = command.fields_of("report", "--db", db)
+    assert not (tmp_path / "phasewise-report.html").exists()
+    assert [one["tuned"] for one in fields["products"]] == [0, 1]
+    assert fields["products"][0] in fields["nothing_gained"]["products"]
+    assert fields["models"] == fields["nothing_gained"]["models"]
+    assert fields["not_measured"][0]["decode_sequences"] == [4, 8, 16]
 
 
 def test_an_absent_database_is_told(tmp_path: Path) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from phasewise.cli.commands.tune_kernels.text import changes_text
+from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_machine
+from phasewise.tuner.ledger import Scope
+from phasewise.tuner.plans import machine_key
+from phasewise.workflows.machine_report.worth import worth_of
 from phasewise.workflows.opening.open_model import open_model
 from phasewise.workflows.tune_kernels.rounds import LEAST_WORTH, Shape, plan_rounds
-from phasewise.workflows.tune_kernels.speed_change import LEAST_PAIRS, measured_change
+from phasewise.workflows.tune_kernels.speed_change import LEAST_PAIRS, keep_changes, measured_change
 from tests.support.models.tiny_models import write_tiny_gguf
 
 
@@ -32,13 +37,34 @@ def test_a_prompt_and_few_and_many_answers_are_timed_in_pairs_whatever_the_budge
         assert change.comparison.pairs == LEAST_PAIRS
         assert change.before_tokens_per_s > 0
         assert change.after_tokens_per_s > 0
-        assert change.phase == "prefill" or change.n_tokens >= 4 * change.n_sequences
+        assert change.phase == "prefill" or change.n_tokens >= 4
     text = changes_text(changes)
     assert max(map(len, text.splitlines())) <= 80
     assert f"no interval: {LEAST_PAIRS} pairs only" in text
     assert "%" not in text
     for line in ("prefill of ", "decode of 1 sequence: ", "decode of 16 sequences: "):
         assert f"\n  {line}" in text
+
+
+def test_changes_are_kept_as_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
+    path, machine = write_tiny_gguf(tmp_path / "tiny.gguf"), read_machine()
+    opened = open_model(str(path), threads=1, db=str(tmp_path / "none.db"))
+    ticks = count(0.0, 0.1)
+
+    changes = measured_change(opened, opened.schedules, 60.0, clock=lambda: next(ticks))
+
+    assert [change.n_sequences for change in changes] == [1, 1, 4, 8, 16]
+    with open_store(tmp_path / "kept.db") as store:
+        keep_changes(store, Scope(machine_key(machine), "gemm-x-1", "0.1.0"), machine, opened, changes)
+        found = worth_of(store)
+    assert [one.step.sequences for one in found.models] == [1, 1, 4, 8, 16]
+    for change, kept in zip(changes, found.models, strict=True):
+        assert kept.comparison is not None
+        assert kept.comparison.pairs == change.comparison.pairs
+        assert kept.comparison.gain == pytest.approx(change.comparison.gain, rel=1e-3)
+        assert kept.before_tokens_per_s == pytest.approx(change.before_tokens_per_s, rel=1e-2)
+    assert not found.unmeasured
 
 
 def test_the_budget_goes_where_a_step_spends_its_time() -> None:

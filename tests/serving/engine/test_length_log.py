@@ -19,7 +19,9 @@ from phasewise.serving.http.requests.lengths import LengthObserver, RealisedLeng
 from tests.support.servers.fake_server import fake_server
 from tests.support.servers.rude_clients import completion, connect, until
 
-LENGTH = RealisedLength(RequestFacts((1, 2, 3), 0.7, 64, 2, "abcd"), 9, "stop", 1_700_000_000.25)
+LENGTH = RealisedLength(
+    RequestFacts((1, 2, 3), 0.7, 64, 2, "abcd"), 9, "stop", 1_699_999_999.5, 1_700_000_000.25
+)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -51,6 +53,7 @@ def test_a_line_holds_what_predict_len_reads_and_only_the_owner_reads_it(
             "system_prompt_id": "abcd",
             "output_tokens": 9,
             "finish_reason": "stop",
+            "arrived_at_s": 1_699_999_999.5,
             "at_s": 1_700_000_000.25,
         }
     ]
@@ -98,7 +101,7 @@ def test_answers_that_end_by_themselves_are_known_and_no_others() -> None:
 
     assert [(length.output_tokens, length.finish_reason) for length in known] == [(7, "length")]
     assert known[0].facts == RequestFacts((97,), 0.5, 7, 1, None, "a")
-    assert observer._facts == {}
+    assert observer._sent == {}
 
 
 def test_an_observer_knows_the_answers_of_its_model_alone() -> None:
@@ -106,9 +109,9 @@ def test_an_observer_knows_the_answers_of_its_model_alone() -> None:
     own = LengthObserver(known.append, "one")
     request = Submit("r", (1,), model="other")
     own.sent(request, LENGTH.facts)
-    assert own._facts == {}
+    assert own._sent == {}
     own.sent(replace(request, model="one"), LENGTH.facts)
-    assert own._facts == {"r": LENGTH.facts}
+    assert [facts for facts, _ in own._sent.values()] == [LENGTH.facts]
 
 
 def no_log(path: Path) -> str:

@@ -18,7 +18,9 @@ from phasewise.serving.http.requests.lengths import RealisedLength
 from phasewise.serving.processes.line_log import LineLog
 from tests.support.servers.rude_clients import until
 
-LENGTH = RealisedLength(RequestFacts((1, 2, 3), 0.7, 64, 2, "abcd"), 9, "stop", 1_700_000_000.25)
+LENGTH = RealisedLength(
+    RequestFacts((1, 2, 3), 0.7, 64, 2, "abcd"), 9, "stop", 1_699_999_999.5, 1_700_000_000.25
+)
 Open = Callable[[Path, Callable[[str], None]], "contextmanager[tuple[LineLog, Callable[[], None]]]"]
 
 

@@ -7,7 +7,7 @@ seed and are none of `search.model`'s.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from random import Random
 
@@ -45,9 +45,10 @@ class Machine:
 
 
 @cache
-def _machine(seed: int) -> Machine:
+def machine_of(seed: int, unlike: float = 0.0) -> Machine:
+    """The machine of a landscape of this seed."""
     draw = Random(seed)
-    return Machine(
+    drawn = Machine(
         l1_bytes=draw.choice((16, 24, 36)) << 10,
         l2_bytes=draw.choice((256, 768, 1536)) << 10,
         l1_edge=draw.uniform(1.1, 1.6),
@@ -61,6 +62,11 @@ def _machine(seed: int) -> Machine:
         best_prefetch=draw.choice((0, 1024, 2048, 4096)),
         order_cost=draw.uniform(1.0, 1.1),
     )
+    if not unlike:
+        return drawn
+    rates = ("l1_edge", "l2_edge", "latency", "memory_bytes_per_ns", "slice_ns", "pass_ns", "sum_ns")
+    changed = {name: getattr(drawn, name) * (1 + draw.uniform(-unlike, unlike)) for name in rates}
+    return replace(drawn, **changed)
 
 
 @dataclass(frozen=True)
@@ -69,10 +75,16 @@ class Landscape:
 
     seed: int
     noise: float = 0.0
+    unlike: float = 0.0
+    """A kind of core much like that of the seed: rates and edges differ by up to this share."""
+
+    @property
+    def machine(self) -> Machine:
+        return machine_of(self.seed, self.unlike)
 
     def cost_ns(self, problem: Problem, schedule: Schedule) -> float:
         """What the slowest thread needs, without noise."""
-        machine = _machine(self.seed)
+        machine = self.machine
         row_tiles = pieces(pieces(problem.m, schedule.mr), schedule.threads_m)
         columns = pieces(pieces(problem.n, 16), schedule.threads_n) * 16
         inputs = pieces(pieces(problem.k, 32), schedule.k_parts) * 32

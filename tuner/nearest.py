@@ -1,0 +1,140 @@
+"""Schedules of the nearest kinds of cores: a search begins with them where this kind has none of its own yet.
+
+Near is what decides schedules: the sizes of L1 and L2, the width of vectors, the clock, and the rate at which
+one core reads weights. The first three stand in a core's signature; the other two are read from its own
+measurements. Each counts by how many times one is the other's, and one that is known of one side alone by as
+much as a half more.
+
+Only rows of other kinds, and imported ones of this kind, are looked at: what a run adds itself changes none
+of its questions, so it can be resumed. A seed is one more schedule among those that a search times first; it
+comes into use by a duel here, like any other.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Protocol
+
+from phasewise.kerneldb.records import MachineKey, Measurement, Problem, Schedule
+from phasewise.tuner.errors import TunerError
+from phasewise.tuner.weights import blank_weight
+
+if TYPE_CHECKING:
+    from phasewise.tuner.lookup import Obstacle
+
+MOST_SEEDS = 2
+"""For one product: of this many kinds of machine, the nearest first."""
+
+UNKNOWN = math.log2(1.5)
+_SIZE = re.compile(r"L(1d|2) ([0-9]+)([KM])")
+_BITS = {"avx512f": 512, "avx2": 256, "asimd": 128, "neon": 128, "sve": 256}
+
+Seeds = Callable[[Problem], Sequence[Schedule]]
+
+
+@dataclass(frozen=True)
+class CoreFacts:
+    """The figures of one core; None: not known."""
+
+    l1d_bytes: float | None = None
+    l2_bytes: float | None = None
+    vector_bits: float | None = None
+    mhz: float | None = None
+    bytes_per_ns: float | None = None
+    """The rate of weights, by one thread of a product of one row: the best that was measured."""
+
+
+class MeasuredStore(Protocol):
+    """The part of a store that this module needs."""
+
+    def machines(self) -> set[MachineKey]: ...
+
+    def promoted_measurements(
+        self, machine: MachineKey | None = None, *, verified: bool = True
+    ) -> list[Measurement]: ...
+
+
+def facts_of(core_sig: str, rows: Iterable[Measurement] = ()) -> CoreFacts:
+    """The facts of a signature, and of what was measured on such a core."""
+    sizes = {
+        name: float(size) * (1024 if unit == "K" else 1 << 20) for name, size, unit in _SIZE.findall(core_sig)
+    }
+    bits = [width for word, width in _BITS.items() if re.search(rf"\b{word}\b", core_sig)]
+    clocks, rates = [], []
+    for row in rows:
+        if (mhz := row.sample.conditions.get("mhz", 0.0)) > 0:
+            clocks.append(mhz)
+        if row.problem.m == 1 and (n_bytes := _weight_bytes(row.problem)):
+            rates.append(n_bytes / row.sample.estimate_ns / row.sample.schedule.threads)
+    return CoreFacts(
+        sizes.get("1d"),
+        sizes.get("2"),
+        max(bits, default=None),
+        statistics.median(clocks) if clocks else None,
+        max(rates, default=None),
+    )
+
+
+def _weight_bytes(problem: Problem) -> int:
+    try:
+        return blank_weight(problem.format, problem.n, problem.k).nbytes
+    except (TunerError, KeyError, ValueError):  # attention, whose operands are no weight
+        return 0
+
+
+def distance(one: CoreFacts, other: CoreFacts) -> float:
+    """0: the same in all that is known; 1: one figure is twice the other's."""
+    total = 0.0
+    for fact in fields(CoreFacts):
+        a, b = getattr(one, fact.name), getattr(other, fact.name)
+        if a and b:
+            total += abs(math.log2(a / b))
+        elif a or b:
+            total += UNKNOWN
+    return total
+
+
+class NearestSchedules:
+    """Seeds for products on `here`, of all that a database has of machines with as many threads."""
+
+    def __init__(self, store: MeasuredStore, here: MachineKey, obstacle: Obstacle) -> None:
+        self._obstacle = obstacle
+        threads = here.placement_sig.partition(":")[0]
+        found: list[tuple[float, MachineKey, Mapping[tuple[str, str, int], list[Measurement]]]] = []
+        own_facts = facts_of(here.core_sig, store.promoted_measurements(here))
+        for machine in store.machines():
+            if machine.placement_sig.partition(":")[0] != threads:
+                continue
+            rows = store.promoted_measurements(machine, verified=False)
+            if machine != here:
+                rows += store.promoted_measurements(machine)
+            if rows:
+                far = distance(own_facts, facts_of(machine.core_sig, rows)) if machine != here else 0.0
+                found.append((far, machine, _by_rows(rows)))
+        self._nearest = sorted(found, key=lambda one: (one[0], repr(one[1])))
+
+    def __call__(self, problem: Problem) -> Sequence[Schedule]:
+        """The schedules in use there for such a product: of its weight, else of the weight most like it."""
+        seeds: list[Schedule] = []
+        for _, _, rows in self._nearest:
+            like = rows.get((problem.family, problem.format, problem.m), [])
+            if like and len(seeds) < MOST_SEEDS:
+                schedule = min(like, key=lambda row: _unlike(row.problem, problem)).sample.schedule
+                if schedule not in seeds and self._obstacle(problem, schedule) is None:
+                    seeds.append(schedule)
+        return seeds
+
+
+def _by_rows(rows: Sequence[Measurement]) -> dict[tuple[str, str, int], list[Measurement]]:
+    found: dict[tuple[str, str, int], list[Measurement]] = {}
+    for row in rows:
+        found.setdefault((row.problem.family, row.problem.format, row.problem.m), []).append(row)
+    return found
+
+
+def _unlike(one: Problem, other: Problem) -> float:
+    return abs(math.log2(one.n / other.n)) + abs(math.log2(one.k / other.k))

@@ -1,0 +1,263 @@
+"""The worth of tuning, as a database tells it: gains of products over the kernels' own schedules, by kind of
+machine, format and rows, and a whole model's speed by default and by tuned schedules.
+
+A product that was tuned and kept the default counts as a gain of exactly 1, so a mean is over all that was
+tried. A schedule may have been taken into use in several steps: its gain is the product of its duels', and so
+are the ends of its interval, which is then wider than it has to be and never too narrow.
+
+A promotion says who won and who lost, and the default may be either. This program knows which of its own
+kernels on cores like these; elsewhere a first winner that is not proven faster is taken for the default.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from phasewise.kerneldb.counts import Key
+from phasewise.kerneldb.records import MAX_GAIN, Comparison
+from phasewise.tuner import timing
+
+if TYPE_CHECKING:
+    from phasewise.kerneldb.records import MachineKey, Promotion, Schedule, ServedStep, StepTime
+    from phasewise.kerneldb.store import Store
+    from phasewise.tuner.lookup import IsDefault
+
+SEQUENCES = (1, 4, 8, 16)
+"""Sequences that decode together, of a whole model before and after."""
+
+ROWS = ((1, 1), (2, 8), (9, 64), (65, 512), (513, None))
+"""The ranges of rows of activations that gains are told for; the last has no end."""
+
+
+@dataclass(frozen=True)
+class ProductGains:
+    """Products of one format and of some range of rows on one kind of machine."""
+
+    machine: MachineKey
+    kernels: str
+    """The build's family and instruction set."""
+    format: str
+    rows: tuple[int, int | None]
+    products: int
+    tuned: int
+    """Those of them that left the default."""
+    gain: float
+    """Geometric mean over all of `products`, as are the ends of the interval."""
+    gain_low: float
+    gain_high: float
+    most: float
+    """The largest gain of one product."""
+    verified: bool
+    """False: measured on the machine that the rows were imported from."""
+
+
+@dataclass(frozen=True)
+class ModelSpeed:
+    """A whole model in one kind of step, by the kernels' own schedules and by tuned ones."""
+
+    machine: MachineKey
+    model_key: str
+    step: ServedStep
+    before_tokens_per_s: float
+    after_tokens_per_s: float
+    comparison: Comparison | None
+    """None: the two were not timed in pairs of turns."""
+    verified: bool
+
+    @property
+    def gain(self) -> float:
+        return self.after_tokens_per_s / self.before_tokens_per_s
+
+
+@dataclass(frozen=True)
+class Worth:
+    """All of it. `unmeasured`: models whose decode lacks some of SEQUENCES, and which."""
+
+    products: Sequence[ProductGains]
+    models: Sequence[ModelSpeed]
+    unmeasured: Mapping[tuple[MachineKey, str], Sequence[int]]
+
+    @property
+    def nothing_gained(self) -> Sequence[ProductGains]:
+        """Groups of which every product kept the default."""
+        return [one for one in self.products if not one.tuned]
+
+    @property
+    def models_without_gain(self) -> Sequence[ModelSpeed]:
+        """Steps whose speed is not shown to be higher: the interval holds 1 or is below it."""
+        return [
+            one
+            for one in self.models
+            if (one.gain if one.comparison is None else one.comparison.gain_low) <= 1.0
+        ]
+
+
+def worth_of(store: Store, is_default: IsDefault = lambda *_: False) -> Worth:
+    """The worth for every kind of machine in the database; of several builds the newest that won.
+
+    Reads keys from an index, then promotions and step times, a few rows at a time. is_default: True if a
+    schedule is the kernels' own for a problem, as far as this program knows.
+    """
+    in_use: dict[tuple[Key, bool], _Standing] = {}
+    newest: dict[tuple[MachineKey, str], str] = {}
+    for promotion in store.all_promotions():
+        at = (_key_of(promotion), promotion.origin.verified)
+        in_use[at] = _after(in_use.get(at), promotion, is_default)
+        machine, family = promotion.origin.machine, _kernels_of(promotion.kernel_abi)
+        newest[machine, family] = promotion.kernel_abi
+    groups: dict[_Group, list[_Gain]] = defaultdict(list)
+    for counted in store.key_counts():
+        key = counted.key
+        family = _kernels_of(key.kernel_abi)
+        if newest.setdefault((key.machine, family), key.kernel_abi) != key.kernel_abi:
+            continue
+        verified = counted.verified > 0
+        standing = in_use.get((key, verified))
+        gain = _Gain() if standing is None else standing.gain
+        problem = key.problem
+        group = _Group(key.machine, not verified, family, problem.format, _rows_of(problem.m))
+        groups[group].append(gain)
+    speeds = list(_speeds(store.all_step_times()))
+    ordered = sorted(groups.items(), key=lambda item: repr(item[0]))
+    return Worth([_gains_of(group, found) for group, found in ordered], speeds, _unmeasured(speeds))
+
+
+class _Group(NamedTuple):
+    """Products that are told together, in the order in which they are."""
+
+    machine: MachineKey
+    is_imported: bool
+    kernels: str
+    format: str
+    rows: int
+    """Place in ROWS."""
+
+
+@dataclass(frozen=True)
+class _Gain:
+    """Over the kernels' own schedule."""
+
+    gain: float = 1.0
+    low: float = 1.0
+    high: float = 1.0
+
+    def times(self, won: Comparison) -> _Gain:
+        return _Gain(self.gain * won.gain, self.low * won.gain_low, min(MAX_GAIN, self.high * won.gain_high))
+
+
+class _Standing(NamedTuple):
+    """The schedule in use for a product, and its gain."""
+
+    schedule: Schedule
+    gain: _Gain
+
+
+def _after(before: _Standing | None, won: Promotion, is_default: IsDefault) -> _Standing:
+    """The schedule in use after a duel."""
+    winner, loser, comparison = won.schedule, won.incumbent, won.comparison
+    if is_default(won.problem, winner):
+        return _Standing(winner, _Gain())
+    if before is None:
+        beat_default = loser is None or is_default(won.problem, loser) or comparison.proves_faster
+        return _Standing(winner, _Gain().times(comparison) if beat_default else _Gain())
+    if winner == before.schedule:  # it stays
+        return before
+    return _Standing(winner, before.gain.times(comparison))
+
+
+def _key_of(promotion: Promotion) -> Key:
+    return Key(promotion.problem, promotion.origin.machine, promotion.kernel_abi)
+
+
+def _kernels_of(kernel_abi: str) -> str:
+    """`gemm-avx2` of `gemm-avx2-5f1c9e2b7a04`."""
+    return kernel_abi.rpartition("-")[0] or kernel_abi
+
+
+def _rows_of(m: int) -> int:
+    return next(at for at, (_, last) in enumerate(ROWS) if last is None or m <= last)
+
+
+def _gains_of(group: _Group, found: Sequence[_Gain]) -> ProductGains:
+    return ProductGains(
+        machine=group.machine,
+        kernels=group.kernels,
+        format=group.format,
+        rows=ROWS[group.rows],
+        products=len(found),
+        tuned=sum(one != _Gain() for one in found),
+        gain=_mean(one.gain for one in found),
+        gain_low=_mean(one.low for one in found),
+        gain_high=_mean(one.high for one in found),
+        most=max(one.gain for one in found),
+        verified=not group.is_imported,
+    )
+
+
+def _mean(ratios: Iterable[float]) -> float:
+    logarithms = [math.log(max(one, 1e-9)) for one in ratios]
+    return math.exp(math.fsum(logarithms) / len(logarithms))
+
+
+def _speeds(rows: Iterable[StepTime]) -> Iterator[ModelSpeed]:
+    """Steps timed by both kinds of schedules: decode of SEQUENCES after the shortest context, and prompts."""
+    pairs: dict[tuple[object, ...], dict[str, StepTime]] = defaultdict(dict)
+    for row in rows:
+        step = row.step
+        is_alone = step.sequences == 1
+        if is_alone if step.phase == "prefill" else step.sequences in SEQUENCES:
+            key = (row.origin.machine, row.model_key, row.configuration_key, step, row.origin.verified)
+            pairs[key][row.kernels] = row
+    chosen: dict[tuple[object, ...], tuple[tuple[float, ...], ModelSpeed]] = {}
+    for pair in pairs.values():
+        if pair.keys() >= {"default", "tuned"}:
+            before, after = pair["default"], pair["tuned"]
+            speed, rank = _speed_of(before, after), _rank_of(before, after)
+            step = speed.step
+            kind = (speed.machine, speed.model_key, step.phase, step.sequences, speed.verified)
+            if kind not in chosen or rank > chosen[kind][0]:
+                chosen[kind] = (rank, speed)
+    yield from (speed for _, speed in sorted(chosen.values(), key=lambda one: _place_of(one[1])))
+
+
+def _rank_of(before: StepTime, after: StepTime) -> tuple[float, ...]:
+    """Timings in pairs before others, then the longest prompt and the shortest context, then the newest."""
+    at_ms = after.origin.created_at_ms
+    return (before.origin.created_at_ms == at_ms, before.step.tokens, -before.step.context, at_ms)
+
+
+def _speed_of(before: StepTime, after: StepTime) -> ModelSpeed:
+    are_pairs = before.origin.created_at_ms == after.origin.created_at_ms
+    are_pairs = are_pairs and len(before.samples_ns) == len(after.samples_ns)
+    tokens = before.step.tokens * before.step.sequences
+    return ModelSpeed(
+        before.origin.machine,
+        before.model_key,
+        before.step,
+        tokens * 1e9 / before.estimate_ns,
+        tokens * 1e9 / after.estimate_ns,
+        timing.compare([((a,), (b,)) for a, b in zip(before.samples_ns, after.samples_ns, strict=True)])
+        if are_pairs
+        else None,
+        before.origin.verified,
+    )
+
+
+def _place_of(speed: ModelSpeed) -> str:
+    step = speed.step
+    return repr((speed.machine, speed.model_key, step.phase != "prefill", f"{step.sequences:9}"))
+
+
+def _unmeasured(speeds: Sequence[ModelSpeed]) -> dict[tuple[MachineKey, str], list[int]]:
+    known: dict[tuple[MachineKey, str], set[int]] = defaultdict(set)
+    for one in speeds:
+        known[one.machine, one.model_key] |= {one.step.sequences} if one.step.phase == "decode" else set()
+    return {
+        key: [n for n in SEQUENCES if n not in found]
+        for key, found in known.items()
+        if found != set(SEQUENCES)
+    }
