@@ -179,7 +179,7 @@ class build_kernels(build_ext):
 
 
 class reference_names(build_kernels):
-    """Writes the names of this tree's kernels, as this compiler makes them, into the file of the reference build.
+    """Writes the names of this tree's kernels, as this compiler makes them, into the reference build's file.
 
     Run at a release by the compiler that builds its wheels: `python setup.py reference_names`.
     """

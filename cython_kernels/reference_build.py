@@ -1,8 +1,8 @@
 """The kernels of the reference build: the names that a release's wheels carry, by machine.
 
-A name is a hash over sources, flags and compiler (`abi`), so a tree that is built at home with the same three has
-the same names, and timings of the wheels are its own. `python setup.py reference_names` writes the file, into
-wheels and sdists as `make dist` makes them.
+A name is a hash over sources, flags and compiler (`abi`), so a tree that is built at home with the same three
+has the same names, and timings of the wheels are its own. `python setup.py reference_names` writes the file,
+into wheels and sdists as `make dist` makes them.
 """
 
 from __future__ import annotations

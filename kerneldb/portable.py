@@ -126,7 +126,7 @@ def in_use_groups(
     also: Collection[type[Row]] = ALL,
     as_shared: Callable[[PlanRecord], PlanRecord | None] = lambda plan: plan,
 ) -> Iterator[list[Row]]:
-    """As `groups_of`, but of timings and promotions only the newest of what is in use, with five samples each.
+    """As `groups_of`, but only the newest timing and promotion of what is in use, with five samples each.
 
     All of them are in memory; they are as many as there are problems.
     """

@@ -1,7 +1,8 @@
 """Figures that the package brings: schedules that won on cores that the project has met.
 
-`shipped_figures/NAME.jsonl.gz` are what `phasewise db export --in-use --no-plans` printed on such a machine, and
-nothing else. They are read-only and lowest in trust: never used, only timed first (`hints`), and never exported.
+`shipped_figures/NAME.jsonl.gz` are what `phasewise db export --in-use --no-plans` printed on such a machine,
+and nothing else. They are read-only and lowest in trust: never used, only timed first (`hints`), and never
+exported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The order in which schedules that won elsewhere are tried here: where most seconds are at stake, first.
 
-A claim is a stranger's word, so it does not count: what counts is the least time that a product takes on these
-cores, times the number of its uses in a step. At the load of one conversation a step has the fewest rows or the
-most, so those come before the numbers of rows between.
+A claim is a stranger's word, so it does not count: what counts is the least time that a product takes on
+these cores, times the number of its uses in a step. At the load of one conversation a step has the fewest
+rows or the most, so those come before the numbers of rows between.
 """
 
 from __future__ import annotations

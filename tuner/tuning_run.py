@@ -43,7 +43,7 @@ DUEL_SHARE = 0.1
 """Part of a weight's share of the budget that is kept back for its duels."""
 
 HOPELESS = 1.1
-"""A hint that takes this many times as long as what is in use, over its products, is not compared in pairs."""
+"""A hint that takes this many times as long as what is in use is not compared in pairs."""
 
 End = Literal["complete", "budget", "interrupted"]
 

@@ -61,7 +61,7 @@ def test_an_export_of_what_is_in_use_holds_its_newest_timing(store: Store) -> No
         import_rows(there, (row for group in in_use_groups(store) for row in group))
         (only,) = there.promoted_measurements(MACHINE, verified=False)
         assert only.sample.estimate_ns == 900
-        assert [row for row in rows_of(there) if isinstance(row, PlanRecord)][0].plan_json == PLAN.plan_json
+        assert [row.plan_json for row in rows_of(there) if isinstance(row, PlanRecord)] == [PLAN.plan_json]
         assert "".join(export_lines(groups_of(there))) == "".join(export_lines(in_use_groups(store)))
 
 

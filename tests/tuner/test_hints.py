@@ -111,7 +111,7 @@ def test_a_hint_that_lost_its_speed_is_timed_once_and_never_used(database: str) 
     assert outcome.promoted == 0
     assert machine.duels == [], "hopeless ones are not even compared in pairs"
     assert in_use(database) == {}
-    assert hints_of(database).keys() <= {one for one in tuned(database)}
+    assert hints_of(database).keys() <= set(tuned(database))
     assert fought(database, SyntheticMachine(cost)).asked == 0
 
 

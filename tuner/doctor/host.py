@@ -19,6 +19,9 @@ MAX_FILE_BYTES = 1 << 20
 MAX_VALUE_CHARS = 160
 
 
+NONE_TUNED = ProductCounts()
+
+
 @dataclass(frozen=True)
 class IsaUse:
     """Instruction sets that run here, lowest first; the one in use; the name that PHASEWISE_ISA asks for."""
@@ -35,7 +38,7 @@ class TunedCounts:
     name: str
     service_plans: int
     measurements: int
-    products: ProductCounts = ProductCounts()
+    products: ProductCounts = NONE_TUNED
     shipped: int = 0
     """Schedules that the package brings for cores of this kind."""
 

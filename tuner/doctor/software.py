@@ -149,8 +149,7 @@ def set_aside(host: Host) -> Iterator[Finding]:
     yield Finding(
         "tuned-before-upgrade",
         Severity.medium,
-        f"{counted(n, 'product')} {'has' if n == 1 else 'have'} a winner of another build of the kernels alone, "
-        "which is set aside",
+        f"winners of another build of the kernels are set aside, those of {counted(n, 'product')}",
         (FindingEvidence(f"database {tuned.name}", tuned.products.describe()),),
         "Nothing is lost; timings of another compiler or release are not used unseen. These products run by "
         "their defaults meanwhile.",

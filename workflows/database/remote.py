@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,6 +48,14 @@ class Leaving:
 
     signatures: Sequence[str] = ()
     also: Collection[type[Row]] = ()
+
+
+@dataclass(frozen=True)
+class Preview:
+    """The bundles that would leave, and every field of their rows, e.g. `plan.model_key`."""
+
+    bundles: list[Bundle]
+    fields: tuple[str, ...]
 
 
 @dataclass
@@ -92,14 +100,30 @@ def push(
 
 def preview(
     db: str | None, leaving: Leaving, write: Callable[[Iterator[str]], None], report: Report
-) -> list[Bundle]:
+) -> Preview:
     """Write every line that `push` would send, bundle by bundle."""
+    fields: set[str] = set()
     with TemporaryDirectory(prefix="phasewise-") as folder, existing_store(db, report) as store:
         bundles = _write_bundles(store, leaving, Path(folder), report)
         for bundle in bundles:
             with (Path(folder) / bundle.sha256).open(encoding="ascii") as lines:
-                write(iter(lines))
-    return bundles
+                write(_noting_fields(lines, fields))
+    return Preview(bundles, tuple(sorted(fields)))
+
+
+def _noting_fields(lines: Iterable[str], fields: set[str]) -> Iterator[str]:
+    for line in lines:
+        fields.update(_paths_in(json.loads(line)))
+        yield line
+
+
+def _paths_in(value: object, path: str = "") -> Iterator[str]:
+    """The fields of a JSON object, those within it after a dot; of a list's items together."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _paths_in(inner, f"{path}.{name}" if path else name)
+    else:
+        yield path
 
 
 def _write_bundles(store: Store, leaving: Leaving, folder: Path, report: Report) -> list[Bundle]:

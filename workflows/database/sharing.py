@@ -67,7 +67,8 @@ def export_rows(
     """Write all rows of machines whose core or placement signature contains one of `signatures`, or all.
 
     `here` among them means a machine like this one. also: the kinds of rows that name something of their
-    owner. in_use: of schedules only those in use. ExportFileError, before anything is written, where no row is of such a machine, or too many are.
+    owner. in_use: of schedules only those in use. ExportFileError, before anything is written, where no row
+    is of such a machine, or too many are.
     """
     wanted, found = wanted_machines(signatures), Exported()
     with existing_store(db, report) as store:

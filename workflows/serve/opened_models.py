@@ -63,10 +63,9 @@ def open_models(
     refs: Sequence[str], settings: ServeSettings, stack: ExitStack, report: Report
 ) -> list[OpenedModel]:
     """Each with its share of the memory for keys and values; `stack` closes them. Raises as `serve_model`."""
-    from phasewise.workflows.opening.open_model import open_model
-
     from phasewise.topology import read_machine
     from phasewise.workflows.opening.first_start import pull_what_fits
+    from phasewise.workflows.opening.open_model import open_model
 
     running, deadline_s = settings.running, time.monotonic() + FIRST_S
     pull_what_fits(settings.remote, settings.db, FIRST_S, report)

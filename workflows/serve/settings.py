@@ -119,8 +119,8 @@ class ServeSettings:
     """All settings of a server.
 
     `pools`: which cores compute prompts and answers in instances of their own; none: one engine does both.
-    `length_log`: file that prompts' token ids and answers' lengths are appended to. `remote`: where a start pulls
-    from. `db`: URL or file of the tuning database.
+    `length_log`: file that prompts' token ids and answers' lengths are appended to. `remote`: where a
+    start pulls from. `db`: URL or file of the tuning database.
     """
 
     listening: Listening = Listening()

@@ -1,4 +1,4 @@
-"""Schedules that won elsewhere, timed here before anything else is: at a tuning run's start, and a server's."""
+"""Schedules that won elsewhere, timed here first: at the start of a tuning run, and of a server."""
 
 from __future__ import annotations
 
@@ -67,9 +67,7 @@ def fight_hints(
     report(f"timing schedules that won elsewhere, {round(budget_s)} s at most: {told} ...")
     done = [_fight(one, machine, store, deadline_s - time.monotonic(), lock, report) for one in waiting]
     timed, promoted = (sum(getattr(one, name) for one in done) for name in ("timed", "promoted"))
-    report(
-        f"{counted(promoted, 'product')} of {timed} timed run faster so, and {'does' if promoted == 1 else 'do'}"
-    )
+    report(f"{promoted} of {counted(timed, 'product')} that were timed run faster by them, and use them")
     return done
 
 

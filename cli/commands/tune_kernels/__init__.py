@@ -90,8 +90,8 @@ RemoteOption = Annotated[
     typer.Option(
         metavar="REMOTE",
         envvar="PHASEWISE_REMOTE",
-        help="a folder or https:// address, as for db pull, whose schedules for cores like these are pulled and "
-        "timed first",
+        help="a folder or https:// address, as for db pull: its schedules for cores like these are pulled "
+        "and timed first",
     ),
 ]
 RemoteDigestOption = Annotated[

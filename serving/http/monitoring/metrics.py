@@ -298,10 +298,10 @@ def _of_loads(loads: Mapping[Labels, EngineLoad], names: Labels) -> Iterator[Fam
 
 
 def _families(rows: Sequence[Row], states: Mapping[Labels, object], names: Labels) -> Iterator[Family]:
-    for name, meaning, field, kind in rows if states else ():
+    for name, meaning, read_from, kind in rows if states else ():
         family = kind(f"phasewise_{name}", meaning, labels=names)
         for labels, state in states.items():
-            family.add_metric(labels, getattr(state, field))
+            family.add_metric(labels, getattr(state, read_from))
         yield family
 
 
