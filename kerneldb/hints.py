@@ -2,8 +2,8 @@
 
 Elsewhere is another build of the same kernels on this machine (a release ago, or by another compiler),
 another machine of this kind, or the project's own figures in the package (`shipped`). A hint is never used
-unseen: a duel here decides, and its verdict is what serving reads. A product that has a verdict of this build has no
-hint, and neither has a schedule that this build timed here and did not promote.
+unseen: a duel here decides, and its verdict is what serving reads. A product that has a verdict of this build
+has no hint, and neither has a schedule that this build timed here and did not promote.
 """
 
 from __future__ import annotations

@@ -210,9 +210,9 @@ class Collected:
 def collect_garbage(
     store: Store, current_builds: Collection[str], keep_schedules: int | None, *, dry_run: bool
 ) -> Collected:
-    """Delete rows of stale builds but those whose winners wait to be timed again. Of each key keep raw samples
-    of the `keep_schedules` fastest schedules and of what promotions name, and of all others a summary; and as
-    many of the newest plans.
+    """Delete rows of stale builds but those whose winners wait to be timed again. Of each key keep raw
+    samples of the `keep_schedules` fastest schedules and of what promotions name, and of all others a
+    summary; and as many of the newest plans.
 
     dry_run: only count.
     """

@@ -127,7 +127,7 @@ def test_a_tie_changes_nothing(database: str) -> None:
 
 @pytest.mark.parametrize("lie", [1, 10, 1000])
 def test_lies_cost_the_stated_time_and_leave_nothing_slower(tmp_path: Path, lie: int) -> None:
-    """Timings of a stranger, too good by any factor: what is in use afterwards is never slower than before."""
+    """Timings of a stranger, too good by any factor: what is in use is never slower than it was."""
     source, here = str(tmp_path / "source.db"), str(tmp_path / "here.db")
     tuned(source)
     slow = Schedule(8, 1, 8, 4096, 8192, 2, 1, 1, PLAIN.compute_path, PLAIN.k_parts, 0, "mn")

@@ -1,7 +1,8 @@
 """A first start that is tuned: what a remote has for cores like these is pulled, fought over, then used.
 
 All of it takes FIRST_S at most, and what has begun then is ended. A remote that cannot be reached or
-believed costs one line: the start goes on with what is here. Nothing that was pulled is used before it won a duel here.
+believed costs one line: the start goes on with what is here. No schedule that was pulled is used before it
+won a duel here.
 """
 
 from __future__ import annotations
