@@ -190,7 +190,7 @@ class reference_names(build_kernels):
         for isa, own in ISA_FLAGS.items():
             found = abi_macros(KERNELS, isa, compiler.compiler_so, [*COMMON_FLAGS, *own])
             names += [value.strip('"') for _, value in found]
-        file = KERNELS / "reference_build.json"
+        file = Path("phasewise/kerneldb/reference_build.json")
         known = json.loads(file.read_text())
         file.write_text(json.dumps({**known, MACHINE: sorted(names)}, indent=4, sort_keys=True) + "\n")
 

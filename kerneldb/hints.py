@@ -24,7 +24,7 @@ class HintTrust(IntEnum):
     """In use here under another build of the kernels."""
     IMPORTED = 1
     SHIPPED = 2
-    """Of the package: read-only, and lowest in trust."""
+    """In the package: read-only, and lowest in trust."""
 
     def describe(self) -> str:
         """In words, for people."""

@@ -42,7 +42,7 @@ def count_products(
     builds: Collection[str],
     of: Collection[tuple[Problem, MachineKey]] | None = None,
 ) -> ProductCounts:
-    """Of one kind of core; of these products, or of all that are known. builds: this program's own.
+    """Products of one kind of core; of these products, or of all that are known. builds: this program's own.
 
     Read from indexes of this kind of core alone.
     """

@@ -20,7 +20,7 @@ from phasewise.kerneldb.records import Measurement
 FOLDER = "shipped_figures"
 SUFFIX = ".jsonl.gz"
 MAX_FILE_BYTES = 16 * 2**20
-"""Of one file, uncompressed."""
+"""The most of one file, uncompressed."""
 
 
 def shipped_measurements(core_sig: str | None = None) -> list[Measurement]:

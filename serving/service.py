@@ -91,7 +91,7 @@ class ServiceSettings:
     read_keys: ReadKeys | None = None
     """Reads the API keys again; None: they stay as they are."""
     products: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Of each model, by its id: how many products are tuned, imported, verified, set aside."""
+    """By the id of a model: how many products are tuned, imported, verified, set aside."""
 
 
 class Served(Protocol):

@@ -33,7 +33,7 @@ def this_host(db: str | None) -> Host:
     """The running host: watched for WATCH_S, its system calls tried, its tuning database counted."""
     from phasewise.cython_kernels import isa
     from phasewise.cython_kernels._native import kernel_abis
-    from phasewise.cython_kernels.reference_build import is_reference_build
+    from phasewise.kerneldb.reference_build import is_reference_build
     from phasewise.topology import read_machine
     from phasewise.tuner.conditions import Watch
     from phasewise.tuner.doctor import BuildFacts, Host, IsaUse

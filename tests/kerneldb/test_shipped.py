@@ -23,7 +23,7 @@ from tests.support.machines.kerneldb_examples import (
 )
 
 MOST_BYTES = 300_000
-"""Of all figures in a wheel."""
+"""The most of all figures in a wheel."""
 
 
 def test_the_package_brings_figures_of_a_few_hundred_kilobytes() -> None:

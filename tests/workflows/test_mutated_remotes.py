@@ -202,8 +202,8 @@ CHANGES: dict[str, Change] = {
     "a gigabyte": grow,
 }
 MAY_MEAN_NOTHING = {"the index", "its fields", "a signature"}
-"""A blank more, a larger serial, a bundle less: what its owner may write too, who is believed. In a signature a
-line's end, or what stands behind it.
+"""A blank more, a larger serial, a bundle less: what its owner may write too, who is believed. In a
+signature a line's end, or what stands behind it.
 """
 OFTEN = ("a bundle", "a bundle, in a believed index", "its fields")
 """These take no process of ssh-keygen's."""

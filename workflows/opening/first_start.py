@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from phasewise.workflows.tune_kernels.rounds import Round
 
 MOST_BYTES = 64 * 2**20
-"""Of one bundle at a start; a larger one is left to `db pull`."""
+"""The most of one bundle at a start; a larger one is left to `db pull`."""
 MOST_ROWS = 512
 """Most rows of a product: the engine computes no more at once."""
 

@@ -60,7 +60,7 @@ class Gauges:
     joules: Callable[[], Mapping[str, float]] = dict
     """Energy since the start, by zone of the machine; empty where it cannot be read."""
     products: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Of each model: how many products the tuning database knows, by state, as they were at the start."""
+    """By model: how many products the tuning database knows, by state, as they were at the start."""
 
 
 @dataclass(slots=True)

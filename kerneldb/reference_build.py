@@ -17,8 +17,8 @@ FILE = "reference_build.json"
 
 @cache
 def reference_names() -> frozenset[str]:
-    """Of every machine, instruction set and family; none in a checkout that no release was made of."""
-    known = json.loads((files("phasewise.cython_kernels") / FILE).read_text())
+    """All of every machine, instruction set and family; none in a checkout that no release was made of."""
+    known = json.loads((files("phasewise.kerneldb") / FILE).read_text())
     return frozenset(name for names in known.values() for name in names)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from phasewise.cython_kernels import reference_build
 from phasewise.cython_kernels.abi import code_flags, kernel_abi
+from phasewise.kerneldb import reference_build
 
 SOURCES = {"isa/avx2.h": "int a;", "families/gemm.c": "int f(void) { return 1; }"}
 FLAGS = ["-O3", "-mavx2"]
