@@ -18,7 +18,7 @@ from phasewise.kerneldb.records import MachineKey, Measurement, Problem, Schedul
 
 
 class HintTrust(IntEnum):
-    """Where a hint comes from, the most trusted first."""
+    """The source of a hint, the most trusted first."""
 
     OTHER_BUILD = 0
     """In use here under another build of the kernels."""

@@ -155,7 +155,7 @@ class Hinted:
 
 @dataclass(frozen=True)
 class HintsOutcome:
-    """What became of schedules that won elsewhere."""
+    """The end of schedules that won elsewhere, in numbers of products."""
 
     asked: int
     timed: int

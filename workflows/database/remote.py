@@ -173,7 +173,7 @@ class Pulled:
 
 @dataclass(frozen=True)
 class PullLimits:
-    """What a pull may take: seconds of reading, and bytes of one bundle; larger ones are left, and told.
+    """The most that a pull may take: seconds of reading, and bytes of one bundle; larger ones are left.
 
     only_news: nothing is read but the index where the same one went into this database before.
     """

@@ -64,7 +64,7 @@ class RemoteFiles:
             )
 
     def _chunks(self, stream: Any, most_bytes: int) -> Iterator[bytes]:
-        """What is there, up to so many bytes; a source that only drips is given up in time."""
+        """All that is there, up to so many bytes; a source that only drips is given up in time."""
         while most_bytes > 0 and (chunk := stream.read1(min(_CHUNK_BYTES, most_bytes))):
             if time.monotonic() > self._deadline_s:
                 raise RemoteError(f"{self.name} took more than {round(self._seconds)} s")

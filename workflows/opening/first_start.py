@@ -35,7 +35,7 @@ Plans = Mapping["Phase", "ServicePlan"]
 
 @dataclass(frozen=True)
 class Remote:
-    """Where a start pulls from, and why that is believed: a pinned digest of its index, or signers' keys."""
+    """The remote of a start, and the reason to believe it: a pinned digest of its index, or signers' keys."""
 
     remote: str | None = None
     remote_digest: str | None = None
@@ -105,7 +105,7 @@ def fight_first(
 def products_of(
     found: OpenModel, plans: Sequence[Plans], db: str | None, machine: Machine
 ) -> ProductCounts | None:
-    """How many products of the model are tuned, imported, verified; None where there is no database."""
+    """Numbers of products of the model: tuned, imported, verified; None where there is no database."""
     from phasewise.cython_kernels._native import kernel_abis
     from phasewise.kerneldb.location import locate
     from phasewise.kerneldb.product_counts import count_products

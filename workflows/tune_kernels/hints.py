@@ -72,7 +72,7 @@ def fight_hints(
 
 
 def waiting_of(rounds: Sequence[Round], machine: Machine, store: Store) -> list[_Waiting]:
-    """What waits for these products, weights first."""
+    """The hints that wait for these products, weights first."""
     shipped: list[Measurement] | None = None
     found = []
     for one in rounds:
@@ -96,7 +96,7 @@ def _tasks(one: Round, family: str) -> Sequence[Task]:
 
 
 def _work_of(one: Round) -> Callable[[Problem], float]:
-    """What a product takes in a step, in bytes read; attention counts once."""
+    """The work of a product in a step, in bytes read; attention counts once."""
 
     def work(problem: Problem) -> float:
         if problem.family != "gemm":

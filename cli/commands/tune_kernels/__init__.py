@@ -176,7 +176,7 @@ def tune_kernels(
 
 
 def _pull(remote: Remote, db: str | None, budget_s: float) -> None:
-    """What a remote has for cores like these, within half of the budget."""
+    """Import from a remote for cores like these, within half of the budget."""
     from phasewise.tuner.first_duels import FIRST_S, FIRST_SHARE
     from phasewise.workflows.opening.first_start import pull_what_fits
 
