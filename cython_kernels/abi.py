@@ -41,6 +41,10 @@ VOCABULARY = ("isa/*", "simd/*")
 
 HASH_CHARS = 12
 
+_OTHER_FLAG = re.compile(
+    r"-(W|g|I|pipe$|f(file|debug|macro|profile)-prefix-map=|frandom-seed=|fdiagnostics-)"
+)
+
 _COMMENT_OR_TEXT = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\])*"', re.DOTALL)
 
 
@@ -55,11 +59,16 @@ def kernel_abi(
             for name, text in sorted(sources.items())
             if any(fnmatch(name, pattern) for pattern in patterns)
         },
-        "flags": [flag for flag in flags if not flag.startswith("-W")],
+        "flags": code_flags(flags),
         "compiler": compiler_version,
     }
     digest = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
     return f"{family}-{isa}-{digest[:HASH_CHARS]}"
+
+
+def code_flags(flags: Sequence[str]) -> list[str]:
+    """The flags that machine code may follow from: no warnings, debug tables, folders or seeds of names."""
+    return [flag for flag in flags if not _OTHER_FLAG.match(flag)]
 
 
 def essence(text: str) -> str:

@@ -219,7 +219,8 @@ def registry() -> CollectorRegistry:
     """Every metric that a server can have, each with all of its labels."""
     models = ("one", "other")
     load = LOAD._replace(by_model=dict.fromkeys(models, LOAD))
-    metrics = Metrics(Gauges(load=lambda: load, joules=lambda: {"package-0": 0.0}), models)
+    products = {"one": {"tuned": 0}}
+    metrics = Metrics(Gauges(lambda: load, joules=lambda: {"package-0": 0.0}, products=products), models)
     metrics.registry.register(EmbeddingMetrics(lambda: [LaneState("cpu:0", True, *(0,) * 5)]))
     metrics.sent(Submit("a", (1,), model="one"), RequestFacts((1,), 0.0, None, 1, None))
     metrics.delivered((Answer("a", "", (), 1, 0, "stop"),), None)

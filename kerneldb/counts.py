@@ -122,12 +122,12 @@ def count_by_key(session: Session, report: Report, *where: ColumnElement[bool]) 
         yield KeyCount(Key(problem, machine, abi), counts[True], counts[False])  # type: ignore[arg-type]
 
 
-def promoted_keys(session: Session, verified: bool) -> set[Key]:
-    """The keys with a schedule in use: here, or where it came from."""
+def promoted_keys(session: Session, verified: bool, *where: ColumnElement[bool]) -> set[Key]:
+    """The keys with a schedule in use: here, or where it came from. where: conditions on promotions."""
     problems = problems_by_id(session)
     return {
         Key(problem, machine, abi)
-        for core, placement, abi, problem_id in session.execute(queries.promoted_keys(verified))
+        for core, placement, abi, problem_id in session.execute(queries.promoted_keys(verified, *where))
         if isinstance(problem := problems.get(problem_id), Problem)
         and isinstance(machine := _made(MachineKey, core, placement), MachineKey)
     }

@@ -47,6 +47,7 @@ from phasewise.kerneldb.records import (
     StorageDuel,
 )
 from phasewise.kerneldb.store import Shared, Store
+from phasewise.kerneldb.summaries import summary_of
 from phasewise.kerneldb.user_kernels import UserProblem, UserPromotion, UserTiming
 
 Row: TypeAlias = Shared
@@ -117,6 +118,38 @@ def groups_of(
                     if record is not PlanRecord
                     else [shown for plan in group if (shown := as_shared(plan)) is not None]
                 )
+
+
+def in_use_groups(
+    store: Store,
+    wanted: Callable[[MachineKey], bool] = lambda _: True,
+    also: Collection[type[Row]] = ALL,
+    as_shared: Callable[[PlanRecord], PlanRecord | None] = lambda plan: plan,
+) -> Iterator[list[Row]]:
+    """As `groups_of`, but only the newest timing and promotion of what is in use, with five samples each.
+
+    All of them are in memory; they are as many as there are problems.
+    """
+    timings = [_summarised(row) for row in store.promoted_measurements() if wanted(row.origin.machine)]
+    yield [*timings]
+    rest = groups_of(store, wanted, also, as_shared)
+    chosen = {(row.problem, row.origin.machine, row.kernel_abi, row.sample.schedule) for row in timings}
+    for group in rest:
+        if isinstance(group[0] if group else None, Promotion):
+            newest = {
+                key: row
+                for row in group
+                if isinstance(row, Promotion)
+                and row.origin.verified
+                and (key := (row.problem, row.origin.machine, row.kernel_abi, row.schedule)) in chosen
+            }
+            yield [*newest.values()]
+        elif not isinstance(group[0] if group else None, Measurement):
+            yield group
+
+
+def _summarised(row: Measurement) -> Measurement:
+    return replace(row, sample=replace(row.sample, samples_ns=tuple(summary_of(row.sample.samples_ns))))
 
 
 def rows_of(

@@ -86,10 +86,10 @@ def promoted_ids(verified: bool, *where: ColumnElement[bool]) -> AnySelect:
     return select(ranked.c.id).where(ranked.c.rank == 1)
 
 
-def promoted_keys(verified: bool) -> AnySelect:
-    """Keys of which `promoted_ids` has a measurement."""
+def promoted_keys(verified: bool, *where: ColumnElement[bool]) -> AnySelect:
+    """Keys of which `promoted_ids` has a measurement. where: conditions on promotions."""
     timed = exists().where(_same_key(), *_same_schedule())
-    return select(*key_of(PromotionRow)).where(PromotionRow.verified == verified, timed).distinct()
+    return select(*key_of(PromotionRow)).where(PromotionRow.verified == verified, timed, *where).distinct()
 
 
 def _same_schedule() -> tuple[ColumnElement[bool], ...]:

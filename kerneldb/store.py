@@ -235,10 +235,11 @@ class Store:
         with self._reading() as session:
             return [*counts.count_by_key(session, self._tell, *where)]
 
-    def promoted_keys(self, *, verified: bool = True) -> set[Key]:
-        """The keys of `promoted_measurements`."""
+    def promoted_keys(self, *, verified: bool = True, core_sig: str | None = None) -> set[Key]:
+        """The keys of `promoted_measurements`: of one kind of core, or of all."""
+        where = [] if core_sig is None else [PromotionRow.core_sig == core_sig]
         with self._reading() as session:
-            return counts.promoted_keys(session, verified)
+            return counts.promoted_keys(session, verified, *where)
 
     def add_promotions(self, promotions: Iterable[Promotion]) -> None:
         """Append all or none; from now on each is the newest of its key."""

@@ -182,30 +182,50 @@ def is_stale(kernel_abi: str, current: Collection[str]) -> bool:
     return kernel_abi not in current and kernels in {name.rpartition("-")[0] for name in current}
 
 
+def builds_set_aside(keys: Collection[Key], current: Collection[str]) -> dict[str, int]:
+    """Stale builds whose winners wait to be timed again, and how many of them do.
+
+    keys: those with a schedule in use here, of every build.
+    """
+    judged = {(key.problem, key.machine) for key in keys if key.kernel_abi in current}
+    return dict(
+        Counter(
+            key.kernel_abi
+            for key in keys
+            if is_stale(key.kernel_abi, current) and (key.problem, key.machine) not in judged
+        )
+    )
+
+
 @dataclass(frozen=True)
 class Collected:
     """The effect of a clean-up: rows deleted by table, and timings whose samples were summarised."""
 
     deleted: Mapping[str, int]
     summarised: int
+    spared: Mapping[str, int]
+    """Stale builds that stay, with the number of winners that wait to be timed again."""
 
 
 def collect_garbage(
     store: Store, current_builds: Collection[str], keep_schedules: int | None, *, dry_run: bool
 ) -> Collected:
-    """Delete rows of stale builds; of each key keep raw samples of the `keep_schedules` fastest schedules
-    and of what promotions name, and of all others a summary; and as many of the newest plans.
+    """Delete rows of stale builds but those whose winners wait to be timed again. Of each key keep raw
+    samples of the `keep_schedules` fastest schedules and of what promotions name, and of all others a
+    summary; and as many of the newest plans.
 
     dry_run: only count.
     """
-    stale = [one.kernel_abi for one in store.stats().builds if is_stale(one.kernel_abi, current_builds)]
+    spared = builds_set_aside(store.promoted_keys(), current_builds)
+    builds = (one.kernel_abi for one in store.stats().builds if one.kernel_abi not in spared)
+    stale = [name for name in builds if is_stale(name, current_builds)]
     deleted = Counter(store.delete_builds(stale, dry_run=dry_run))
     if keep_schedules is None:
-        return Collected(deleted, 0)
+        return Collected(deleted, 0, spared)
     found = store.summarise_losers(keep_schedules, except_builds=stale, dry_run=dry_run)
     deleted["measurement"] += found.deleted
     deleted["service_plan"] = store.delete_old_plans(keep_schedules, dry_run=dry_run)
-    return Collected(deleted, found.summarised)
+    return Collected(deleted, found.summarised, spared)
 
 
 def tidy(store: Store, machine: MachineKey, report: Report) -> None:

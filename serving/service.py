@@ -8,10 +8,10 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -90,6 +90,8 @@ class ServiceSettings:
     """None: receipts are not signed."""
     read_keys: ReadKeys | None = None
     """Reads the API keys again; None: they stay as they are."""
+    products: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """By the id of a model: how many products are tuned, imported, verified, set aside."""
 
 
 class Served(Protocol):
@@ -141,7 +143,8 @@ def run_service(
         life = Lifecycle(host)
         ids = [settings.names[0], *(one.names[0] for one in others)]
         lines, access = stack.enter_context(open_log(settings.logging, report))
-        metrics = Metrics(_gauges(client, host, life, (lines, log), lambda: len(connections.open)), ids)
+        gauges = _gauges(client, host, life, (lines, log), lambda: len(connections.open), settings.products)
+        metrics = Metrics(gauges, ids)
         connections = Connections(settings.limits, metrics)
         guides = stack.enter_context(closing(_guides(opened)))
         if opened.text.has_template:
@@ -237,6 +240,7 @@ def _gauges(
     life: Lifecycle,
     logs: tuple[LineLog, LengthLog | None],
     n_connections: Callable[[], int],
+    products: Mapping[str, Mapping[str, int]],
 ) -> Gauges:
     lines, lengths = logs
     return Gauges(
@@ -248,6 +252,7 @@ def _gauges(
         n_lengths_lost=lambda: lengths.n_lost if lengths else 0,
         n_access_lines_lost=lambda: lines.n_lost,
         joules=EnergyCounters().joules,
+        products=products,
     )
 
 

@@ -14,6 +14,7 @@ Python), the check says so and ends with the wheel's contents, its machine and i
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -54,6 +55,7 @@ def built(machine: str, python: Path, tree: Path, out: Path) -> Path:
             "LDSHARED": f"{compiler} -shared",
             "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
         }
+    run(python, "setup.py", "-q", "reference_names", cwd=tree, **environment)
     options = ("--no-deps", "--no-build-isolation", "-w", out)
     run(python, "-m", "pip", "wheel", "-q", *options, tree, cwd=tree, **environment)
     (wheel,) = out.glob("*.whl")
@@ -76,10 +78,13 @@ def check_kernels(wheel: Path, machine: str, scratch: Path) -> None:
     assert "-cp311-abi3-" in wheel.name, f"{wheel.name} is not for every Python from 3.11 on"
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (one for one in archive.namelist() if "/_native." in one and one.endswith(".so"))
+        names = json.loads(archive.read("phasewise.kerneldb.reference_build.json"))[machine]
         kernels = Path(archive.extract(name, scratch))
     assert kernels.name == "_native.abi3.so", kernels.name
     (elf_machine,) = struct.unpack_from("<H", kernels.read_bytes(), 18)
     assert elf_machine == ELF_MACHINES[machine], f"{kernels.name} is for machine {elf_machine}"
+    code = kernels.read_bytes()
+    assert all(one.encode() in code for one in names), f"{kernels.name} has other names than {names}"
     tagged = max(tuple(map(int, one)) for one in re.findall(r"manylinux_(\d+)_(\d+)_", wheel.name))
     asked = {tuple(map(int, one)) for one in re.findall(rb"GLIBC_(\d+)\.(\d+)\0", kernels.read_bytes())}
     assert max(asked) <= tagged, f"{wheel.name} asks for glibc {max(asked)}"

@@ -46,6 +46,9 @@ INTERLEAVED = 12
 DUEL_SHARE = 0.1
 """Part of a weight's share of the budget that is kept back for its duels."""
 
+HOPELESS = 1.1
+"""A hint that takes this many times as long as what is in use is not compared in pairs."""
+
 End = Literal["complete", "budget", "interrupted"]
 
 
@@ -148,6 +151,46 @@ def tune(tasks: Sequence[Task], tools: Tools, budget_s: float) -> TuningOutcome:
     return run.outcome(end)
 
 
+@dataclass(frozen=True)
+class Hinted:
+    """Schedules that won elsewhere, by m, for products of one weight; of one arithmetic."""
+
+    task: Task
+    schedules: Mapping[int, Schedule]
+
+
+@dataclass(frozen=True)
+class HintsOutcome:
+    """The end of schedules that won elsewhere, in numbers of products."""
+
+    asked: int
+    timed: int
+    """Products whose hint was timed here."""
+    promoted: int
+    """Products whose hint is in use now."""
+    elapsed_s: float
+
+
+def settle_hints(hinted: Sequence[Hinted], tools: Tools, budget_s: float) -> HintsOutcome:
+    """Time schedules that won elsewhere beside what is in use, in this order, for at most `budget_s`.
+
+    Those that a duel proves faster come into use, as after a search; nothing else does. Ctrl-C ends it, and
+    goes on to the caller.
+    """
+    run = _Run([one.task for one in hinted], tools, budget_s)
+    done = [one for one in hinted if run.settle_hint(one)]
+    promoted = 0
+    for one in done:
+        problems = {m: tools.ledger.verdicts(one.task.problem(m)) for m in one.schedules}
+        promoted += sum(bool(v) and v[-1].schedule == one.schedules[m] for m, v in problems.items())
+    return HintsOutcome(
+        sum(len(one.schedules) for one in hinted),
+        sum(len(one.schedules) for one in done),
+        promoted,
+        run.outcome("complete").elapsed_s,
+    )
+
+
 class _Run:
     def __init__(self, tasks: Sequence[Task], tools: Tools, budget_s: float) -> None:
         self._tasks = tasks
@@ -173,6 +216,33 @@ class _Run:
             done = self._timed + self._duels
             left = self._pass(left)
         return not left
+
+    def settle_hint(self, hinted: Hinted) -> bool:
+        """False if there was no time for it, or another run owns the weight."""
+        if self._tools.clock() >= self._deadline_s:
+            return False
+        with self._division.take([hinted.task]) as task:
+            if task is None or not self._may_change(hinted):
+                return False
+            hope = 0.0
+            for m, schedule in hinted.schedules.items():
+                problem, incumbent = task.problem(m), _in_use(task, m, self._tools.ledger)
+                if schedule != incumbent and not self._measure(problem, [incumbent, schedule]):
+                    return False
+                samples = self._tools.ledger.samples(problem)
+                if schedule != incumbent:
+                    old, new = samples[incumbent][-1], samples[schedule][-1]
+                    hope += math.log(old.estimate_ns / new.estimate_ns)
+            if hope / len(hinted.schedules) > -math.log(HOPELESS):
+                self._settle(task, hinted.schedules, self._deadline_s)
+        return True
+
+    def _may_change(self, hinted: Hinted) -> bool:
+        """A weight that has verdicts keeps its arithmetic: hints of another one know only a part of it."""
+        ledger, task = self._tools.ledger, hinted.task
+        arithmetic = arithmetic_of(next(iter(hinted.schedules.values())))
+        has_verdicts = any(ledger.verdicts(task.problem(m)) for m in task.ms)
+        return not has_verdicts or arithmetic == _arithmetic_in_use(task, ledger)
 
     def _pass(self, tasks: Sequence[Task]) -> list[Task]:
         """Each task once, within its share of what is left of the budget; those not complete then."""

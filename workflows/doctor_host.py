@@ -32,9 +32,11 @@ def snapshot_host(root: Path) -> Host:
 def this_host(db: str | None) -> Host:
     """The running host: watched for WATCH_S, its system calls tried, its tuning database counted."""
     from phasewise.cython_kernels import isa
+    from phasewise.cython_kernels._native import kernel_abis
+    from phasewise.kerneldb.reference_build import is_reference_build
     from phasewise.topology import read_machine
     from phasewise.tuner.conditions import Watch
-    from phasewise.tuner.doctor import Host, IsaUse
+    from phasewise.tuner.doctor import BuildFacts, Host, IsaUse
 
     machine = read_machine()
     watch = Watch(machine.allowed_pus)
@@ -45,6 +47,7 @@ def this_host(db: str | None) -> Host:
         environment=os.environ,
         isa=IsaUse(isa.usable(), isa.active(), os.environ.get("PHASEWISE_ISA")),
         tuned=_tuned(db, machine),
+        build=BuildFacts(kernel_abis(), is_reference_build(kernel_abis())),
         conditions=watch.lap(),
         refused_calls=_refused_calls(),
         shm_bytes=_shm_bytes,
@@ -53,20 +56,24 @@ def this_host(db: str | None) -> Host:
 
 def _tuned(db: str | None, machine: Machine) -> TunedCounts:
     """The number of rows for cores of this kind. An absent database is not created."""
+    from phasewise.cython_kernels._native import kernel_abis
     from phasewise.kerneldb.location import locate
+    from phasewise.kerneldb.product_counts import count_products
+    from phasewise.kerneldb.shipped import shipped_measurements
     from phasewise.topology import core_signature
     from phasewise.tuner.doctor import TunedCounts
 
-    location = locate(db)
+    location, core = locate(db), core_signature(machine)
+    shipped = len(shipped_measurements(core))
     if location.is_absent:
-        return TunedCounts(f"{location.name} (absent)", 0, 0)
+        return TunedCounts(f"{location.name} (absent)", 0, 0, shipped=shipped)
     from phasewise.kerneldb.store import open_store
 
-    core = core_signature(machine)
     with open_store(db) as store:
         timings = sum(one.verified + one.imported for one in store.key_counts(core_sig=core))
         plans = sum(one.origin.machine.core_sig == core for one in store.plans())
-    return TunedCounts(location.name, plans, timings)
+        products = count_products(store, core, kernel_abis())
+    return TunedCounts(location.name, plans, timings, products, shipped)
 
 
 def _refused_calls() -> dict[str, str]:

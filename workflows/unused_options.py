@@ -106,6 +106,8 @@ _CLUSTER_POOLS = ("--prompt", "--token", "--mixed")
 _POOLS = (*_LOCAL_POOLS, "--cluster", *_CLUSTER_POOLS)
 _DIVIDING = ("--split-above", "--repurpose-after", "--kv-transfer")
 _EMBEDDING = ("--embed-cores", "--embed-instances", "--embed-accelerators")
+_BELIEVING = ("--remote-digest", "--remote-signers")
+_REMOTE = ("--remote", *_BELIEVING)
 _GENERATING = (
     *("--max-sequences", "--max-waiting", "--max-prompt", "--max-sequences-per-key", "--allow-special"),
     *(
@@ -131,6 +133,7 @@ _GENERATING = (
         "--explain",
     ),
     *(*_POOLS, "--spread", *_DIVIDING, "--embed-model", "--embed-cores"),
+    *_REMOTE,
 )
 
 _SERVE = (
@@ -148,6 +151,12 @@ _SERVE = (
         unless=("--receipts",),
         instead="it signs receipts: add --receipts, or leave it out",
     ),
+    Way(
+        "without --remote",
+        _BELIEVING,
+        unless=("--remote",),
+        instead="they are reasons to believe what --remote names; name one, or leave that out",
+    ),
     Way("with --unix-socket", ("--host", "--port", "--tls-cert", "--tls-key"), when=("--unix-socket",)),
     Way("with --log-level off", ("--access-log", "--log-format"), when=("--log-level=off",)),
     Way(
@@ -158,7 +167,7 @@ _SERVE = (
     ),
     Way(
         "with --cluster",
-        (*_LOCAL_POOLS, "--explain"),
+        (*_LOCAL_POOLS, "--explain", *_REMOTE),
         when=("--cluster",),
         instead="a cluster has instances by --prompt, --token and --mixed, whose hosts choose cores and "
         "schedules; leave that out",
@@ -253,6 +262,9 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         ),
         Way("without --kernel", ("--isa", "--against", *_AUTHORS_C), unless=("--kernel",)),
         Way("without --against", _AUTHORS_C, unless=("--against",)),
+        Way("with --kernel", _REMOTE, when=("--kernel",)),
+        Way("with --dry-run", _REMOTE, when=("--dry-run",)),
+        Way("without --remote", _BELIEVING, unless=("--remote",)),
     ),
     "simulate": (
         Way("without --rate", ("--duration", "--draw", "--seed"), unless=("--rate",)),

@@ -25,6 +25,7 @@ from phasewise.cli.options import (
     parse_bytes,
 )
 from phasewise.cli.present import note
+from phasewise.workflows.opening.first_start import Remote
 from phasewise.workflows.opening.open_model import Weights
 from phasewise.workflows.serve.embedding import Embeddings
 from phasewise.workflows.serve.pools import Pools
@@ -319,6 +320,27 @@ _POOLS = option_set(
     ),
 )
 
+_REMOTE = option_set(
+    Remote,
+    "What was learnt elsewhere",
+    remote=opt(
+        "a folder or https:// address, as for db pull: pull what fits cores like these, and fight over its "
+        "best schedules for at most a minute before requests are taken",
+        metavar="REMOTE",
+        envvar="PHASEWISE_REMOTE",
+    ),
+    remote_digest=opt(
+        "believe the remote's index if it has this digest",
+        metavar="SHA256",
+        envvar="PHASEWISE_REMOTE_DIGEST",
+    ),
+    remote_signers=opt(
+        "believe the remote's index if one of these signed it",
+        metavar="FILE",
+        envvar="PHASEWISE_REMOTE_SIGNERS",
+    ),
+)
+
 _EMBEDDINGS = option_set(
     Embeddings,
     "Embeddings",
@@ -352,6 +374,7 @@ _EMBEDDINGS = option_set(
     logged=_LOGGED,
     pools=_POOLS,
     embeddings=_EMBEDDINGS,
+    remote=_REMOTE,
 )
 def serve(
     model: ModelArgument,
@@ -364,6 +387,7 @@ def serve(
     logged: Logged,
     pools: Pools,
     embeddings: Embeddings,
+    remote: Remote,
     length_log: Annotated[
         Path | None,
         typer.Option(
@@ -411,6 +435,7 @@ def serve(
             pools,
             embeddings,
             length_log=length_log,
+            remote=remote,
             db=db,
         ),
         note,

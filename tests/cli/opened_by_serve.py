@@ -91,6 +91,7 @@ class Boundary:
         set_("phasewise.serving.embedding_service.run_embedding_service", self._serve_embeddings)
         set_("phasewise.serving.engine.open_engine.open_engine", self._engine)
         set_("phasewise.serving.service.run_service", self._serve)
+        set_("phasewise.workflows.opening.first_start.pull_what_fits", self._pull)
         set_("phasewise.workflows.receipt_keys.signing_key", lambda path: path)
         set_("phasewise.workflows.serve.length_estimator.open_predictor", self._predictor)
         set_("phasewise.cli.explain_text.uses_text", self._explained)
@@ -146,6 +147,9 @@ class Boundary:
             (model.name, model.format, plans, size, vars(text)["allow_special"], multiplied, drafter),
         )
         return OpenEngine(model, text, plans, size, _Closes(), _Closes())  # type: ignore[arg-type]
+
+    def _pull(self, remote: Any, *_rest: Any) -> None:
+        self.keep("remote", remote)
 
     def _predictor(self, text: str, model_name: str, *_rest: Any) -> Predictor | None:
         self.keep("predictor", (text, model_name))

@@ -175,6 +175,13 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--length-log": one("--length-log", here / "lengths"),
         "--db": one("--db", places.plans),
         "--explain": one("--explain"),
+        "--remote": one("--remote", here / "remote", "--remote-digest", "0" * 64),
+        "--remote-digest": one(
+            "--remote-digest", "0" * 64, beside=["--remote", here, "--remote-signers", key]
+        ),
+        "--remote-signers": one(
+            "--remote-signers", key, beside=["--remote", here, "--remote-digest", "0" * 64]
+        ),
     }
 
 

@@ -71,7 +71,8 @@ def test_every_metric_of_a_running_server_is_on_the_page(made: ModuleType, tmp_p
 
 def test_with_several_models_what_each_does_has_its_label(made: ModuleType) -> None:
     loads = {name: made.LOAD._replace(kv_slots=at, by_model=None) for at, name in enumerate(MODELS, 3)}
-    metrics = Metrics(Gauges(load=lambda: made.LOAD._replace(by_model=loads)), MODELS)
+    products = {name: {"tuned": at} for at, name in enumerate(MODELS, 3)}
+    metrics = Metrics(Gauges(lambda: made.LOAD._replace(by_model=loads), products=products), MODELS)
     for n_tokens, name in enumerate(MODELS, 1):
         metrics.sent(Submit(name, (1,) * n_tokens, model=name), RequestFacts((1,), 0.0, None, 1, None))
         metrics.delivered((Answer(name, "", (), n_tokens, 0, "stop"),), StepStats("decode", 1, 1, 1, name))
@@ -88,6 +89,7 @@ def test_with_several_models_what_each_does_has_its_label(made: ModuleType) -> N
             f'phasewise_ttft_seconds_count{{model="{name}"}} 1.0',
             f'phasewise_step_seconds_count{{model="{name}",phase="decode"}} 1.0',
             f'phasewise_kv_slots{{model="{name}"}} {at + 3}.0',
+            f'phasewise_products{{model="{name}",state="tuned"}} {at + 3}.0',
         ):
             assert line in text.splitlines(), line
 

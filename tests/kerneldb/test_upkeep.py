@@ -224,6 +224,24 @@ class TestGarbage:
         assert [*store.all_measurements()] == kept
         assert store.stats().rows["schedule"] == 1
 
+    def test_winners_of_a_stale_build_stay_until_they_are_judged_again(self, store: Store) -> None:
+        """With all that their build knows; those of imported rows are nobody's here."""
+        old = [measured(5, kernel_abi="gemm-avx2-00"), measured(9, OTHER_SCHEDULE, kernel_abi="gemm-avx2-00")]
+        far = measured(7, kernel_abi="gemm-avx2-11", origin=THERE)
+        store.add_measurements([*old, far])
+        winner = dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-00")
+        store.add_promotions(
+            [winner, dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-11", origin=THERE)]
+        )
+
+        found = collect_garbage(store, self.CURRENT, None, dry_run=False)
+        assert found.spared == {"gemm-avx2-00": 1}
+        assert [*store.all_measurements()] == old
+        store.add_measurements([measured(5, kernel_abi="gemm-avx2-aa")])
+        store.add_promotions([dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-aa")])
+        assert collect_garbage(store, self.CURRENT, None, dry_run=False).spared == {}
+        assert {row.kernel_abi for row in store.all_measurements()} == {"gemm-avx2-aa"}
+
     def test_step_times_of_a_build_that_nothing_else_names_go_too(self, store: Store) -> None:
         """And other machines' stay."""
         stale, far = (

@@ -7,6 +7,7 @@ import hashlib
 import http.server
 import json
 import random
+import re
 import ssl
 import string
 import subprocess
@@ -15,13 +16,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from phasewise.kerneldb.portable import Row, export_lines, groups_of, import_rows
+from phasewise.kerneldb.codec import parts
+from phasewise.kerneldb.portable import KINDS, Row, export_lines, groups_of, import_rows
 from phasewise.kerneldb.records import PlanRecord, StepTime
 from phasewise.kerneldb.remote_index import (
     MAX_BUNDLE_BYTES,
@@ -336,10 +338,77 @@ def test_no_name_of_the_owner_leaves(
 
     written = b"".join((remote / one.path).read_bytes() for one in done.bundles)
     assert "".join(lines).encode() == written
-    assert bundles == done.bundles
+    assert bundles.bundles == done.bundles
     assert called not in "".join(lines)
-    assert [one.rows for one in bundles] == [1]
+    assert [one.rows for one in bundles.bundles] == [1]
     assert len(said) == 1
+
+
+TEXTS = {
+    "machine": {"core_sig", "placement_sig"},
+    "schedules": {"family", "format", "compute_path", "loop_order", "kernel_abi"},
+    "times": {"program_version"},
+    "plans": {"model_key", "phase", "plan_json", "objectives", "configuration_key", "kernels"},
+    "conditions": {"conditions"},
+    "users' kernels": {"name", "shape", "choice", "incumbent"},
+}
+"""The fields of rows that hold text of any kind: what is added here has to be thought about."""
+
+
+def text_fields(record: Any) -> set[str]:
+    found: set[str] = set()
+    for part in parts(record):
+        hint = str(get_type_hints(record)[part.name])
+        if part.record is not None:
+            found |= text_fields(part.record)
+        elif "str" in hint:
+            found.add(part.name)
+    return found
+
+
+def test_no_field_of_a_row_could_hold_a_prompt() -> None:
+    """Texts are names, signatures and plans; a new field of text is a decision."""
+    assert set().union(*map(text_fields, KINDS.values())) == set().union(*TEXTS.values())
+
+
+names = st.text(string.ascii_letters + string.digits + "-_", min_size=5, max_size=20)
+
+
+@examples(20)
+@given(host=names, user=names, folder=names, ending=st.sampled_from(["", "@int4"]), at=st.integers(0, 6))
+def test_whatever_host_user_and_folders_are_called_no_bundle_names_them(
+    tmp_path_factory: pytest.TempPathFactory, host: str, user: str, folder: str, ending: str, at: int
+) -> None:
+    """And the preview lists every field that leaves."""
+    home = f"/{folder}/{user}"
+    called = [host, user, f"{home}/m.gguf", f"~/{folder}", f"./{folder}", f"a-{host}-b", f"{user.upper()}x"][
+        at
+    ]
+    rows: list[Row] = [MEASUREMENT, PROMOTION, PLACED]
+    known = exported_text(rows).lower()
+    assume(all(word.lower() not in known for word in (host, user, folder)))
+    private = dataclasses.replace(PLACED, model_key=called + ending)
+    hidden = dataclasses.replace(PLACED, plan_json=json.dumps({"format": 2, "path": home}))
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"HOME": home, "LOGNAME": user, "HOSTNAME": host}.items():
+            patch.setenv(name, value)
+        patch.setattr("platform.node", lambda: host)
+        db = tmp_path_factory.mktemp("private") / "x.db"
+        database(db, [*rows, private, hidden])
+        found = preview(str(db), ALSO, lines.extend, lambda _: None)
+
+    text = "".join(lines)
+    assert not [word for word in (host, user, home) if word.lower() in text.lower()]
+    assert [one.rows for one in found.bundles] == [len(rows)]
+    listed = {name for field in found.fields for name in field.split(".")}
+    assert listed == set(re.findall(r'"(\w+)":', text))
+
+
+def exported_text(rows: list[Row]) -> str:
+    with open_store(":memory:") as store:
+        import_rows(store, rows)
+        return "".join(export_lines(groups_of(store)))
 
 
 # ---- an address --------------------------------------------------------------------------------------------

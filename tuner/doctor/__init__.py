@@ -4,10 +4,11 @@ and remedy.
 
 from phasewise.tuner.doctor.examine import CHECKS, examine, not_examined
 from phasewise.tuner.doctor.finding import Finding, FindingEvidence, Severity
-from phasewise.tuner.doctor.host import Host, IsaUse, TunedCounts
+from phasewise.tuner.doctor.host import BuildFacts, Host, IsaUse, TunedCounts
 
 __all__ = [
     "CHECKS",
+    "BuildFacts",
     "Finding",
     "FindingEvidence",
     "Host",

@@ -34,6 +34,7 @@ CHECKS: Mapping[str, Callable[[Host], Iterator[Finding]]] = {
     "isa-hidden": software.hidden,
     "kernel-old": software.old_kernel,
     "untuned": software.untuned,
+    "tuned-before-upgrade": software.set_aside,
 }
 """By the id of the finding that each may give."""
 

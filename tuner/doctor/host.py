@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from phasewise.kerneldb.product_counts import ProductCounts
 from phasewise.topology import Machine
 from phasewise.topology.cpusets import parse_list
 from phasewise.topology.process_limits import cgroup_files
@@ -16,6 +17,9 @@ MAX_FILE_BYTES = 1 << 20
 """More than any file here holds; /proc/sys refuses a read of 4 MiB and more."""
 
 MAX_VALUE_CHARS = 160
+
+
+NONE_TUNED = ProductCounts()
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,18 @@ class TunedCounts:
     name: str
     service_plans: int
     measurements: int
+    products: ProductCounts = NONE_TUNED
+    shipped: int = 0
+    """Schedules that the package brings for cores of this kind."""
+
+
+@dataclass(frozen=True)
+class BuildFacts:
+    """The kernels' names, and those of the reference build for the same instruction sets."""
+
+    kernel_abis: tuple[str, ...]
+    is_reference: bool | None
+    """None: a checkout does not know them."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,7 @@ class Host:
     environment: Mapping[str, str] = field(default_factory=dict)
     isa: IsaUse | None = None
     tuned: TunedCounts | None = None
+    build: BuildFacts | None = None
     conditions: Conditions | None = None
     """Measured just now; None: only the sums since boot are known."""
     refused_calls: Mapping[str, str] | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from phasewise._words import counted
 from phasewise.tuner.doctor.finding import Finding, FindingEvidence, Severity
 from phasewise.tuner.doctor.host import Host
 
@@ -136,6 +137,23 @@ def untuned(host: Host) -> Iterator[Finding]:
         (FindingEvidence(f"database {tuned.name}", counts),),
         " ".join(meanings),
         "; ".join(remedies),
+    )
+
+
+def set_aside(host: Host) -> Iterator[Finding]:
+    """Schedules that were in use before an upgrade wait to be timed again."""
+    tuned = host.tuned
+    if tuned is None or not tuned.products.set_aside:
+        return
+    n = tuned.products.set_aside
+    yield Finding(
+        "tuned-before-upgrade",
+        Severity.medium,
+        f"winners of another build of the kernels are set aside, those of {counted(n, 'product')}",
+        (FindingEvidence(f"database {tuned.name}", tuned.products.describe()),),
+        "Nothing is lost; timings of another compiler or release are not used unseen. These products run by "
+        "their defaults meanwhile.",
+        "phasewise tune-kernels MODEL: it times them first, a minute at most",
     )
 
 

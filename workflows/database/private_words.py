@@ -49,6 +49,8 @@ class PrivateWords:
         match row:
             case PlanRecord() | StepTime():
                 name = row.model_key.lower()
+                if any(word in row.plan_json.lower() for word in self._words):
+                    return True
             case UserTiming() | UserPromotion():
                 name = row.problem.name.lower()
             case _:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +20,7 @@ from typing import BinaryIO
 from phasewise._files import write_file
 from phasewise._places import user_folder
 from phasewise._words import counted
+from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.portable import Row, Taken, export_lines, groups_of, import_rows, read_export
 from phasewise.kerneldb.remote_index import (
     MAX_BUNDLE_BYTES,
@@ -46,6 +48,14 @@ class Leaving:
 
     signatures: Sequence[str] = ()
     also: Collection[type[Row]] = ()
+
+
+@dataclass(frozen=True)
+class Preview:
+    """The bundles that would leave, and every field of their rows, e.g. `plan.model_key`."""
+
+    bundles: list[Bundle]
+    fields: tuple[str, ...]
 
 
 @dataclass
@@ -90,14 +100,30 @@ def push(
 
 def preview(
     db: str | None, leaving: Leaving, write: Callable[[Iterator[str]], None], report: Report
-) -> list[Bundle]:
+) -> Preview:
     """Write every line that `push` would send, bundle by bundle."""
+    fields: set[str] = set()
     with TemporaryDirectory(prefix="phasewise-") as folder, existing_store(db, report) as store:
         bundles = _write_bundles(store, leaving, Path(folder), report)
         for bundle in bundles:
             with (Path(folder) / bundle.sha256).open(encoding="ascii") as lines:
-                write(iter(lines))
-    return bundles
+                write(_noting_fields(lines, fields))
+    return Preview(bundles, tuple(sorted(fields)))
+
+
+def _noting_fields(lines: Iterable[str], fields: set[str]) -> Iterator[str]:
+    for line in lines:
+        fields.update(_paths_in(json.loads(line)))
+        yield line
+
+
+def _paths_in(value: object, path: str = "") -> Iterator[str]:
+    """The fields of a JSON object, those within it after a dot; of a list's items together."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _paths_in(inner, f"{path}.{name}" if path else name)
+    else:
+        yield path
 
 
 def _write_bundles(store: Store, leaving: Leaving, folder: Path, report: Report) -> list[Bundle]:
@@ -145,8 +171,29 @@ class Pulled:
     taken: Taken
 
 
+@dataclass(frozen=True)
+class PullLimits:
+    """The most that a pull may take: seconds of reading, and bytes of one bundle; larger ones are left.
+
+    only_news: nothing is read but the index where the same one went into this database before.
+    """
+
+    seconds: float = math.inf
+    bundle_bytes: int = MAX_BUNDLE_BYTES
+    only_news: bool = False
+
+
+NO_LIMITS = PullLimits()
+
+
 def pull(
-    remote: str, db: str | None, trust: Trust, *, every_core: bool = False, report: Report = silent
+    remote: str,
+    db: str | None,
+    trust: Trust,
+    *,
+    every_core: bool = False,
+    limits: PullLimits = NO_LIMITS,
+    report: Report = silent,
 ) -> Pulled:
     """Import a remote's bundles for cores like these, or for all. RemoteError, before anything is added."""
     if not trust.is_given:
@@ -154,7 +201,7 @@ def pull(
             "a remote is believed by --digest, which its owner tells you, or by --allowed-signers, a file of "
             "their public keys"
         )
-    files = RemoteFiles(remote)
+    files = RemoteFiles(remote, limits.seconds)
     index = _read_index(files, trust)
     if index is None:
         raise RemoteError(f"{files.name} is no remote: it has no {NAME}")
@@ -163,6 +210,14 @@ def pull(
         seen.check(index.serial, files.name)
     core = None if every_core else core_signature_here()
     bundles = tuple(one for one in index.bundles if core in (None, one.core))
+    into = _Serials(f"{remote} {locate(db).name} {hashlib.sha256(index.to_bytes()).hexdigest()}")
+    if limits.only_news and into.is_known() and not locate(db).is_absent:
+        return Pulled((), Taken(0, 0))
+    if left := [one for one in bundles if one.bytes > limits.bundle_bytes]:
+        report(
+            f"{files.name}: {counted(len(left), 'bundle')} left to `phasewise db pull`: too large for a start"
+        )
+        bundles = tuple(one for one in bundles if one not in left)
     with TemporaryDirectory(prefix="phasewise-") as folder:
         fetched = [Path(folder) / one.sha256 for one in bundles]
         for bundle, file in zip(bundles, fetched, strict=True):
@@ -171,6 +226,8 @@ def pull(
                 _check_rows(bundle, stream, files.name)
         taken = _import(fetched, db, files.name, report) if fetched else Taken(0, 0)
     seen.keep(index.serial, report)
+    if limits.only_news:
+        into.keep(index.serial, report)
     return Pulled(bundles, taken)
 
 
@@ -224,6 +281,10 @@ class _Serials:
     def __init__(self, remote: str) -> None:
         self._file = user_folder("state") / "remotes.json"
         self._key = hashlib.sha256(remote.encode()).hexdigest()[:32]
+
+    def is_known(self) -> bool:
+        """It was pulled before."""
+        return self._key in self._read()
 
     def check(self, serial: int, name: str) -> None:
         newest = self._read()[self._key]

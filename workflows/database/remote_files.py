@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import math
 import os
 import shutil
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -27,8 +29,10 @@ _LOCK = ".phasewise-lock"
 class RemoteFiles:
     """Reads files of a remote, each to a limit, and writes where it is a folder. RemoteError."""
 
-    def __init__(self, remote: str) -> None:
+    def __init__(self, remote: str, seconds: float = math.inf) -> None:
+        """seconds: after which reads are given up."""
         self.name = redacted(remote)
+        self._seconds, self._deadline_s = seconds, time.monotonic() + seconds
         self._url = remote.rstrip("/") if remote.startswith("https://") else None
         if self._url is None and "://" in remote:
             raise RemoteError(f"{self.name}: a remote is a folder or an https:// address of static files")
@@ -39,7 +43,7 @@ class RemoteFiles:
         with self._opened(path) as stream:
             if stream is None:
                 return None
-            content = stream.read(most_bytes + 1)
+            content = b"".join(self._chunks(stream, most_bytes + 1))
         if len(content) > most_bytes:
             raise RemoteError(f"{self.name}/{path} is larger than {most_bytes} bytes: it is none of ours")
         return content
@@ -50,10 +54,8 @@ class RemoteFiles:
         with self._opened(bundle.path) as stream:
             if stream is None:
                 raise RemoteError(f"{self.name}/{bundle.path} is not there, though the index names it")
-            while chunk := stream.read(min(_CHUNK_BYTES, left + 1)):
+            for chunk in self._chunks(stream, bundle.bytes + 1):
                 left -= len(chunk)
-                if left < 0:
-                    break
                 digest.update(chunk)
                 target.write(chunk)
         if left or digest.hexdigest() != bundle.sha256:
@@ -61,11 +63,20 @@ class RemoteFiles:
                 f"{self.name}/{bundle.path} is not what its name says: it was changed on the way"
             )
 
+    def _chunks(self, stream: Any, most_bytes: int) -> Iterator[bytes]:
+        """All that is there, up to so many bytes; a source that only drips is given up in time."""
+        while most_bytes > 0 and (chunk := stream.read1(min(_CHUNK_BYTES, most_bytes))):
+            if time.monotonic() > self._deadline_s:
+                raise RemoteError(f"{self.name} took more than {round(self._seconds)} s")
+            most_bytes -= len(chunk)
+            yield chunk
+
     @contextmanager
     def _opened(self, path: str) -> Iterator[IO[bytes] | None]:
         try:
             if self._url is not None:
-                with _open_https(f"{self._url}/{path}") as answer:
+                left_s = self._deadline_s - time.monotonic()
+                with _open_https(f"{self._url}/{path}", max(0.1, min(TIMEOUT_S, left_s))) as answer:
                     yield answer
             else:
                 with (self._folder / path).open("rb") as stream:
@@ -130,5 +141,5 @@ class _OnlyHttps(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def _open_https(url: str) -> Any:
-    return urllib.request.build_opener(_OnlyHttps()).open(url, timeout=TIMEOUT_S)
+def _open_https(url: str, timeout_s: float) -> Any:
+    return urllib.request.build_opener(_OnlyHttps()).open(url, timeout=timeout_s)

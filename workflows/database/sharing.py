@@ -21,6 +21,7 @@ from phasewise.kerneldb.portable import (
     export_lines,
     groups_of,
     import_rows,
+    in_use_groups,
     read_export,
     rows_of,
     too_many,
@@ -60,11 +61,14 @@ def export_rows(
     write: Callable[[Iterable[str]], None],
     also: Collection[type[Row]],
     report: Report,
+    *,
+    in_use: bool = False,
 ) -> Exported:
     """Write all rows of machines whose core or placement signature contains one of `signatures`, or all.
 
     `here` among them means a machine like this one. also: the kinds of rows that name something of their
-    owner. ExportFileError, before anything is written, where no row is of such a machine, or too many are.
+    owner. in_use: of schedules only those in use. ExportFileError, before anything is written, where no row
+    is of such a machine, or too many are.
     """
     wanted, found = wanted_machines(signatures), Exported()
     with existing_store(db, report) as store:
@@ -72,7 +76,7 @@ def export_rows(
         if timings > MAX_ROWS:
             raise ExportFileError(too_many(timings))
         shared = SharedPlans(report)
-        groups = groups_of(store, wanted, also, shared.as_shared)
+        groups = (in_use_groups if in_use else groups_of)(store, wanted, also, shared.as_shared)
         first = next(groups, None)
         if signatures and first is None:
             raise ExportFileError(f"no rows are of a machine with {' or '.join(signatures)} in its signature")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from phasewise.workflows.report import Report
+from phasewise.tuner.first_duels import FIRST_S
+from phasewise.workflows.report import Report, silent
 from phasewise.workflows.serve.settings import KeysAndValues, ServeSettings
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from phasewise.serving.engine.engine_size import EngineSize
     from phasewise.serving.engine.open_engine import ModelText, OpenEngine
     from phasewise.serving.service import Predictor, Served
+    from phasewise.topology import Machine
     from phasewise.workflows.opening.open_model import OpenModel
     from phasewise.workflows.opening.tuned_schedules import ScheduleUse
     from phasewise.workflows.serve.instance_process import InstanceSpec
@@ -60,17 +63,35 @@ def open_models(
     refs: Sequence[str], settings: ServeSettings, stack: ExitStack, report: Report
 ) -> list[OpenedModel]:
     """Each with its share of the memory for keys and values; `stack` closes them. Raises as `serve_model`."""
+    from phasewise.topology import read_machine
+    from phasewise.workflows.opening.first_start import pull_what_fits
     from phasewise.workflows.opening.open_model import open_model
 
-    running = settings.running
+    running, deadline_s = settings.running, time.monotonic() + FIRST_S
+    pull_what_fits(settings.remote, settings.db, FIRST_S, report)
     opened = [
         open_model(ref, settings.weights, running.threads, settings.db, report, running.ranks) for ref in refs
     ]
+    if settings.remote.remote is not None:
+        machine = read_machine()
+        opened = [_fought(one, settings, machine, deadline_s - time.monotonic(), report) for one in opened]
     budgets = _budgets(opened, settings.kv)
     return [
         _open_one(ref, one, kv_bytes, settings, stack, report)
         for ref, one, kv_bytes in zip(refs, opened, budgets, strict=True)
     ]
+
+
+def _fought(
+    found: OpenModel, settings: ServeSettings, machine: Machine, seconds: float, report: Report
+) -> OpenModel:
+    """The model after hints for its products were fought over, on the cores of each of its instances."""
+    from phasewise.workflows.opening.first_start import fight_first
+    from phasewise.workflows.serve.pools import planned_instances
+
+    instances = planned_instances(settings.pools, machine, found.plans, silent)
+    plans = [one.plans for one in instances] or [found.plans]
+    return fight_first(found, plans, settings.weights, settings.db, machine, seconds, report)
 
 
 def _open_one(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -69,6 +69,8 @@ def serve_model(
     limits = http_limits(settings.listening, settings.accepting, report)
     tls = tls_of(settings.listening, report)
     with ExitStack() as stack:
+        if settings.remote.remote is not None:
+            settings.remote.trust()
         address = stack.enter_context(address_of(settings.listening, tls))  # told before the model is read
         embeddings, weights = settings.embeddings, settings.weights
         if makes_vectors(model, weights.weight_format, report):
@@ -94,7 +96,7 @@ def serve_model(
         if explain is not None:
             for one in (first, *others):
                 _explain(one, settings, report, explain)
-        service = _service_settings(first, settings, limits, tls, log, sign_receipt, report)
+        service = _service_settings(first, others, settings, limits, tls, log, sign_receipt, report)
         _tell(first, others, service, report)
         warn_of_strangers(settings.listening, limits, report)
         further = [_other_model(one, settings) for one in others]
@@ -207,6 +209,7 @@ def _host_of_all(name: str, first: OpenedModel, others: Sequence[OpenedModel]) -
 
 def _service_settings(
     first: OpenedModel,
+    others: Sequence[OpenedModel],
     settings: ServeSettings,
     limits: HttpLimits,
     tls: ssl.SSLContext | None,
@@ -232,7 +235,25 @@ def _service_settings(
         sign_receipt=sign_receipt,
         page=None if answering.no_page else _machine_facts(first, settings),
         read_keys=reader_of_keys(settings.accepting, report),
+        products=_products((first, *others), settings),
     )
+
+
+def _products(opened: Sequence[OpenedModel], settings: ServeSettings) -> Mapping[str, Mapping[str, int]]:
+    """Numbers of products of each model by state; none where the model computes on other hosts."""
+    from phasewise.topology import read_machine
+    from phasewise.workflows.opening.first_start import products_of
+
+    if settings.pools.cluster is not None:
+        return {}
+    products: dict[str, Mapping[str, int]] = {}
+    for one in opened:
+        plans = [instance.plans for instance in one.instances] or [one.found.plans]
+        found = products_of(one.found, plans, settings.db, read_machine())
+        if found is not None:
+            own = one.found.model.name
+            products[_names(settings, own)[0] if one is opened[0] else own] = found.by_state()
+    return products
 
 
 def _sign_receipt(answering: Answering) -> SignReceipt | None:

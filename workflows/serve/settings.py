@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phasewise.serving.scheduling.scheduler_terms import DEFAULT_BATCH_TOKENS, DEFAULT_SEQUENCES
+from phasewise.workflows.opening.first_start import Remote
 from phasewise.workflows.opening.open_model import NATIVE, Weights
 from phasewise.workflows.serve.embedding import Embeddings
 from phasewise.workflows.serve.pools import Pools
 
+NO_REMOTE = Remote()
 ALONE = Pools()
 """One engine, which computes both phases."""
 
@@ -117,8 +119,8 @@ class ServeSettings:
     """All settings of a server.
 
     `pools`: which cores compute prompts and answers in instances of their own; none: one engine does both.
-    `length_log`: file that prompts' token ids and answers' lengths are appended to. `db`: URL or file of the
-    tuning database.
+    `length_log`: file that prompts' token ids and answers' lengths are appended to. `remote`: where a
+    start pulls from. `db`: URL or file of the tuning database.
     """
 
     listening: Listening = Listening()
@@ -131,4 +133,5 @@ class ServeSettings:
     pools: Pools = ALONE
     embeddings: Embeddings = Embeddings()  # noqa: RUF009 (frozen)
     length_log: Path | None = None
+    remote: Remote = NO_REMOTE
     db: str | None = None

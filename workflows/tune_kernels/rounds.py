@@ -207,7 +207,7 @@ def tune_round(
     scope = Scope(key, kernel_abi("gemm"), __version__, since_ms)
     attention: TuningOutcome | None = None
     native = NativeEvaluator(one.cores, total_bytes)
-    evaluator = _OnFirstCore(native, one.cores[0])
+    evaluator = OnFirstCore(native, one.cores[0])
     try:
         os.sched_setaffinity(0, everywhere)  # the team has just put this thread on its first core
         worths = one.worths(lambda problem: bound_s(one, roofline, problem))
@@ -242,7 +242,7 @@ def _on_core(core: int) -> Iterator[None]:
         os.sched_setaffinity(0, everywhere)
 
 
-class _OnFirstCore:
+class OnFirstCore:
     """An evaluator whose caller, the team's first thread, is on the team's first core while it times.
 
     Between timings the thread may run on any core. Otherwise all processes that tune for these cores would

@@ -14,12 +14,14 @@ from phasewise.kerneldb.store import open_store
 from phasewise.kerneldb.upkeep import tidy
 from phasewise.serving.models.forward import attention_problem
 from phasewise.topology import Machine
+from phasewise.tuner.first_duels import FIRST_S, FIRST_SHARE
 from phasewise.tuner.ledger import Scope
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.plans import Phase, ServicePlan, default_plan, machine_key
 from phasewise.tuner.tuning_run import TuningProgress
 from phasewise.workflows.report import Report
 from phasewise.workflows.tune_kernels.for_plans import kernel_rounds
+from phasewise.workflows.tune_kernels.hints import fight_hints
 from phasewise.workflows.tune_kernels.rounds import (
     Round,
     Shape,
@@ -83,6 +85,8 @@ def tune_rounds(
     deadline_s = time.monotonic() + budget_s * (1 - BUDGET_SHARE)
     done: list[TunedRound] = []
     with open_store(db, report) as store, lock.working(budget_s):
+        if resume:
+            fight_hints(rounds, machine, store, min(FIRST_S, FIRST_SHARE * budget_s), lock, report)
         for number, one in enumerate(rounds):
             share_s = (deadline_s - time.monotonic()) / (len(rounds) - number)
             problems = [] if model is None else storage_problems(model, one)

@@ -89,6 +89,8 @@ def _is_wanted(plan: PlanRecord, model: str | None, phase: PhaseName | None) -> 
 
 
 def _contents(name: str, plans: list[PlanRecord], listed: ListedSchedules) -> dict[str, Any]:
+    from phasewise.kerneldb.shipped import shipped_measurements
+
     machines = database_json.labels([*listed.machines, *(plan.origin.machine for plan in plans)])
     return {
         "database": name,
@@ -98,6 +100,7 @@ def _contents(name: str, plans: list[PlanRecord], listed: ListedSchedules) -> di
             for section, one in listed.shown
         ],
         "machines": database_json.machine_fields(machines),
+        "shipped": len(shipped_measurements()),
     }
 
 

@@ -50,7 +50,10 @@ def push(
     users_kernels: UserKernelsOption = False,
     plans: NoPlansOption = True,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print every line that would leave; send nothing")
+        bool,
+        typer.Option(
+            "--dry-run", help="print every line that would leave, and name its fields; send nothing"
+        ),
     ] = False,
     sign: Annotated[Path | None, typer.Option(metavar="KEY", help="sign the index with this SSH key")] = None,
     digest: DigestOption = None,
@@ -70,7 +73,9 @@ def push(
 
     leaving = Leaving(tuple(signature or ()), named_kinds(plans, step_times, users_kernels))
     if dry_run:
-        _tell(preview(db, leaving, write_out, note))
+        found = preview(db, leaving, write_out, note)
+        _tell(found.bundles)
+        note(f"fields that would leave: {', '.join(found.fields)}")
         return
     done = push_rows(remote, db, leaving, Trust(digest, allowed_signers), sign, note)
     if as_json:

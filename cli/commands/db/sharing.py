@@ -57,6 +57,9 @@ def export(
     step_times: StepTimesOption = False,
     users_kernels: UserKernelsOption = False,
     plans: NoPlansOption = True,
+    in_use: Annotated[
+        bool, typer.Option("--in-use", help="of schedules only those in use, each with its newest timing")
+    ] = False,
     db: DbOption = None,
 ) -> None:
     """Print all schedules, their timings and promotions, and plans, as JSON lines, to be shared.
@@ -68,7 +71,7 @@ def export(
     from phasewise.workflows.database.sharing import export_rows
 
     also = named_kinds(plans, step_times, users_kernels)
-    found = export_rows(db, signature or (), write_out, also, report=note)
+    found = export_rows(db, signature or (), write_out, also, report=note, in_use=in_use)
     note(f"{counted(found.n_rows, 'row')} of {counted(len(found.machines), 'kind')} of machine")
 
 
@@ -226,6 +229,9 @@ def gc(
 ) -> None:
     """Delete the rows of earlier builds of this machine's kernels; with --keep summarise slow schedules.
 
+    A build whose winners wait to be timed again by `tune-kernels` stays, and is
+    told.
+
     Of a schedule that lost, one timing stays, with the least, the quartiles and
     the largest of its samples. `tune-kernels` does so by itself, keeping 16, where
     more than 100,000 timings are of this kind of machine.
@@ -238,9 +244,12 @@ def gc(
     with existing_store(db, note) as store:
         found = collect_garbage(store, kernel_abis(), keep, dry_run=dry_run)
     if as_json:
-        print_json({"dry_run": dry_run, "deleted": dict(found.deleted), "summarised": found.summarised})
+        told = {"deleted": dict(found.deleted), "summarised": found.summarised, "spared": dict(found.spared)}
+        print_json({"dry_run": dry_run, **told})
         return
     counts = [counted(count, table.replace("_", " ")) for table, count in found.deleted.items() if count]
     say(f"{'would delete' if dry_run else 'deleted'} {', '.join(counts) or 'nothing'}")
+    for build, winners in found.spared.items():
+        say(f"{build} stays: {counted(winners, 'winner')} of it wait to be timed again by tune-kernels")
     if keep is not None:
         say(f"{'would summarise' if dry_run else 'summarised'} {counted(found.summarised, 'timing')}")

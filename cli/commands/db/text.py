@@ -55,6 +55,8 @@ def print_contents(fields: dict[str, Any], listed: ListedSchedules) -> None:
         if (left := sections[title] - len(chosen)) > 0:
             say(f"... and {left} more: --wide prints all, --m N those for N rows\n")
     print_machines(fields["machines"])
+    shipped = counted(fields["shipped"], "schedule")
+    say(textwrap.fill(f"Beside it, in the package: {shipped}, lowest in trust and timed before use", WIDTH))
 
 
 def _shortened(text: str, limit: int) -> str:

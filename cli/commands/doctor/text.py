@@ -26,12 +26,19 @@ def doctor_fields(host: Host, findings: Sequence[Finding]) -> dict[str, Any]:
         "findings": [asdict(finding) | {"severity": finding.severity.name} for finding in findings],
         "checks": list(CHECKS),
         "not_examined": list(not_examined(host)),
+        "products": None if host.tuned is None else host.tuned.products.by_state(),
+        "shipped": None if host.tuned is None else host.tuned.shipped,
+        "kernels": None
+        if host.build is None
+        else {"names": list(host.build.kernel_abis), "reference": host.build.is_reference},
     }
 
 
 def doctor_lines(host: Host, findings: Sequence[Finding], encoding: str) -> list[str]:
     """The whole text in lines of at most 80 characters, all of which `encoding` can write."""
     lines = _wrap("", f"{host.machine.source}: {count_words(host.machine)}")
+    for fact in _facts(host):
+        lines += _wrap("", fact)
     for number, finding in enumerate(findings, start=1):
         lines += ["", *_wrap(f"{number}. {finding.severity.name}: ", finding.title)]
         lines += list(_details(finding))
@@ -46,6 +53,26 @@ def doctor_lines(host: Host, findings: Sequence[Finding], encoding: str) -> list
     if missing:
         lines += _wrap("", f"Not told here, so not examined: {', '.join(missing)}.")
     return [line.encode(encoding, "replace").decode(encoding) for line in lines]
+
+
+def _facts(host: Host) -> Iterator[str]:
+    """The state of what was tuned, and of the kernels that it was tuned for; no finding follows from it."""
+    if host.tuned is not None:
+        yield f"Products of these cores: {host.tuned.products.describe()}."
+        if host.tuned.shipped:
+            yield (
+                f"The package brings {counted(host.tuned.shipped, 'schedule')} for such cores: lowest in "
+                "trust, timed here before any is used."
+            )
+    if host.build is not None:
+        yield f"Kernels: {_REFERENCE[host.build.is_reference]}."
+
+
+_REFERENCE = {
+    True: "the reference build's, so that timings of released wheels are for them",
+    False: "not the reference build's, so that timings of released wheels are hints here, timed first",
+    None: "of a checkout, which does not know the names of the reference build's",
+}
 
 
 def bits_fields(outcomes: Sequence[BitsOutcome]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from phasewise.cli.options import (
     phases_of,
 )
 from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, say
+from phasewise.workflows.opening.first_start import Remote
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,6 +85,31 @@ BudgetOption = Annotated[
     ),
 ]
 ResumeOption = Annotated[bool, typer.Option(help="use stored timings; --no-resume measures everything anew")]
+RemoteOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="REMOTE",
+        envvar="PHASEWISE_REMOTE",
+        help="a folder or https:// address, as for db pull: its schedules for cores like these are pulled "
+        "and timed first",
+    ),
+]
+RemoteDigestOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SHA256",
+        envvar="PHASEWISE_REMOTE_DIGEST",
+        help="believe the remote's index if it has this digest",
+    ),
+]
+RemoteSignersOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        envvar="PHASEWISE_REMOTE_SIGNERS",
+        help="believe the remote's index if one of these signed it",
+    ),
+]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="show what would be tuned; measure nothing")]
 
 
@@ -102,10 +128,17 @@ def tune_kernels(
     budget: BudgetOption = "10m",
     resume: ResumeOption = True,
     dry_run: DryRunOption = False,
+    remote: RemoteOption = None,
+    remote_digest: RemoteDigestOption = None,
+    remote_signers: RemoteSignersOption = None,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Tune the products of MODEL, or of --shapes, on this machine.
+
+    Schedules that won elsewhere are timed first, for a minute at most: those
+    of an earlier release or another compiler, imported ones, and those that
+    the package brings for such cores.
 
     Every timing is kept at once: interrupted, killed or out of budget, the same command goes on where it
     was, and a finished one times nothing. A schedule comes into use only after a comparison that proves it
@@ -131,6 +164,7 @@ def tune_kernels(
         original = None if against is None else (against, include or [], define or [])
         _tune_user_kernel(kernel, shapes, isa, original, machine, db, deadline_s, resume, as_json)
         return
+    _pull(Remote(remote, remote_digest, remote_signers), db, budget_s)
     rounds, opened = _rounds(machine, model, shapes, weight_format, phases_of(phase), max_m, threads, db)
     if dry_run:
         _print_plan(rounds, budget_s, resume, as_json)
@@ -139,6 +173,16 @@ def tune_kernels(
     _print_tuned(tuned, changes, resume, as_json)
     if tuned[-1].is_interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _pull(remote: Remote, db: str | None, budget_s: float) -> None:
+    """Import from a remote for cores like these, within half of the budget."""
+    from phasewise.tuner.first_duels import FIRST_S, FIRST_SHARE
+    from phasewise.workflows.opening.first_start import pull_what_fits
+
+    if remote.remote is not None:
+        remote.trust()
+        pull_what_fits(remote, db, min(FIRST_S, FIRST_SHARE * budget_s), note)
 
 
 def _tune_user_kernel(

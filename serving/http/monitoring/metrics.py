@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client import (
     CollectorRegistry,
@@ -59,6 +59,8 @@ class Gauges:
     n_access_lines_lost: Callable[[], int] = lambda: 0
     joules: Callable[[], Mapping[str, float]] = dict
     """Energy since the start, by zone of the machine; empty where it cannot be read."""
+    products: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """By model: how many products the tuning database knows, by state, as they were at the start."""
 
 
 @dataclass(slots=True)
@@ -217,6 +219,8 @@ class _Read(Collector):
             for zone, spent in joules.items():
                 family.add_metric((zone,), spent)
             yield family
+        if gauges.products:
+            yield self._of_products(gauges.products)
         yield _count("lengths_lost", "lines the length log does not have", gauges.n_lengths_lost())
         yield _count("access_lines_lost", "lines the access log does not have", gauges.n_access_lines_lost())
         load = gauges.load()
@@ -224,6 +228,17 @@ class _Read(Collector):
             yield from _of_loads(self._by_labels(load), self._model)
             if load.hand_overs is not None:
                 yield from _of_hand_overs(load.hand_overs)
+
+    def _of_products(self, products: Mapping[str, Mapping[str, int]]) -> Family:
+        family = GaugeMetricFamily(
+            "phasewise_products",
+            "products of the model in the tuning database at the start, by state",
+            labels=(*self._model, "state"),
+        )
+        for model, states in products.items():
+            for state, count in states.items():
+                family.add_metric((model, state) if self._model else (state,), count)
+        return family
 
     def _by_labels(self, load: EngineLoad) -> dict[Labels, EngineLoad]:
         if not self._model:
@@ -283,10 +298,10 @@ def _of_loads(loads: Mapping[Labels, EngineLoad], names: Labels) -> Iterator[Fam
 
 
 def _families(rows: Sequence[Row], states: Mapping[Labels, object], names: Labels) -> Iterator[Family]:
-    for name, meaning, field, kind in rows if states else ():
+    for name, meaning, read_from, kind in rows if states else ():
         family = kind(f"phasewise_{name}", meaning, labels=names)
         for labels, state in states.items():
-            family.add_metric(labels, getattr(state, field))
+            family.add_metric(labels, getattr(state, read_from))
         yield family
 
 

@@ -266,9 +266,9 @@ def test_collecting_garbage_says_what_goes_and_what_went(tuned: Path) -> None:
         "problem": 0,
         "schedule": 0,
     }
-    assert run_json("gc", "--dry-run") == {"dry_run": True, "deleted": deleted, "summarised": 0}
+    assert run_json("gc", "--dry-run") == {"dry_run": True, "deleted": deleted, "summarised": 0, "spared": {}}
     assert run("gc", "--dry-run") == "would delete 1 measurement\n"
-    assert run_json("gc") == {"dry_run": False, "deleted": deleted, "summarised": 0}
+    assert run_json("gc") == {"dry_run": False, "deleted": deleted, "summarised": 0, "spared": {}}
     assert run("gc") == "deleted nothing\n"
     assert run_json("gc", "--keep", "1")["deleted"]["measurement"] == 0, "one is fast, one in use"
     assert {one["standing"] for one in run_json("show")["schedules"]} == {"in use", "measured"}

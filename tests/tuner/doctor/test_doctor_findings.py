@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from phasewise.kerneldb.product_counts import ProductCounts
 from phasewise.topology import read_machine
 from phasewise.tuner.conditions import Conditions
 from phasewise.tuner.doctor import CHECKS, Host, IsaUse, Severity, TunedCounts, examine, not_examined
@@ -251,6 +252,12 @@ PLANTS: dict[str, tuple[str, Severity, Plant, str]] = {
         Severity.medium,
         Plant(told={"tuned": TunedCounts("tuning.db", 0, 12)}),
         "0 service plans, 12 kernel timings",
+    ),
+    "tuned before an upgrade": (
+        "tuned-before-upgrade",
+        Severity.medium,
+        Plant(told={"tuned": TunedCounts("tuning.db", 2, 12, ProductCounts(tuned=4, set_aside=3))}),
+        "4 tuned here, 0 imported of which 0 verified, 3 set aside",
     ),
 }
 

@@ -1,0 +1,120 @@
+"""Hints: schedules that won elsewhere, which are timed here before anything is believed of them.
+
+Elsewhere is another build of the same kernels on this machine (a release ago, or by another compiler),
+another machine of this kind, or the project's own figures in the package (`shipped`). A hint is never used
+unseen: a duel here decides, and its verdict is what serving reads. A product that has a verdict of this build
+has no hint, and neither has a schedule that this build timed here and did not promote.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol, TypeAlias
+
+from phasewise.kerneldb.records import MachineKey, Measurement, Problem, Schedule
+
+
+class HintTrust(IntEnum):
+    """The source of a hint, the most trusted first."""
+
+    OTHER_BUILD = 0
+    """In use here under another build of the kernels."""
+    IMPORTED = 1
+    SHIPPED = 2
+    """In the package: read-only, and lowest in trust."""
+
+    def describe(self) -> str:
+        """In words, for people."""
+        return ("of another build of the kernels", "imported", "of the package")[self]
+
+
+@dataclass(frozen=True)
+class Hint:
+    """The timing of a schedule that was in use elsewhere."""
+
+    measurement: Measurement
+    trust: HintTrust
+
+    @property
+    def problem(self) -> Problem:
+        """The product that it is about."""
+        return self.measurement.problem
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule that won there."""
+        return self.measurement.sample.schedule
+
+
+class HintStore(Protocol):
+    """The part of a store that hints are read from."""
+
+    def promoted_measurements(self, machine: MachineKey, *, verified: bool) -> list[Measurement]: ...
+
+    def measurements(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> list[Measurement]: ...
+
+
+Hints: TypeAlias = Mapping[Problem, Hint]
+
+
+def waiting_hints(
+    store: HintStore, machine: MachineKey, kernel_abi: str, shipped: Iterable[Measurement] = ()
+) -> Hints:
+    """The hints for products of one build of a kernel family on one kind of machine.
+
+    Of a weight all have the arithmetic of the most trusted one, since its products must agree in it.
+    """
+    own = store.promoted_measurements(machine, verified=True)
+    judged = {row.problem for row in own if row.kernel_abi == kernel_abi}
+    sources = {
+        HintTrust.OTHER_BUILD: own,
+        HintTrust.IMPORTED: store.promoted_measurements(machine, verified=False),
+        HintTrust.SHIPPED: [row for row in shipped if row.origin.machine == machine],
+    }
+    found = [
+        Hint(row, trust)
+        for trust, rows in sources.items()
+        for row in rows
+        if row.problem not in judged and same_kernels(row.kernel_abi, kernel_abi)
+    ]
+    found.sort(
+        key=lambda one: (
+            one.trust,
+            one.measurement.kernel_abi != kernel_abi,
+            -one.measurement.origin.created_at_ms,
+        )
+    )
+    arithmetics: dict[object, tuple[str, int]] = {}
+    best: dict[Problem, Hint] = {}
+    for one in found:
+        problem, schedule = one.problem, one.schedule
+        weight = (problem.family, problem.format, problem.n, problem.k)
+        own_way = (schedule.compute_path, schedule.k_parts)
+        if arithmetics.setdefault(weight, own_way) == own_way:
+            best.setdefault(problem, one)
+    return {
+        problem: one
+        for problem, one in best.items()
+        if not _was_timed(store, problem, one.schedule, machine, kernel_abi)
+    }
+
+
+def _was_timed(
+    store: HintStore, problem: Problem, schedule: Schedule, machine: MachineKey, kernel_abi: str
+) -> bool:
+    rows = store.measurements(problem, machine, kernel_abi)
+    return any(row.origin.verified and row.sample.schedule == schedule for row in rows)
+
+
+def same_kernels(one: str, other: str) -> bool:
+    """True of two builds of one family for one instruction set, e.g. `gemm-avx2-5f1c9e2b7a04` and another."""
+    return one.rpartition("-")[0] == other.rpartition("-")[0]
+
+
+def counts_told(hints: Iterable[Hint]) -> str:
+    """E.g. `12 of another build of the kernels, 3 imported`; empty where there are none."""
+    counts = Counter(one.trust for one in hints)
+    return ", ".join(f"{counts[trust]} {trust.describe()}" for trust in HintTrust if counts[trust])

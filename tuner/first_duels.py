@@ -1,0 +1,60 @@
+"""The order in which schedules that won elsewhere are tried here: where most seconds are at stake, first.
+
+A claim is a stranger's word, so it does not count: what counts is the least time that a product takes on
+these cores, times the number of its uses in a step. At the load of one conversation a step has the fewest
+rows or the most, so those come before the numbers of rows between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from phasewise.kerneldb.hints import Hints
+from phasewise.kerneldb.records import Problem, Schedule
+from phasewise.tuner.search.space import arithmetic_of
+from phasewise.tuner.task_division import Task
+from phasewise.tuner.tuning_run import Hinted
+
+FIRST_S = 60.0
+"""The most time that hints get: before a server's start, and at the beginning of a tuning run."""
+FIRST_SHARE = 0.5
+"""And the most of a tuning run's budget."""
+
+
+def in_order_of_worth(
+    tasks: Sequence[Task],
+    hints: Hints,
+    obstacle: Callable[[Problem, Schedule], str | None],
+    step_s: Callable[[Problem], float],
+) -> list[Hinted]:
+    """The hints for these tasks that can run here and are not the default. step_s: of a product, in a step.
+
+    A hint in the default arithmetic is tried alone; others of a weight together, which change all or none.
+    """
+    found = [one for task in tasks for one in _hinted(task, hints, obstacle)]
+
+    def worth(one: Hinted) -> tuple[bool, float]:
+        ends = {one.task.ms[0], one.task.ms[-1]}
+        seconds = sum(step_s(one.task.problem(m)) for m in one.schedules)
+        return ends.isdisjoint(one.schedules), -seconds
+
+    return sorted(found, key=worth)
+
+
+def _hinted(
+    task: Task, hints: Hints, obstacle: Callable[[Problem, Schedule], str | None]
+) -> Iterator[Hinted]:
+    schedules = {
+        m: hints[problem].schedule
+        for m, problem in zip(task.ms, task.problems, strict=True)
+        if problem in hints
+        and hints[problem].schedule != task.group.default(m)
+        and obstacle(problem, hints[problem].schedule) is None
+    }
+    if not schedules:
+        return
+    arithmetic = arithmetic_of(next(iter(schedules.values())))
+    if arithmetic == task.group.arithmetics[0]:
+        yield from (Hinted(task, {m: one}) for m, one in schedules.items())
+    elif arithmetic in task.group.arithmetics:
+        yield Hinted(task, schedules)

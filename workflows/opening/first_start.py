@@ -1,0 +1,132 @@
+"""A first start that is tuned: what a remote has for cores like these is pulled, fought over, then used.
+
+All of it takes FIRST_S at most, and what has begun then is ended. A remote that cannot be reached or
+believed costs one line: the start goes on with what is here. No schedule that was pulled is used before it
+won a duel here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phasewise.kerneldb.errors import KernelDbError
+from phasewise.workflows.errors import UsageError
+from phasewise.workflows.report import Report
+
+if TYPE_CHECKING:
+    from phasewise.kerneldb.product_counts import ProductCounts
+    from phasewise.topology import Machine
+    from phasewise.tuner.plans import Phase, ServicePlan
+    from phasewise.workflows.database.signed_index import Trust
+    from phasewise.workflows.opening.open_model import OpenModel, Weights
+    from phasewise.workflows.tune_kernels.rounds import Round
+
+MOST_BYTES = 64 * 2**20
+"""The most of one bundle at a start; a larger one is left to `db pull`."""
+MOST_ROWS = 512
+"""Most rows of a product: the engine computes no more at once."""
+
+Plans = Mapping["Phase", "ServicePlan"]
+
+
+@dataclass(frozen=True)
+class Remote:
+    """The remote of a start, and the reason to believe it: a pinned digest of its index, or signers' keys."""
+
+    remote: str | None = None
+    remote_digest: str | None = None
+    remote_signers: Path | None = None
+
+    def trust(self) -> Trust:
+        """UsageError where there is no reason to believe the remote."""
+        from phasewise.workflows.database.signed_index import Trust
+
+        found = Trust(self.remote_digest, self.remote_signers)
+        if not found.is_given:
+            raise UsageError(
+                "--remote is believed by --remote-digest, which its owner tells you, or by --remote-signers, "
+                "a file of their public keys"
+            )
+        return found
+
+
+def pull_what_fits(remote: Remote, db: str | None, seconds: float, report: Report) -> None:
+    """Import what the remote has for cores like these, unless its index was pulled before. Never raises for
+    what the remote is or holds: it is told in one line.
+    """
+    from phasewise.kerneldb.location import redacted
+    from phasewise.workflows.database.remote import PullLimits, pull
+
+    if remote.remote is None:
+        return
+    try:
+        limits = PullLimits(seconds, MOST_BYTES, only_news=True)
+        pulled = pull(remote.remote, db, remote.trust(), limits=limits, report=report)
+    except KernelDbError as error:
+        report(f"nothing is pulled, and the start goes on: {error}")
+        return
+    if pulled.taken.read:
+        report(
+            f"{redacted(remote.remote)}: {pulled.taken.added} rows added, {pulled.taken.known} known already"
+        )
+
+
+def fight_first(
+    found: OpenModel,
+    plans: Sequence[Plans],
+    weights: Weights,
+    db: str | None,
+    machine: Machine,
+    seconds: float,
+    report: Report,
+) -> OpenModel:
+    """The model with the schedules that are in use after hints for its products were fought over.
+
+    plans: each set of plans that it runs by, one for each instance.
+    """
+    from phasewise.kerneldb.store import open_store
+    from phasewise.tuner.measurement_lock import user_lock
+    from phasewise.workflows.opening.open_model import schedules_under
+    from phasewise.workflows.tune_kernels.hints import fight_hints
+
+    deadline_s, lock = time.monotonic() + seconds, user_lock(report)
+    rounds = [one for own in plans for one in _rounds(found, own, machine)]
+    with open_store(db, report) as store, lock.working(seconds):
+        done = fight_hints(rounds, machine, store, deadline_s - time.monotonic(), lock, report)
+    if not any(one.promoted for one in done):
+        return found
+    return replace(found, schedules=schedules_under(found.plans, weights, db, machine, report))
+
+
+def products_of(
+    found: OpenModel, plans: Sequence[Plans], db: str | None, machine: Machine
+) -> ProductCounts | None:
+    """Numbers of products of the model: tuned, imported, verified; None where there is no database."""
+    from phasewise.cython_kernels._native import kernel_abis
+    from phasewise.kerneldb.location import locate
+    from phasewise.kerneldb.product_counts import count_products
+    from phasewise.kerneldb.store import open_store
+    from phasewise.topology import core_signature
+    from phasewise.tuner.plans import machine_key
+
+    if locate(db).is_absent:
+        return None
+    products = {
+        (problem, machine_key(machine, one.cores))
+        for own in plans
+        for one in _rounds(found, own, machine)
+        for task in (*one.tasks, *([one.attention] if one.attention else []))
+        for problem in task.problems
+    }
+    with open_store(db) as store:
+        return count_products(store, core_signature(machine), kernel_abis(), products)
+
+
+def _rounds(found: OpenModel, plans: Plans, machine: Machine) -> Sequence[Round]:
+    from phasewise.workflows.tune_kernels.run import rounds_of_model
+
+    return rounds_of_model(replace(found, plans=plans), machine, [*plans], MOST_ROWS)

@@ -1,0 +1,126 @@
+"""Schedules that won elsewhere, timed here first: at the start of a tuning run, and of a server."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from phasewise._version import __version__
+from phasewise._words import counted
+from phasewise.cython_kernels._native import kernel_abi
+from phasewise.kerneldb.hints import Hint, counts_told, waiting_hints
+from phasewise.kerneldb.records import MachineKey, Measurement, Problem
+from phasewise.kerneldb.shipped import shipped_measurements
+from phasewise.kerneldb.store import Store
+from phasewise.serving.ranks.rank_teams import keeping_affinity
+from phasewise.topology import Machine
+from phasewise.tuner.first_duels import in_order_of_worth
+from phasewise.tuner.ledger import Ledger, Scope
+from phasewise.tuner.measurement_lock import MeasurementLock
+from phasewise.tuner.native import NativeEvaluator
+from phasewise.tuner.obstacles import obstacle
+from phasewise.tuner.plans import machine_key
+from phasewise.tuner.task_division import Task
+from phasewise.tuner.tuning_run import Hinted, HintsOutcome, ScheduleEvaluator, Tools, settle_hints
+from phasewise.tuner.weights import cold_bytes
+from phasewise.workflows.report import Report
+from phasewise.workflows.tune_kernels.rounds import OnFirstCore, Round
+
+MULTIPLY_ADDS_A_BYTE = 16
+"""In the time in which a core reads a byte of a weight; only an order follows from it."""
+
+FAMILIES = ("gemm", "attention")
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """Hints of one round and one family, in the order in which they are tried."""
+
+    round: Round
+    machine: MachineKey
+    family: str
+    hinted: Sequence[Hinted]
+    hints: Sequence[Hint]
+
+
+def fight_hints(
+    rounds: Sequence[Round],
+    machine: Machine,
+    store: Store,
+    budget_s: float,
+    lock: MeasurementLock,
+    report: Report,
+) -> list[HintsOutcome]:
+    """Time what won elsewhere for these products, for at most `budget_s`, and use what a duel proves faster.
+
+    A batch of timings that has begun then is ended. Nothing is timed, or said, where no hint waits, or where
+    the database is only read.
+    """
+    deadline_s = time.monotonic() + budget_s
+    waiting = waiting_of(rounds, machine, store) if store.writable else []
+    if not waiting:
+        return []
+    told = counts_told(hint for one in waiting for hint in one.hints)
+    report(f"timing schedules that won elsewhere, {round(budget_s)} s at most: {told} ...")
+    done = [_fight(one, machine, store, deadline_s - time.monotonic(), lock, report) for one in waiting]
+    timed, promoted = (sum(getattr(one, name) for one in done) for name in ("timed", "promoted"))
+    report(f"{promoted} of {counted(timed, 'product')} that were timed run faster by them, and use them")
+    return done
+
+
+def waiting_of(rounds: Sequence[Round], machine: Machine, store: Store) -> list[_Waiting]:
+    """The hints that wait for these products, weights first."""
+    shipped: list[Measurement] | None = None
+    found = []
+    for one in rounds:
+        key = machine_key(machine, one.cores)
+        if shipped is None:
+            shipped = shipped_measurements(key.core_sig)
+        for family in FAMILIES:
+            tasks = _tasks(one, family)
+            hints = waiting_hints(store, key, kernel_abi(family), shipped)
+            hinted = in_order_of_worth(tasks, hints, obstacle, _work_of(one))
+            own = [hints[hint.task.problem(m)] for hint in hinted for m in hint.schedules]
+            if hinted:
+                found.append(_Waiting(one, key, family, hinted, own))
+    return found
+
+
+def _tasks(one: Round, family: str) -> Sequence[Task]:
+    if family == "gemm":
+        return one.tasks
+    return [one.attention] if one.attention else []
+
+
+def _work_of(one: Round) -> Callable[[Problem], float]:
+    """The work of a product in a step, in bytes read; attention counts once."""
+
+    def work(problem: Problem) -> float:
+        if problem.family != "gemm":
+            return float(problem.n * problem.m)
+        multiply_adds = problem.n * problem.k * problem.m
+        return one.uses(problem) * max(one.weight_bytes(problem), multiply_adds / MULTIPLY_ADDS_A_BYTE)
+
+    return work
+
+
+@keeping_affinity()
+def _fight(
+    waiting: _Waiting,
+    machine: Machine,
+    store: Store,
+    budget_s: float,
+    lock: MeasurementLock,
+    report: Report,
+) -> HintsOutcome:
+    everywhere = os.sched_getaffinity(0)
+    cores = waiting.round.cores
+    with closing(NativeEvaluator(cores, cold_bytes(machine))) as native:
+        os.sched_setaffinity(0, everywhere)  # the team has just put this thread on its first core
+        evaluator: ScheduleEvaluator = OnFirstCore(native, cores[0])
+        scope = Scope(waiting.machine, kernel_abi(waiting.family), __version__)
+        tools = Tools(evaluator, Ledger(store, scope), lock=lock)
+        return settle_hints(waiting.hinted, tools, budget_s)
