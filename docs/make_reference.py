@@ -35,7 +35,9 @@ A flag that has no effect in the way that a command is run is wrong usage: the l
 the configuration file stands for many runs: where one cannot follow it, it is left out, and `serve` says so in a line.
 """
 
-FOR_RESEARCH = "To compare policies, lines of the configuration file (no answer changes, and no help shows them):"
+FOR_RESEARCH = (
+    "To compare policies, lines of the configuration file (no answer changes, and no help shows them):"
+)
 
 
 def commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:

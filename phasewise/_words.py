@@ -40,7 +40,9 @@ def meant(word: str, names: Iterable[str]) -> str:
     either case of letters. Else nothing. The end of a message.
     """
     written = {name.lower(): name for name in sorted(names)}
-    begun = [name for name in written if name.startswith(word.lower())] if len(word) >= LEAST_BEGINNING else []
+    begun = (
+        [name for name in written if name.startswith(word.lower())] if len(word) >= LEAST_BEGINNING else []
+    )
     near = begun if 0 < len(begun) <= MOST_MEANT else difflib.get_close_matches(word.lower(), written, n=1)
     *others, last = [written[name] for name in near] or [""]
     return f"; did you mean {', '.join(others)}{' or ' if others else ''}{last}?" if last else ""

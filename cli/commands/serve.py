@@ -207,7 +207,8 @@ _KV = option_set(
     kv_format=KvFormatOption,
     kv_policy=_for_research(
         "how KV slots are given to requests: odma, static, fixed or paged",
-        kind=KvPolicy, envvar="PHASEWISE_KV_POLICY"
+        kind=KvPolicy,
+        envvar="PHASEWISE_KV_POLICY",
     ),
     no_prefix_reuse=_for_research(
         "compute a prompt's beginning again even if its keys and values are still there", "--no-prefix-reuse"

@@ -49,7 +49,11 @@ def test_a_full_disk_is_one_line() -> None:
             1,
             "/no/keys cannot be read: No such file or directory\n",
         ),
-        (("serve", "no-such-one"), 1, "no model 'no-such-one': give a .gguf file, a Hugging Face directory, "),
+        (
+            ("serve", "no-such-one"),
+            1,
+            "no model 'no-such-one': give a .gguf file, a Hugging Face directory, ",
+        ),
         (("serve", "smolm2-135m"), 1, "no model 'smolm2-135m'; did you mean smollm2-135m-instruct?\n"),
         (("serve", "SmolLM"), 1, "no model 'SmolLM'; did you mean smollm2-135m-instruct?\n"),
         (("generate", "x.gguf", "-p", "x", "--top-p", "3"), 2, "--top-p"),

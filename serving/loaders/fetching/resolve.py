@@ -14,9 +14,7 @@ from phasewise.serving.loaders.fetching.registry import KNOWN, KNOWN_ON_HUB, is_
 from phasewise.serving.loaders.formats.gguf_parts import part_paths, stem_of
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 
-KINDS_OF_NAMES = (
-    ": give a .gguf file, a Hugging Face directory, a hub name (org/name) or a known name (phasewise models list)"
-)
+KINDS_OF_NAMES = ": give a .gguf file, a Hugging Face directory, a hub name (org/name) or a known name (phasewise models list)"
 """The end of a line about a name that nothing is like."""
 
 Report = Callable[[str], None]
@@ -135,7 +133,9 @@ def _like(ref: str, is_path: bool, root: Path) -> set[str]:
     head, slash, _ = ref.rpartition("/")
     pattern = "*" if is_path else "*.gguf"
     try:
-        beside = {f"{head}{slash}{path.name}" for path in Path(head or slash or ".").expanduser().glob(pattern)}
+        beside = {
+            f"{head}{slash}{path.name}" for path in Path(head or slash or ".").expanduser().glob(pattern)
+        }
     except (OSError, RuntimeError, ValueError):
         beside = set()
     return beside if is_path else known_names(root) | beside
