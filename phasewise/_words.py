@@ -36,8 +36,8 @@ def plural(count: float, one: str, several: str | None = None) -> str:
 
 
 def meant(word: str, names: Iterable[str]) -> str:
-    """`; did you mean NAME?` for the few of `names` that begin with `word`, else for one that is much like it, in
-    either case of letters. Else nothing. The end of a message.
+    """`; did you mean NAME?`, the end of a message: the few of `names` that begin with `word`, else the one
+    that is much like it, in either case of letters. Else nothing.
     """
     written = {name.lower(): name for name in sorted(names)}
     begun = (

@@ -2,13 +2,13 @@
 
     python3 tests/check_image.py SCRATCH_DIR
 
-By buildah, as root. The two bases are made of Debian by debootstrap and apt, under the names that Containerfile
-gives them: no registry of images is asked. They compile for this machine's instruction set alone, which takes the
-shortest. Containerfile is linted by hadolint, from PyPI.
+By buildah, as root. The two bases are made of Debian by debootstrap and apt, under the names that
+Containerfile gives them: no registry of images is asked. They compile for this machine's instruction set
+alone, which takes the shortest. Containerfile is linted by hadolint, from PyPI.
 
-Both targets are built. What the image tells who runs it is compared with the guide; then the server of the one
-with a model inside runs as the image's user, in its file system, without any network: HEALTHCHECK turns good,
-a request is answered, and SIGTERM ends it with 0 within the time to stop that the guide gives.
+Both targets are built. What the image tells who runs it is compared with the guide; then the server of the
+one with a model inside runs as the image's user, in its file system, without any network: HEALTHCHECK turns
+good, a request is answered, and SIGTERM ends it with 0 within the time to stop that the guide gives.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ while not healthy():
     assert server.poll() is None and time.monotonic() < until, "the server is not ready"
     time.sleep(0.5)
 body = json.dumps({"model": command[2], "prompt": "The capital of France is", "max_tokens": 4}).encode()
-request = urllib.request.Request("http://127.0.0.1:8000/v1/completions", body, {"Content-Type": "application/json"})
+url, headers = "http://127.0.0.1:8000/v1/completions", {"Content-Type": "application/json"}
+request = urllib.request.Request(url, body, headers)
 answer = json.loads(urllib.request.urlopen(request, timeout=600).read())
 assert answer["usage"]["completion_tokens"] > 0, answer
 server.terminate()

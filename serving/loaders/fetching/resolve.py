@@ -14,7 +14,10 @@ from phasewise.serving.loaders.fetching.registry import KNOWN, KNOWN_ON_HUB, is_
 from phasewise.serving.loaders.formats.gguf_parts import part_paths, stem_of
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 
-KINDS_OF_NAMES = ": give a .gguf file, a Hugging Face directory, a hub name (org/name) or a known name (phasewise models list)"
+KINDS_OF_NAMES = (
+    ": give a .gguf file, a Hugging Face directory, a hub name (org/name)"
+    " or a known name (phasewise models list)"
+)
 """The end of a line about a name that nothing is like."""
 
 Report = Callable[[str], None]
