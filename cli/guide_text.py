@@ -1,4 +1,4 @@
-"""Pages of the guide as text for a terminal: they are Markdown, and stay so but for comments, pictures and links."""
+"""Pages of the guide as text for a terminal: Markdown, but for comments, pictures and links."""
 
 from __future__ import annotations
 
