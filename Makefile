@@ -29,14 +29,15 @@ help:              ## this list
 # The compiler's cache, where it is installed, is asked first.
 export PATH := $(if $(wildcard /usr/lib/ccache/gcc),/usr/lib/ccache:)$(PATH)
 
+# Modules are compiled when they are first imported: most never are.
 $(VENV)/.tools: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q "setuptools>=77" "cython>=3.0.11" "numpy>=1.26"
+	$(BIN)/pip install -q --no-compile "setuptools>=77" "cython>=3.0.11" "numpy>=1.26"
 	@touch $@
 
 # The kernels are compiled in place, beside this.
 $(VENV)/.installed: $(VENV)/.tools setup.cfg
-	PHASEWISE_ISA_BUILD=none $(BIN)/pip install -q --no-build-isolation -e .
+	PHASEWISE_ISA_BUILD=none $(BIN)/pip install -q --no-compile --no-build-isolation -e .
 	@touch $@
 
 $(VENV)/.built-$(ISA): $(VENV)/.tools setup.py $(KERNEL_SOURCES)
