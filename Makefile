@@ -21,7 +21,7 @@ MEETS_OUTSIDE := tests/kerneldb/test_store.py tests/kerneldb/test_portable.py te
 	tests/tuner/config/test_search_study.py::test_a_study_finds_what_the_walk_finds
 KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -o -name "*.pyx" -o -name "*.pxi")
 
-.PHONY: help setup build test test-all test-lowest test-torch test-ray test-soak test-cores test-arm test-asan fuzz-asan lint demo bench compare docs release-notes wheel wheels dist check-reproducible site clean
+.PHONY: help setup build test test-all test-lowest test-torch test-ray test-soak test-cores test-arm test-asan fuzz-asan lint demo bench compare docs release-notes wheel wheels dist check-reproducible check-systems check-image site clean
 
 help:              ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -29,14 +29,15 @@ help:              ## this list
 # The compiler's cache, where it is installed, is asked first.
 export PATH := $(if $(wildcard /usr/lib/ccache/gcc),/usr/lib/ccache:)$(PATH)
 
+# Modules are compiled when they are first imported: most never are.
 $(VENV)/.tools: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q "setuptools>=77" "cython>=3.0.11" "numpy>=1.26"
+	$(BIN)/pip install -q --no-compile "setuptools>=77" "cython>=3.0.11" "numpy>=1.26"
 	@touch $@
 
 # The kernels are compiled in place, beside this.
 $(VENV)/.installed: $(VENV)/.tools setup.cfg
-	PHASEWISE_ISA_BUILD=none $(BIN)/pip install -q --no-build-isolation -e .
+	PHASEWISE_ISA_BUILD=none $(BIN)/pip install -q --no-compile --no-build-isolation -e .
 	@touch $@
 
 $(VENV)/.built-$(ISA): $(VENV)/.tools setup.py $(KERNEL_SOURCES)
@@ -168,6 +169,17 @@ dist:              ## all that a release publishes, in dist/: wheels, sdist, con
 check-reproducible: ## a wheel and an sdist built twice, compared byte by byte
 	rm -rf build/twice
 	$(PYTHON) tests/check_reproducible.py build/twice
+
+build/tiny.gguf: setup
+	@mkdir -p build
+	@$(BIN)/python -c "from pathlib import Path; from tests.support.models.tiny_models import write_tiny_gguf; \
+		write_tiny_gguf(Path('$@'))"
+
+check-systems: build/tiny.gguf ## every wheel of dist/ in Debian 12 and 13 without a compiler, as root; Arm emulated
+	for wheel in dist/*.whl; do $(PYTHON) tests/check_chroot.py $$wheel build/tiny.gguf build/systems || exit 1; done
+
+check-image:       ## the images of Containerfile, built by buildah as root and served from
+	$(PYTHON) tests/check_image.py build/image
 
 wheel: setup       ## a wheel in dist/
 	PHASEWISE_ISA_BUILD=all $(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .

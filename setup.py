@@ -36,6 +36,8 @@ ISA_BUILD = os.environ.get("PHASEWISE_ISA_BUILD", "all")
 ASKED_FLAGS = os.environ.get("CFLAGS", "").split()
 # Code that AddressSanitizer checks has many more instructions: at -O3 a source takes gcc 15 minutes.
 LEVEL = "-O1" if "-fsanitize=address" in ASKED_FLAGS else "-O3"
+# Portable C beside a set that this machine has is a reference: at -O3 it takes gcc twice the time.
+REFERENCE_LEVEL = "-O1"
 COMMON_FLAGS = [LEVEL, "-std=gnu11", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno"]
 COMMON_FLAGS.append("-fvisibility=hidden")
 if not any(flag.startswith("-g") for flag in ASKED_FLAGS):
@@ -85,7 +87,10 @@ class build_kernels(build_ext):
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             others = [pool.submit(self.compile_source, ext, source) for source in ext.sources]  # doors first
             units = [(isa, unit) for isa in reversed(isas) for unit in UNITS]
-            kernels = [pool.submit(self.compile_unit, ext, isa, unit) for isa, unit in units]
+            reference = isas[0] if ISA_BUILD == "native" and len(isas) > 1 else None
+            kernels = [
+                pool.submit(self.compile_unit, ext, isa, unit, isa == reference) for isa, unit in units
+            ]
             objects = [done.result() for done in [*kernels, *others]]
         if not self.inplace:  # an earlier build's, with another suffix
             for earlier in Path(target).parent.glob("_native.*.so"):
@@ -130,14 +135,16 @@ class build_kernels(build_ext):
         print(f"{isa}: {self.compiler.compiler_so[0]} does not know its flags; built without")
         return False
 
-    def compile_unit(self, ext: Extension, isa: str, source: str) -> str:
+    def compile_unit(self, ext: Extension, isa: str, source: str, is_reference: bool) -> str:
         """A source of families/ for one instruction set. Its table tells the names of the others' code."""
-        flags = [*COMMON_FLAGS, *ISA_FLAGS[isa]]
+        flags, folder = [*COMMON_FLAGS, *ISA_FLAGS[isa]], isa
+        if is_reference:  # in another folder: a build of all instruction sets must not find it
+            flags, folder = [*flags, REFERENCE_LEVEL], "reference"
         after = [*flags, "-include", f"isa/{isa}.h"]
         if not source.endswith("table.c"):
-            return self.compile_with(ext, source, after, isa)
+            return self.compile_with(ext, source, after, folder)
         names = partial(abi_macros, KERNELS, isa, self.compiler.compiler_so, flags)
-        return self.compile_with(ext, source, after, isa, FAMILIES, names)
+        return self.compile_with(ext, source, after, folder, FAMILIES, names)
 
     def compile_source(self, ext: Extension, source: str) -> str:
         if not source.endswith("_native.c"):

@@ -15,9 +15,7 @@ from phasewise.workflows.unused_options import SAYS_WHAT_IS_UNUSED, GivenOption,
 
 MOST_USED = "Most used"
 OTHER_OPTIONS = "Options"
-RESEARCH = "To compare policies"
-"""Options that no user needs: they give the same answers by other ways."""
-HEADINGS_IN_ORDER = {MOST_USED: -1, OTHER_OPTIONS: 1, RESEARCH: 2}
+HEADINGS_IN_ORDER = {MOST_USED: -1, OTHER_OPTIONS: 1}
 """Places of headings that do not stand where their first option does."""
 EXIT_USAGE = 2
 
@@ -91,9 +89,11 @@ class GroupedCommand(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
         arguments: list[tuple[str, str]] = []
+        unseen: set[str] = set()
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is None:
+                unseen.update(parameter.opts)
                 continue
             if isinstance(parameter, TyperOption):
                 groups.setdefault(parameter.rich_help_panel or OTHER_OPTIONS, []).append(record)
@@ -105,7 +105,7 @@ class GroupedCommand(TyperCommand):
         for heading in sorted(groups, key=lambda one: HEADINGS_IN_ORDER.get(one, 0)):
             with formatter.section(heading):
                 formatter.write_dl(groups[heading])
-        if ways := ways_text(_path(ctx)):
+        if ways := ways_text(_path(ctx), unseen):
             with formatter.section("Without effect, and therefore refused"):
                 for where, flags in ways:
                     formatter.write(_filled(f"{where}:", 2, formatter.width))

@@ -1,4 +1,4 @@
-"""Pages of the guide as text for a terminal: they are Markdown, and stay so but for comments and links."""
+"""Pages of the guide as text for a terminal: Markdown, but for comments, pictures and links."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ GUIDE = Path(__file__).parents[0] / "guide"
 COLUMNS = 79
 """A terminal of 80 columns holds each line."""
 
-_COMMENT = re.compile(r"<!--.*?-->\n?", re.S)
+_NO_TEXT = re.compile(r"<!--.*?-->\n?|^!\[[^\]]*\]\([^)]*\)\n\n?", re.S | re.M)
+"""Comments, and pictures that stand alone."""
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)]*)\)")
 _GOES_ON = re.compile(r"(?![|#]| *- | *\d+\. ) *\S")
 _CAN_GO_ON = re.compile(r"(?![|#]) *\S")
@@ -37,7 +38,7 @@ def list_text() -> str:
 
 def page_text(name: str) -> str:
     """The page, its paragraphs filled, its tables set, each link written as what it says; code as it is."""
-    text = _COMMENT.sub("", (GUIDE / f"{name}.md").read_text(encoding="utf-8"))
+    text = _NO_TEXT.sub("", (GUIDE / f"{name}.md").read_text(encoding="utf-8"))
     parts = _FENCE.split(text)
     return "".join(part if part.startswith("```") else _filled(part) for part in parts)
 

@@ -35,6 +35,10 @@ A flag that has no effect in the way that a command is run is wrong usage: the l
 the configuration file stands for many runs: where one cannot follow it, it is left out, and `serve` says so in a line.
 """
 
+FOR_RESEARCH = (
+    "To compare policies, lines of the configuration file (no answer changes, and no help shows them):"
+)
+
 
 def commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Every command below `command` that does something, with its full name."""
@@ -51,9 +55,14 @@ def section(path: str, command: Any) -> str:
     context = typer.Context(command, info_name=path)
     usage = [re.sub(r"[{}]", "", piece) for piece in command.collect_usage_pieces(context)]
     lines = [f"## {path}", "", f"`{path} {' '.join(usage)}`", "", _paragraphs(command.help or "")]
-    rows = [_row(parameter) for parameter in command.params if parameter.name != "help"]
+    shown = [one for one in command.params if one.name != "help"]
+    research = [one for one in shown if getattr(one, "hidden", False)]
+    rows = [_row(one, _names(one)) for one in shown if one not in research]
     if rows:
         lines += ["", "| parameter | meaning | default | environment |", "|---|---|---|---|", *rows]
+    if research:
+        lines += ["", FOR_RESEARCH, "", "| line | meaning | default | environment |", "|---|---|---|---|"]
+        lines += [_row(one, _names(one).lstrip("-").replace("-", "_")) for one in research]
     return "\n".join(lines) + "\n"
 
 
@@ -61,18 +70,18 @@ def _paragraphs(text: str) -> str:
     return "\n\n".join(" ".join(part.split()) for part in text.replace("\b", "").split("\n\n"))
 
 
-def _row(parameter: Any) -> str:
-    is_argument = parameter.param_type_name == "argument"
-    names = (
-        (parameter.metavar or parameter.name.upper())
-        if is_argument
-        else ", ".join(parameter.opts + parameter.secondary_opts)
-    )
+def _names(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return str(parameter.metavar or parameter.name.upper())
+    return ", ".join(parameter.opts + parameter.secondary_opts)
+
+
+def _row(parameter: Any, names: str) -> str:
     meaning = " ".join((getattr(parameter, "help", None) or "").split())
     default = parameter.default
     shown = (
         ""
-        if default is None or callable(default) or is_argument
+        if default is None or callable(default) or parameter.param_type_name == "argument"
         else f"`{getattr(default, 'value', default)}`"
     )
     environment = parameter.envvar or ""

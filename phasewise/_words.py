@@ -14,6 +14,12 @@ NOTHING = "-"
 MOST_SHARE = 1.15
 """The highest share of a limit that two measurements of one minute give; one above it had too low a limit."""
 
+LEAST_BEGINNING = 3
+"""The letters of a name from which on it may be told what was meant."""
+
+MOST_MEANT = 4
+"""The most names that a line gives of those that a word begins."""
+
 LOW_LIMIT = "-: faster than the limit, which was measured while the machine was busy"
 """The line of a table with such a share."""
 
@@ -30,9 +36,16 @@ def plural(count: float, one: str, several: str | None = None) -> str:
 
 
 def meant(word: str, names: Iterable[str]) -> str:
-    """`; did you mean NAME?` where one of `names` is much like `word`, else nothing: the end of a message."""
-    near = difflib.get_close_matches(word, list(names), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    """`; did you mean NAME?`, the end of a message: the few of `names` that begin with `word`, else the one
+    that is much like it, in either case of letters. Else nothing.
+    """
+    written = {name.lower(): name for name in sorted(names)}
+    begun = (
+        [name for name in written if name.startswith(word.lower())] if len(word) >= LEAST_BEGINNING else []
+    )
+    near = begun if 0 < len(begun) <= MOST_MEANT else difflib.get_close_matches(word.lower(), written, n=1)
+    *others, last = [written[name] for name in near] or [""]
+    return f"; did you mean {', '.join(others)}{' or ' if others else ''}{last}?" if last else ""
 
 
 def counted(count: int, one: str, several: str | None = None) -> str:

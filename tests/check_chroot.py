@@ -5,7 +5,7 @@
 For the oldest Debian with Python 3.11 (bookworm) and the current one (trixie), or the suites that are named.
 Each is made by debootstrap in SCRATCH_DIR/SUITE-MACHINE, or used as it is where that is there already. The
 wheels of all dependencies are fetched here, for the system's own Python, and installed without an index. Then
-`doctor`, `generate`, and `serve` with a request run. Needs root, debootstrap and Debian's archive.
+`doctor`, `generate`, and `serve` with a request run. Needs root, debootstrap, iproute2 and Debian's archive.
 
 The machine is that of the wheel. Another one than this is emulated, by qemu-user through the kernel's binfmt
 (Debian: qemu-user-static, binfmt-support): slow, so the model should be a tiny one.
@@ -17,6 +17,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from check_manylinux import DEBIAN_NAMES
@@ -24,6 +25,7 @@ from check_manylinux import DEBIAN_NAMES
 SUITES = ("bookworm", "trixie")
 ARCHIVE = "http://deb.debian.org/debian"
 PACKAGES = "python3,python3-venv,ca-certificates"
+ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LC_ALL": "C.UTF-8"}
 PHASEWISE = "/venv/bin/phasewise"
 ASK = """
 import json, subprocess, time, urllib.request
@@ -49,11 +51,15 @@ assert server.wait(600) == 0
 """
 
 
-def in_system(root: Path, *command: str) -> str:
-    """What a command prints in the system at `root`, which has /proc and this machine's network."""
-    inside = ("unshare", "--mount", "--pid", "--fork", f"--mount-proc={root}/proc", "chroot", root)
-    environment = {"PATH": "/usr/sbin:/usr/bin:/bin", "HOME": "/root", "LC_ALL": "C.UTF-8"}
-    done = subprocess.run([*inside, *command], env=environment, capture_output=True, text=True, check=False)
+def in_system(
+    root: Path, *command: str, user: str = "0", environment: Mapping[str, str] = ENVIRONMENT
+) -> str:
+    """What a command prints in the system at `root`, with /proc and a loopback interface, no network."""
+    inside = ("unshare", "--mount", "--pid", "--net", "--fork", f"--mount-proc={root}/proc")
+    shell = ("sh", "-c", 'ip link set lo up; exec chroot --userspec="$0:$0" "$@"', user, root)
+    done = subprocess.run(
+        (*inside, *shell, *command), env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         sys.exit(f"{root.name}: {' '.join(command)[:200]} failed:\n{done.stdout}{done.stderr}")
     return done.stdout

@@ -7,7 +7,7 @@ or from the configuration file stands for many runs: where a run cannot follow i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -193,7 +193,7 @@ _SERVE = (
         instead="nothing is divided; leave that out",
     ),
     Way(
-        "with this --kv-policy",
+        "where kv_policy is static or paged",
         ("--predictor",),
         when=("--kv-policy=static", "--kv-policy=paged"),
         unless=_POOLS,
@@ -327,6 +327,7 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
 """By command, the ways in their order: an option that one leaves out is not set for those after it."""
 
 
-def ways_text(command: str) -> list[tuple[str, str]]:
-    """For help: each way of the command, and what it refuses."""
-    return [(way.where, ", ".join(way.refuses)) for way in WAYS.get(command, ())]
+def ways_text(command: str, unseen: Collection[str] = ()) -> list[tuple[str, str]]:
+    """For help: each way of the command, and what it refuses, without the flags that help does not show."""
+    ways = WAYS.get(command, ())
+    return [(way.where, ", ".join(flag for flag in way.refuses if flag not in unseen)) for way in ways]

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from phasewise.cli.command_app import MOST_USED, RESEARCH
+from phasewise.cli.command_app import MOST_USED
 from phasewise.cli.option_sets import opt, option_set, spread, under
 from phasewise.cli.options import (
     ArithmeticOption,
@@ -42,7 +42,8 @@ from phasewise.workflows.serve.settings import (
 
 _ENGINE = "Engine and memory"
 _in_sight = partial(opt, rich_help_panel=MOST_USED)
-_for_research = partial(opt, rich_help_panel=RESEARCH)
+_for_research = partial(opt, hidden=True)
+"""Settings to compare ways of doing the same, by the configuration file; the reference lists them."""
 
 
 KvPolicy = Literal["odma", "static", "fixed", "paged"]
@@ -206,7 +207,9 @@ _KV = option_set(
     ),
     kv_format=KvFormatOption,
     kv_policy=_for_research(
-        "how KV slots are given to requests", kind=KvPolicy, envvar="PHASEWISE_KV_POLICY"
+        "how KV slots are given to requests: odma, static, fixed or paged",
+        kind=KvPolicy,
+        envvar="PHASEWISE_KV_POLICY",
     ),
     no_prefix_reuse=_for_research(
         "compute a prompt's beginning again even if its keys and values are still there", "--no-prefix-reuse"

@@ -34,6 +34,7 @@ def test_a_page_keeps_its_commands_and_breaks_its_paragraphs_and_tables(name: st
     assert code == 0
     assert told == page_text(name)
     assert "<!--" not in told
+    assert not re.search("^!", told, flags=re.M)
     for command in (line for line in page.splitlines() if line.startswith("$ ")):
         assert command in told
     text = "".join(re.split(r"^```.*?^```$", told, flags=re.S | re.M))

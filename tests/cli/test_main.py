@@ -87,13 +87,20 @@ def test_help_lists_every_command_once_the_first_hour_first() -> None:
     assert set(listed) == registered
 
 
-def test_help_of_serve_begins_with_ten_options_and_ends_with_research() -> None:
+def test_help_of_serve_begins_with_ten_options() -> None:
     headings = _headings(phasewise("serve", "--help").stdout)
-    of_options = [heading for heading in headings if not heading.startswith(("Arguments", "Without effect"))]
 
-    assert of_options[0] == "Most used"
+    assert next(heading for heading in headings if not heading.startswith("Arguments")) == "Most used"
     assert len(headings["Most used"]) == 10
-    assert "--kv-policy" in headings[of_options[-1]]
+
+
+def test_what_compares_policies_is_in_the_reference_and_in_no_help() -> None:
+    shown = phasewise("serve", "--help").stdout
+    reference = _reference_pages().PAGE.read_text(encoding="utf-8")  # type: ignore[attr-defined]
+
+    for line in ("kv_policy", "no_prefix_reuse"):
+        assert f"--{line.replace('_', '-')}" not in shown + reference
+        assert f"| `{line}` |" in reference
 
 
 def test_pull_is_models_pull() -> None:

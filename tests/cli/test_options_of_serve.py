@@ -283,6 +283,22 @@ def test_a_variable_and_the_configuration_file_stand_for_runs_that_can_follow_th
     assert only(pooled, "instance")
 
 
+@pytest.mark.parametrize("way", NAMES)
+def test_what_compares_policies_acts_from_the_configuration_file_as_by_its_flag(
+    way: str, places: Places, boundary: Boundary, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('[serve]\nkv_policy = "static"\nno_prefix_reuse = true\n')
+    arguments = ways(places)[way]
+    plain = boundary.serve(*arguments)
+    by_flag = boundary.serve(*arguments, "--kv-policy", "static", "--no-prefix-reuse")
+
+    by_file = boundary.serve(*arguments, PHASEWISE_CONFIG=str(config))
+
+    assert by_file.opened == (plain if is_refusal(by_flag) else by_flag).opened
+    assert is_refusal(by_flag) or by_flag.opened != plain.opened
+
+
 def test_a_value_that_is_the_default_chooses_no_way(places: Places, boundary: Boundary) -> None:
     run = boundary.serve(places.model, "--pools", "off", "--threads", 2, PHASEWISE_POOLS="off")
     assert "front" not in run.opened

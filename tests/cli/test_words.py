@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise._words import counted, multiple, number, percent, plural
+from phasewise._words import counted, meant, multiple, number, percent, plural
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLD = ("cli", "workflows", "loadtest", "serving", "kerneldb", "ir", "cluster", "topology", "tuner")
@@ -51,6 +51,37 @@ def test_digits_are_those_of_the_value(value: float) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_no_number_is_a_dash(value: float) -> None:
     assert {number(value), percent(value), multiple(value)} == {"-"}
+
+
+MODELS = ["smollm2-135m-instruct", "all-minilm-l6-v2", "qwen3-0.6b", "qwen3-1.7b", "Mine-Q4_1.gguf"]
+
+
+@given(st.sampled_from(MODELS), st.integers(3, 30), st.booleans())
+def test_a_beginning_in_either_case_means_every_name_that_has_it(name: str, length: int, loud: bool) -> None:
+    begun = [one for one in sorted(MODELS) if one.lower().startswith(name[:length].lower())]
+
+    said = meant(name[:length].upper() if loud else name[:length].lower(), MODELS)
+
+    assert said == f"; did you mean {' or '.join(begun)}?"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("smolm2-135m-instruct", "; did you mean smollm2-135m-instruct?"),
+        ("mine_q4_1.guf", "; did you mean Mine-Q4_1.gguf?"),
+        ("m", ""),
+        ("", ""),
+        ("llama", ""),
+    ],
+)
+def test_a_name_that_is_not_alike_is_not_told(word: str, said: str) -> None:
+    assert meant(word, MODELS) == said
+    assert meant(word, []) == ""
+
+
+def test_no_line_tells_a_whole_list() -> None:
+    assert meant("name", [f"name-{i}" for i in range(9)]).count("name") <= 1
 
 
 OWN_RULES = {

@@ -141,3 +141,18 @@ def test_the_unit_s_exposure_is_as_the_guide_says() -> None:
         pytest.skip("this systemd-analyze judges no file")
 
     assert done.returncode == 0, done.stdout[-300:]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
+def test_systemd_knows_every_line_of_the_unit(tmp_path: Path) -> None:
+    """The program is another one, for systemd asks whether it can be run."""
+    (command,) = _unit()["Service"]["ExecStart"]
+    text = UNIT.read_text(encoding="utf-8").replace(command.split()[0], sys.executable)
+    copy = tmp_path / UNIT.name
+    copy.write_text(text, encoding="utf-8")
+    asked = ["systemd-analyze", "verify", "--man=no", "--generators=no", "--recursive-errors=no", str(copy)]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    if "unrecognized" in done.stderr:
+        pytest.skip("this systemd-analyze judges no file")
+
+    assert (done.returncode, done.stderr) == (0, "")

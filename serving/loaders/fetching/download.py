@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -209,4 +210,5 @@ def _errors_as_ours(url: str) -> Iterator[None]:
     except Exception as error:  # of the client's transport: httpx or httpx2, as its version is
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise Unreachable(f"{host} is out of reach: {' '.join(str(error).split())}") from error
+        reason = re.sub(r"^\[Errno -?\d+\] ", "", " ".join(str(error).split()))
+        raise Unreachable(f"{host} is out of reach: {reason}") from error

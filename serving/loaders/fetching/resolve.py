@@ -14,6 +14,12 @@ from phasewise.serving.loaders.fetching.registry import KNOWN, KNOWN_ON_HUB, is_
 from phasewise.serving.loaders.formats.gguf_parts import part_paths, stem_of
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 
+KINDS_OF_NAMES = (
+    ": give a .gguf file, a Hugging Face directory, a hub name (org/name)"
+    " or a known name (phasewise models list)"
+)
+"""The end of a line about a name that nothing is like."""
+
 Report = Callable[[str], None]
 DownloadProgress = Callable[[int, int], None]
 """Told bytes here and bytes in all, of all files that are fetched."""
@@ -119,24 +125,23 @@ def _in_tenths(ref: str, report: Report) -> DownloadProgress:
 
 
 def _unknown(ref: str, root: Path) -> ModelError:
+    """One short line: the name that was meant, or the kinds of names that there are."""
     is_path = ref.endswith(".gguf") or ref.startswith(("/", "./", "../", "~"))
-    missing = "there is no file or folder" if is_path else "no model"
-    return ModelError(
-        f"{missing} {ref!r:.200}: give a known name ({', '.join([*KNOWN, *KNOWN_ON_HUB])}), a .gguf file,"
-        " a Hugging Face directory or a hub name such as org/name or org/name-GGUF:Q4_K_M"
-        f"{meant(ref, _like(ref, is_path, root))}"
-    )
+    said = f"there is no file or folder {ref!r:.200}" if is_path else f"no model {ref!r:.200}"
+    return ModelError(said + (meant(ref, _like(ref, is_path, root)) or KINDS_OF_NAMES))
 
 
 def _like(ref: str, is_path: bool, root: Path) -> set[str]:
-    """Names that could have been meant: models by name, or what lies in the folder that a path names."""
-    if not is_path:
-        return known_names(root)
+    """Names that could have been meant: of models, and of what lies in the folder that `ref` names."""
     head, slash, _ = ref.rpartition("/")
+    pattern = "*" if is_path else "*.gguf"
     try:
-        return {f"{head}{slash}{path.name}" for path in Path(head or slash or ".").expanduser().iterdir()}
+        beside = {
+            f"{head}{slash}{path.name}" for path in Path(head or slash or ".").expanduser().glob(pattern)
+        }
     except (OSError, RuntimeError, ValueError):
-        return set()
+        beside = set()
+    return beside if is_path else known_names(root) | beside
 
 
 def _existing(ref: str) -> Path | None:

@@ -1,0 +1,37 @@
+"""The picture at the top of the README is what the commands of the guide draw."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import run as phasewise
+from tests.docs.test_guide import FIXTURES, GUIDE, ROOT, commands
+
+PAGE = GUIDE / "another-machine.md"
+PICTURE = GUIDE / "plan.svg"
+
+
+def test_the_plan_s_picture_is_what_the_guide_s_commands_draw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(FIXTURES / "topology" / "lstopo_v2.xml", "machine.xml")
+    shutil.copy(FIXTURES / "guide" / "llama-3-8b.json", "config.json")
+    (plan,) = (one for one in commands(PAGE.read_text(encoding="utf-8")) if one.endswith("> plan.json"))
+    (draw,) = (one for one in commands(PAGE.read_text(encoding="utf-8")) if one.endswith("--svg plan.svg"))
+
+    found = phasewise(*plan.partition(" > ")[0].replace("\\\n", " ").split()[1:])
+    Path("plan.json").write_text(found.stdout, encoding="utf-8")
+    phasewise(*draw.split()[1:])
+
+    assert Path("plan.svg").read_bytes() == PICTURE.read_bytes(), f"stale picture: run the commands of {PAGE}"
+
+
+def test_the_readme_and_the_guide_show_it() -> None:
+    for page in (ROOT / "README.md", PAGE):
+        shown = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
+        assert PICTURE in [page.parent / one for one in shown]
