@@ -17,5 +17,13 @@ KNOWN: Mapping[str, str] = {
 }
 """By the format of keys and values, of weights of `bits_check.KINDS`."""
 
-KNOWN_OF_BF16: Mapping[str, str] = {"fma": "19113e673134f290"}
-"""By their compute path, of bf16 weights; other paths round by the rules of one instruction set."""
+KNOWN_OF_BF16 = "19113e673134f290"
+"""The result of bf16 weights by `--arithmetic canonical`, on every CPU."""
+
+KNOWN_OF_DOTS: Mapping[str, Mapping[str, str]] = {}
+"""Results of bf16 weights by an instruction set's dots, by its name and their path.
+`python -m tests.support.kernels.emulated_native` gives them, by emulated dots.
+"""
+
+SPECIFIED = frozenset({"bf16_dot", "bf16_tile"})
+"""Paths whose rounding is Intel's word, where that of others is IEEE's: other results may be right too."""
