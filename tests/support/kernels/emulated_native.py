@@ -1,6 +1,7 @@
 """The whole extension with dots of 16 bits emulated: `python -m tests.support.kernels.emulated_native`.
 
-Prints OF_DOTS of `workflows/replay/bits_known.py`: what `doctor --bits` must find on CPUs that have them.
+Prints KNOWN_OF_DOTS of `workflows/replay/bits_known.py`, and the results of `--arithmetic canonical`: what
+`doctor --bits` finds on CPUs that have such dots. Compiling takes some minutes.
 """
 
 from __future__ import annotations
