@@ -24,8 +24,12 @@ Sparse = Literal["auto", "always", "never"]
 """The weights that are stored sparse. `auto`: those that are faster so."""
 
 
-KQuantArithmetic = Literal["tuned", "groups", "blocks"]
-"""The place where K-quants apply their sub-scales. `tuned`: where `tune-kernels` found it faster."""
+Arithmetic = Literal["tuned", "canonical", "groups", "blocks"]
+"""`canonical`: that of all CPUs. Else of K-quants, the place where sub-scales apply; `tuned`: where
+`tune-kernels` found it faster.
+"""
+VectorArithmetic = Literal["tuned", "canonical"]
+"""The same for embedding models."""
 
 
 KvFormat = Literal["auto", "f32", "f16", "bf16", "int16", "int8", "int4"]
@@ -108,12 +112,21 @@ TilePromptsOption = Annotated[
     ),
 ]
 ArithmeticOption = Annotated[
-    KQuantArithmetic,
+    Arithmetic,
     typer.Option(
         "--arithmetic",
         envvar="PHASEWISE_ARITHMETIC",
-        help="how activations are quantised for K-quant weights: a scale for 16 or 32 inputs (groups) or for"
-        " 256 (blocks: often faster, a little less exact); tuned: whichever tune-kernels found faster",
+        help="how weights are multiplied. canonical: with the same bits on every CPU; bf16 is slower on one"
+        " with dots of 16 bits. groups, blocks: K-quants meet activations with a scale for 16 or 32 inputs"
+        " or for 256 (often faster, a little less exact). tuned: what tune-kernels found faster",
+    ),
+]
+VectorArithmeticOption = Annotated[
+    VectorArithmetic,
+    typer.Option(
+        "--arithmetic",
+        envvar="PHASEWISE_ARITHMETIC",
+        help="how weights are multiplied. canonical: with the same bits on every CPU; tuned: fastest here",
     ),
 ]
 DbOption = Annotated[

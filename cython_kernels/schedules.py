@@ -13,6 +13,12 @@ from typing import Any
 
 from phasewise.cython_kernels.packing import PackedWeight
 
+CANONICAL = "canonical"
+"""The choice of arithmetic by which every weight's products have the same bits on every CPU."""
+OF_ONE_INSTRUCTION_SET = frozenset({"bf16_dot", "bf16_tile", "f16_fma"})
+"""Compute paths that round by an instruction's own rules. All others give the same bits on every CPU."""
+SAME_BITS = {"int8_tile": "int8_dot"}
+"""Paths that are another one, bit for bit."""
 MAX_ROW_RANGES = 64
 """Ranges that one weight may have (PW_MAX_ROW_RANGES)."""
 
@@ -26,6 +32,16 @@ class RowRange:
     """As `_native.default_schedule` gives it, by the names of `kerneldb.records.Schedule`; None: that one."""
     why: str
     """For people: where the schedule comes from."""
+
+
+def canonical_path(weight: PackedWeight) -> str:
+    """The first path of the instruction set in use whose bits every CPU gives: by the default path of those
+    that have no dots of 16 bits.
+    """
+    from phasewise.cython_kernels._native import compute_paths
+
+    paths = compute_paths(weight.kind, weight.group)
+    return next(path for path in paths if path not in OF_ONE_INSTRUCTION_SET)
 
 
 class ScheduleLookup:
@@ -55,3 +71,13 @@ class ScheduleLookup:
         kv_format: `f16` or `f32`; n and k: what all query heads, and all KV heads, have in dimensions.
         """
         return ()
+
+
+@dataclass(frozen=True)
+class PathOfBf16(ScheduleLookup):
+    """Nothing is tuned, and weights of bf16 are multiplied by a named path."""
+
+    path: str
+
+    def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
+        return (self.path if weight.kind == "bf16" else None), 1

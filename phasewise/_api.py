@@ -160,11 +160,12 @@ def open_model(
     from phasewise.workflows.opening.arithmetic_choice import ARITHMETIC_CHOICES
 
     standing = StandingOptions.of("generate")
+    arithmetic = cast("ArithmeticChoice", standing.text("arithmetic", ARITHMETIC_CHOICES) or "tuned")
     weights = Weights(
         weight_format or standing.text("format") or "native",
         cast("SparseMode", standing.text("sparse", SPARSE_MODES) or "auto"),
-        tile_prompts=standing.flag("tile_prompts"),
-        arithmetic=cast("ArithmeticChoice", standing.text("arithmetic", ARITHMETIC_CHOICES) or "tuned"),
+        tile_prompts=standing.flag("tile_prompts") and arithmetic != "canonical",  # as the commands do
+        arithmetic=arithmetic,
     )
     db = db or standing.text("db")
     return Model(open_for_running(ref, weights, threads or standing.count("threads"), db, report), db)

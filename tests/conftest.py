@@ -84,7 +84,7 @@ def _is_in(tier: str, item: pytest.Item, reason: str) -> bool:
         case "quick":
             return not reason
         case "rest":
-            return reason not in ("", _SOAK) or (not reason and _draws(item))
+            return reason not in ("", _SOAK) or (not reason and (_draws(item) or _takes_all_isas(item)))
         case "all":
             return reason != _SOAK
         case _:
@@ -114,6 +114,12 @@ def _texts_of(item: pytest.Item) -> Iterator[str]:
 def _draws(item: pytest.Item) -> bool:
     """Whether hypothesis draws a test's examples, of which `quick` has taken a fifth."""
     return bool(getattr(getattr(item, "obj", None), "is_hypothesis_test", False))
+
+
+def _takes_all_isas(item: pytest.Item) -> bool:
+    """Whether a test loops over `isas()`, of which `quick` has left some out."""
+    code = getattr(getattr(item, "function", None), "__code__", None)
+    return code is not None and "isas" in code.co_names and bool(middle_isas())
 
 
 @pytest.hookimpl(wrapper=True)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from benchmarks import compare
 from benchmarks.figures import FIGURES
 from benchmarks.harness import Broken, Spread, in_turns, ratios, show
+from benchmarks.one_arithmetic import LEAST_ROUNDS, timed_turns
 from tests.support import ROOT
 from tests.support.tiers import first_is_smoke
 
@@ -103,6 +104,13 @@ def test_turns_alternate_and_warm_ups_are_left_out() -> None:
 
     assert order == ["b", "a", "a", "b", "b", "a"]
     assert taken == {"a": [3, 6], "b": [4, 5]}
+
+
+def test_turns_end_when_their_share_of_time_has_passed() -> None:
+    systems = {name: lambda: 1.0 for name in "ab"}
+
+    assert timed_turns(systems, 9, 0.0) == {name: [1.0] * LEAST_ROUNDS for name in "ab"}
+    assert timed_turns(systems, 5, 3600.0) == {name: [1.0] * 5 for name in "ab"}
 
 
 def test_ratios_are_of_each_round() -> None:

@@ -25,7 +25,14 @@ from typing import Literal, Protocol, TypeAlias
 
 from phasewise.cython_kernels.blocks import BLOCKS
 from phasewise.cython_kernels.packing import PackedWeight
-from phasewise.cython_kernels.schedules import MAX_ROW_RANGES, RowRange, ScheduleLookup
+from phasewise.cython_kernels.schedules import (
+    CANONICAL,
+    MAX_ROW_RANGES,
+    SAME_BITS,
+    RowRange,
+    ScheduleLookup,
+    canonical_path,
+)
 from phasewise.kerneldb.records import MachineKey, Measurement, Problem, Schedule
 from phasewise.tuner.search.space import Arithmetic, pieces
 from phasewise.tuner.weights import dense_format, format_name
@@ -125,10 +132,10 @@ class ScheduleTable(ScheduleLookup):
         return bool(self._weights)
 
     def asked(self, choice: str, path: str | None, *, in_tiles: bool = False) -> ScheduleTable:
-        """The same schedules where `--arithmetic choice` has weights with sub-scales multiplied by `path`.
+        """The same schedules where `--arithmetic choice` is asked for.
 
-        path: None leaves it to the schedules. in_tiles: quantised weights are multiplied as bf16 on the tile
-        unit, where there is one.
+        path: of weights with sub-scales; None leaves it to the schedules. `canonical` is of all weights.
+        in_tiles: quantised weights are multiplied as bf16 on the tile unit, where there is one.
         """
         other = copy.copy(self)
         other.asked_choice, other._asked_path, other.in_tiles = choice, path, in_tiles
@@ -173,8 +180,7 @@ class ScheduleTable(ScheduleLookup):
 
     def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
         """Ranges for products of 1 to `max_m` rows; kept, since a model has many weights and few shapes."""
-        path = self._path_for(weight)
-        if path not in (None, self._tuned_arithmetic(weight)[0]):
+        if self.arithmetic(weight) != self._tuned_arithmetic(weight):
             return [RowRange(max_m, None, f"--arithmetic {self.asked_choice}: the default")]
         return self._row_ranges(("gemm", format_name(weight), weight.n, weight.k), max_m)
 
@@ -187,7 +193,18 @@ class ScheduleTable(ScheduleLookup):
         return (None, 1) if arithmetic is None else (arithmetic.compute_path, arithmetic.k_parts)
 
     def _path_for(self, weight: PackedWeight) -> str | None:
-        """The path that was asked for; None where none was, or where the weight has no sub-scales."""
+        """The path that was asked for; None where none was, or where the weight has no sub-scales, or where
+        what is tuned has the bits that were asked for.
+        """
+        if self.asked_choice == CANONICAL:
+            tuned, n_parts = self._tuned_arithmetic(weight)
+            path = canonical_path(weight)
+            is_equal = (
+                n_parts == 1
+                and tuned is not None
+                and SAME_BITS.get(tuned, tuned) == SAME_BITS.get(path, path)
+            )
+            return None if is_equal else path
         blocks = BLOCKS.get(weight.kind)
         return self._asked_path if blocks is not None and blocks.has_subs else None
 

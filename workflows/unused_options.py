@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from phasewise.workflows.errors import UsageError
@@ -114,7 +114,6 @@ _GENERATING = (
         "--ranks",
         "--sparse",
         "--tile-prompts",
-        "--arithmetic",
         "--context",
         "--predictor",
         "--max-batch-tokens",
@@ -136,8 +135,30 @@ _GENERATING = (
     *_REMOTE,
 )
 
+_OF_K_QUANTS = Way(
+    "by groups or blocks where MODEL makes vectors and generates no text",
+    ("--arithmetic",),
+    when=("--arithmetic=groups", "--arithmetic=blocks"),
+    makes_vectors=True,
+    instead="vectors are computed by --arithmetic tuned or canonical",
+)
+_CANONICAL = Way(
+    "with --arithmetic canonical",
+    ("--tile-prompts",),
+    when=("--arithmetic=canonical",),
+    instead="tiles round bf16 in their own way; leave either out",
+)
+
 _SERVE = (
     Way("where MODEL makes vectors and generates no text", _GENERATING, makes_vectors=True),
+    _OF_K_QUANTS,
+    _CANONICAL,
+    Way(
+        "with --arithmetic canonical",
+        ("--embed-accelerators",),
+        when=("--arithmetic=canonical",),
+        instead="accelerators round in their own ways, and CPUs embed alone; leave that out",
+    ),
     Way(
         "with --tile-prompts",
         ("--receipts",),
@@ -222,11 +243,13 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         ),
         Way(
             "where MODEL makes vectors and generates no text",
-            _OF_AN_ENGINE,
+            tuple(flag for flag in _OF_AN_ENGINE if flag != "--arithmetic"),
             unless=("--url",),
             makes_vectors=True,
         ),
+        replace(_OF_K_QUANTS, unless=("--url",)),
     ),
+    "generate": (_CANONICAL,),
     "topo": (
         Way("without --trees", ("--limit", "--power-of-two"), unless=("--trees",)),
         Way("with --trees", ("--svg",), when=("--trees",), instead="--tree draws one of them"),
@@ -305,7 +328,7 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("with --rate", ("-c",), when=("--rate",)),
         Way("with --file", ("--lengths",), when=("--file",)),
     ),
-    "bench run": (_TABLE,),
+    "bench run": (_TABLE, _CANONICAL),
     "bench allreduce": (_TABLE,),
     "bench kernels": (_TABLE,),
     "bench kv": (

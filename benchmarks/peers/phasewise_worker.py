@@ -1,6 +1,6 @@
 """A worker that times phasewise, asked like llama_cpp_worker.py.
 
-Run as `python phasewise_worker.py MODEL THREADS [FORMAT[:SPARSE]]`; MODEL may be an encoder.
+Run as `python phasewise_worker.py MODEL THREADS [FORMAT[:SPARSE[:ARITHMETIC]]]`; MODEL may be an encoder.
 """
 
 import sys
@@ -21,15 +21,14 @@ LARGEST = (Workload(MAX_BATCH_TOKENS, 0, 1), Workload(0, 256, 8))
 
 def main() -> None:
     model, threads = sys.argv[1], int(sys.argv[2])
-    weight_format, _, sparse = (sys.argv[3] if len(sys.argv) > 3 else "native").partition(":")
+    weight_format, sparse, arithmetic = [*(sys.argv[3:] or ["native"])[0].split(":"), "", ""][:3]
     loaded = load_model(model, weight_format)
     if loaded.config.encoder is not None:
         with Embedder(loaded, sorted(read_machine().allowed_pus)[:threads]) as embedder:
             answer(lambda _phase, n, texts: timed_ns(lambda: embedder.embed(inputs(n, texts))))
         return
-    with open_ranks(
-        open_model(model, Weights(weight_format, sparse or "auto"), threads), LARGEST, AUTO
-    ) as opened:
+    weights = Weights(weight_format, sparse or "auto", arithmetic=arithmetic or "tuned")
+    with open_ranks(open_model(model, weights, threads), LARGEST, AUTO) as opened:
 
         def run(phase: str, n: int, sequences: int) -> int:
             workload = Workload(n, 0, sequences) if phase == "prefill" else Workload(0, n, sequences)

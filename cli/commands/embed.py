@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from phasewise.cli.options import FormatOption, ModelArgument, ThreadsOption
+from phasewise.cli.options import FormatOption, ModelArgument, ThreadsOption, VectorArithmeticOption
 from phasewise.cli.present import note, print_json, read_stdin, say
 from phasewise.workflows.embed.run import lines_of, open_embedder, texts_in
 
@@ -40,6 +40,7 @@ def embed(
         bool, typer.Option("--truncate", help="cut texts that are too long; else they are an error")
     ] = False,
     weight_format: FormatOption = "native",
+    arithmetic: VectorArithmeticOption = "tuned",
     threads: ThreadsOption = None,
 ) -> None:
     """Print a vector of each TEXT by an embedding MODEL.
@@ -49,7 +50,8 @@ def embed(
     text's tokens become one (modules.json, or GGUF's pooling type).
     """
     found = _texts(texts or [], file)
-    with open_embedder(model, weight_format, threads, note) as opened:
+    is_canonical = arithmetic == "canonical"
+    with open_embedder(model, weight_format, threads, note, is_canonical=is_canonical) as opened:
         vectors, n_tokens = opened.vectors(found, truncate=truncate, dimensions=dimensions)
         if output == "npy":
             _write_npy(vectors)

@@ -46,15 +46,26 @@ class OpenEmbedding:
 
 
 def open_embedding(
-    model: PackedModel, ref: str, weight_format: str, plan: EmbeddingPlan, cache: Path | None = None
+    model: PackedModel,
+    ref: str,
+    weight_format: str,
+    plan: EmbeddingPlan,
+    cache: Path | None = None,
+    *,
+    is_canonical: bool = False,
 ) -> OpenEmbedding:
-    """Start a worker for each instance of the plan, all at a time. RanksError where one cannot start."""
+    """Start a worker for each instance of the plan, all at a time. RanksError where one cannot start.
+
+    is_canonical: they compute with the same bits on every CPU.
+    """
     if model.embedding is None:
         raise ModelError(
             f"{model.name} is no embedding model: its files say nothing about pooling (modules.json)"
         )
     specs = [
-        WorkerSpec(one.device, ref, weight_format, one.cores, None if cache is None else str(cache))
+        WorkerSpec(
+            one.device, ref, weight_format, one.cores, None if cache is None else str(cache), is_canonical
+        )
         for one in plan.instances
     ]
     workers = [WorkerProcess(spec) for spec in specs]

@@ -46,6 +46,8 @@ class WorkerSpec:
     weight_format: str
     cores: tuple[int, ...]
     cache: str | None = None
+    is_canonical: bool = False
+    """Computed with the same bits on every CPU."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -90,7 +92,7 @@ def _cpu_backend(spec: WorkerSpec) -> Backend:
 
     yield_to_the_front()
     model = load_model(spec.model, spec.weight_format, Path(spec.cache) if spec.cache else None)
-    embedder = Embedder(model, spec.cores)
+    embedder = Embedder(model, spec.cores, is_canonical=spec.is_canonical)
     n_tokens = min(WARMING_TOKENS, embedder.embedding.max_tokens)
     embedder.embed([Tokens([0] * n_tokens)])  # the first batch brings in the weights
     return embedder

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from phasewise.cython_kernels._native import compute_paths, isa_active
+from phasewise.cython_kernels.schedules import OF_ONE_INSTRUCTION_SET, SAME_BITS
 from phasewise.serving.models.forward import resolve_kv_format
 from phasewise.serving.models.packed_model import LongScaling, PackedModel, config_to_json
 
@@ -31,9 +32,6 @@ SAMPLER_VERSION = 2
 _DIGITS = 24
 _TILES = "prompts by tiles"
 _EVERY = "every"
-_OF_ONE_INSTRUCTION_SET = {"bf16_dot", "bf16_tile", "f16_fma"}
-"""Compute paths that round by an instruction's own rules. All others give the same bits on every CPU."""
-_SAME_BITS = {"int8_tile": "int8_dot"}
 
 
 @dataclass(frozen=True)
@@ -130,9 +128,9 @@ def _arithmetic(model: PackedModel, schedules: Mapping[Phase, ScheduleLookup] | 
         path = path or compute_paths(weight.kind, weight.group)[0]
         if lookup is not None and (own := lookup.own_path(weight)) is not None:
             own_paths.add(own)
-        found.append((name, weight.kind, weight.group, _SAME_BITS.get(path, path), n_parts))
+        found.append((name, weight.kind, weight.group, SAME_BITS.get(path, path), n_parts))
     used = own_paths | {path for _, _, _, path, _ in found}
-    where = isa_active() if used & _OF_ONE_INSTRUCTION_SET else _EVERY
+    where = isa_active() if used & OF_ONE_INSTRUCTION_SET else _EVERY
     return f"{where}/{digest_of(sorted(found))[:_DIGITS]}" + (f"/{_TILES}" if own_paths else "")
 
 

@@ -77,6 +77,12 @@ class ServedModel:
         return None if found is None else found.told()
 
     @property
+    def arithmetic(self) -> str | None:
+        """The component of the fingerprint that names it, and the CPUs on which it is the same."""
+        found = self.fingerprint()
+        return None if found is None else found.arithmetic
+
+    @property
     def model_id(self) -> str:
         return self.names[0]
 

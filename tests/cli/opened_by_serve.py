@@ -129,8 +129,8 @@ class Boundary:
         self.keep("address", path)
         return _Opened()
 
-    def _embedding(self, model: Any, ref: str, weight_format: str, plan: Any) -> Any:
-        self.keep("embedding", (model.name, model.format, ref, str(weight_format), plan))
+    def _embedding(self, model: Any, ref: str, weight_format: str, plan: Any, *, is_canonical: bool) -> Any:
+        self.keep("embedding", (model.name, model.format, ref, str(weight_format), plan, is_canonical))
         text = _Opened(max_tokens=64)
         return _Opened(model=model, text=text, plan=plan, scores=False, width=8)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.engine.fingerprint import ARITHMETIC_VERSION
 from phasewise.topology import read_machine
 from phasewise.workflows.replay import bits_check, bits_known
+from tests.support.kernels import emulated_native
 
 
 def test_every_known_result_is_this_machines() -> None:
@@ -33,6 +35,39 @@ def test_every_known_result_is_this_machines() -> None:
     assert {one.core for one in outcomes} == set(read_machine().allowed_pus)
     assert all(one.is_known for one in outcomes if one.weights != "bf16")
     assert set(bits_known.KNOWN) == set(KV_FORMATS)
+
+
+def test_bf16_weights_are_known_by_both_arithmetics() -> None:
+    """Of each instruction set with dots of 16 bits; here as many as it has."""
+    for name in isa.usable():
+        with isa.using(name):
+            found = bits_check.of_bf16()
+        own = {path: digest for path, digest in found.items() if path != "fma"}
+        assert found["fma"] == bits_known.KNOWN_OF_BF16
+        assert own.keys() <= bits_known.KNOWN_OF_DOTS.get(name, {}).keys() | bits_known.SPECIFIED
+        assert {one: own[one] for one in own.keys() - bits_known.SPECIFIED} == {
+            one: bits_known.KNOWN_OF_DOTS[name][one] for one in own.keys() - bits_known.SPECIFIED
+        }
+
+
+@pytest.mark.soak
+def test_emulated_dots_give_what_is_known(tmp_path: Path) -> None:
+    """The whole program on a CPU with dots of bf16, of float16 and with tiles, by both arithmetics."""
+    assert emulated_native.known(tmp_path) == {
+        name: {**of_dots, "fma": bits_known.KNOWN_OF_BF16}
+        for name, of_dots in bits_known.KNOWN_OF_DOTS.items()
+    }
+
+
+def test_a_result_that_another_maker_may_round_otherwise_is_compared_with_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A digest that is not known is no wrong bit where Intel alone says how it is rounded; else it is one."""
+    model = bits_check.known_model(("bf16",))
+    monkeypatch.setattr(bits_check, "computed", lambda *_: ("another", True))
+    for path, is_wrong in (("bf16_dot", False), ("bf16_tile", False), ("f16_fma", True), ("fma", True)):
+        outcome = bits_check._outcome(model, "f32", "known", 0, path)
+        assert ((outcome.problem is not None), outcome.is_known) == (is_wrong, is_wrong)
 
 
 def test_a_bit_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

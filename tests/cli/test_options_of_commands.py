@@ -296,7 +296,8 @@ def in_this_way(way: Way, flag: str) -> dict[str, GivenOption]:
     if way.when:
         chosen, _, value = way.when[0].partition("=")
         given[chosen] = GivenOption(value or True, is_set=True)
-    given[flag] = GivenOption("x", is_set=True, by_flag=True)
+    value = given[flag].value if flag in given else "x"  # a way may refuse values of its own option
+    given[flag] = GivenOption(value, is_set=True, by_flag=True)
     return given
 
 

@@ -131,7 +131,7 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--sparse": one("--sparse", "always"),
         "--checksum": one("--checksum"),
         "--tile-prompts": one("--tile-prompts"),
-        "--arithmetic": one("--arithmetic", "blocks"),
+        "--arithmetic": one("--arithmetic", "canonical"),
         "--threads": one("--threads", 3),
         "--ranks": one("--ranks", 2),
         "--served-model-name": one("--served-model-name", "another"),
@@ -239,6 +239,21 @@ def test_every_option_acts_or_is_refused_by_name_before_anything_opens(
 def only(run: Run, kind: str) -> list[object]:
     assert run.exit_code == 0, run.said
     return list(run.opened.get(kind, []))
+
+
+@pytest.mark.parametrize("choice", ["groups", "blocks"])
+def test_vectors_have_no_arithmetic_of_k_quants(places: Places, boundary: Boundary, choice: str) -> None:
+    run = boundary.serve(places.encoder, "--arithmetic", choice)
+    assert (run.exit_code, run.opened) == (2, {})
+    assert "--arithmetic tuned or canonical" in run.said
+
+
+def test_the_arithmetic_of_all_cpus_is_of_cpus_without_tiles(places: Places, boundary: Boundary) -> None:
+    """Neither accelerators nor tiles follow it: each is refused by name."""
+    for flag in ("--tile-prompts", "--embed-accelerators"):
+        run = boundary.serve(places.model, "--embed-model", places.encoder, "--arithmetic", "canonical", flag)
+        assert (run.exit_code, run.opened) == (2, {})
+        assert f"{flag} has no effect with --arithmetic canonical" in run.said
 
 
 def test_a_model_is_served_once(places: Places, boundary: Boundary) -> None:

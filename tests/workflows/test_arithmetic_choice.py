@@ -13,18 +13,23 @@ pytest.importorskip(
     "phasewise.cython_kernels._native", reason="the kernels are not built", exc_type=ImportError
 )
 
+from phasewise.cython_kernels import _native, isa
+from phasewise.cython_kernels._native import compute_paths
 from phasewise.cython_kernels.blocks import BLOCKS
+from phasewise.cython_kernels.packing import KINDS, PackedWeight
+from phasewise.cython_kernels.schedules import SAME_BITS
 from phasewise.kerneldb.records import MachineKey, Measurement, Origin, Problem, Sample
 from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.engine import fingerprint
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
 from phasewise.topology import read_machine
 from phasewise.tuner import native
 from phasewise.tuner.lookup import ScheduleTable
-from phasewise.tuner.plans import default_plan
+from phasewise.tuner.plans import PHASES, default_plan
 from phasewise.tuner.search.space import Arithmetic
-from phasewise.tuner.weights import blank_weight
+from phasewise.tuner.weights import blank_weight, format_name
 from phasewise.workflows.opening.arithmetic_choice import PATHS, ArithmeticChoice
 
 WIDE = TinyShape(hidden=256, ffn=512, head_dim=64)
@@ -35,11 +40,12 @@ def lookup(choice: ArithmeticChoice, *tuned: Measurement) -> ScheduleTable:
     return ScheduleTable(tuned).asked(choice, PATHS.get(choice))
 
 
-def tuned_to(path: str, kind: str) -> Measurement:
-    weight = blank_weight(kind, 64, 512)
-    schedule = native.default_schedule(weight, 4, 1, Arithmetic(path))
+def tuned_to(path: str, weight: PackedWeight, parts: int = 1) -> Measurement:
+    schedule = native.default_schedule(weight, 4, 1, Arithmetic(path, parts))
     origin = Origin(MachineKey("core", "placement"), "0", 1)
-    return Measurement(Problem("gemm", kind, 64, 512, 4), Sample(schedule, (9,), 9, None, 1), "abi", origin)
+    return Measurement(
+        Problem("gemm", format_name(weight), 64, 512, 4), Sample(schedule, (9,), 9, None, 1), "abi", origin
+    )
 
 
 @pytest.mark.parametrize("kind", [*BLOCKS, "q8", "bf16"])
@@ -54,13 +60,83 @@ def test_kinds_with_sub_scales_take_what_is_asked_for_and_all_others_what_they_h
 
 @pytest.mark.parametrize("path", ["int8_dot", "int8_block"])
 def test_schedules_tuned_for_the_other_arithmetic_are_left_alone(path: str) -> None:
-    weight, row = blank_weight("q4_k", 64, 512), tuned_to(path, "q4_k")
+    weight, row = blank_weight("q4_k", 64, 512), tuned_to(path, blank_weight("q4_k", 64, 512))
     own: ArithmeticChoice = "groups" if path == "int8_dot" else "blocks"
     other: ArithmeticChoice = "blocks" if path == "int8_dot" else "groups"
 
     assert lookup("tuned", row).arithmetic(weight)[0] == path
     assert lookup(own, row).products(weight, 4)[-1].schedule is not None
     assert [(one.last_m, one.schedule) for one in lookup(other, row).products(weight, 64)] == [(64, None)]
+
+
+@pytest.mark.parametrize("name", isa.usable())
+@pytest.mark.parametrize("kind", [*BLOCKS, *KINDS])
+def test_canonical_is_one_arithmetic_whatever_was_tuned(kind: str, name: str) -> None:
+    """The path of a CPU without dots of 16 bits, on every instruction set and in one part."""
+    weight = blank_weight({"q8": "int8", "q4": "int4"}.get(kind, kind), 64, 512)
+    dense = kind in ("f32", "bf16")
+    with isa.using(name):
+        path, n_parts = lookup("canonical").arithmetic(weight)
+        tuned = [tuned_to(one, weight, parts) for one in weight_paths(weight) for parts in (1, 2)]
+        found = {lookup("canonical", row).arithmetic(weight) for row in tuned}
+
+    assert (SAME_BITS.get(path, path), n_parts) == ("fma" if dense else "int8_dot", 1)
+    assert {(SAME_BITS.get(one, one), parts) for one, parts in found} == {("fma" if dense else "int8_dot", 1)}
+
+
+def weight_paths(weight: PackedWeight) -> tuple[str, ...]:
+    return tuple(compute_paths(weight.kind, weight.group))
+
+
+def test_canonical_keeps_schedules_that_were_tuned_to_it() -> None:
+    weight = blank_weight("q4_k", 64, 512)
+    for path, parts, is_kept in (("int8_dot", 1, True), ("int8_dot", 2, False), ("int8_block", 1, False)):
+        schedule = lookup("canonical", tuned_to(path, weight, parts)).products(weight, 4)[-1].schedule
+        assert (schedule is not None) == is_kept
+
+
+class Dots:
+    """A CPU that multiplies bf16 by `own` paths."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, name: str, *own: str) -> None:
+        real = _native.compute_paths
+
+        def paths(kind: str, group: int = 32) -> tuple[str, ...]:
+            return (*own, "fma") if kind == "bf16" else tuple(real(kind, group))
+
+        patch.setattr(_native, "compute_paths", paths)
+        patch.setattr(fingerprint, "compute_paths", paths)
+        patch.setattr(fingerprint, "isa_active", lambda: name)
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("avx512_bf16", ("bf16_dot",)),
+        ("avx512_fp16", ("f16_fma", "bf16_dot")),
+        ("amx", ("bf16_tile", "bf16_dot")),
+        ("neon_bf16_i8mm", ("bf16_dot",)),
+    ],
+)
+def test_a_fingerprint_names_the_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, own: tuple[str, ...]
+) -> None:
+    """Where a CPU has dots for bf16 weights: its own arithmetic by default, that of all CPUs if asked."""
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(tiny_gguf().to_bytes())
+    model = load_model(str(path), "bf16", tmp_path)
+    everywhere = told(model, "canonical")
+    assert everywhere.split("/")[1] == "every"
+
+    Dots(monkeypatch, name, *own)
+
+    assert told(model, "tuned").split("/")[1] == name
+    assert told(model, "canonical") == everywhere
+
+
+def told(model: PackedModel, choice: ArithmeticChoice) -> str:
+    schedules = dict.fromkeys(PHASES, lookup(choice))
+    return fingerprint.fingerprint_of(model, "int16", schedules, 256).arithmetic
 
 
 def logits(model: PackedModel, choice: ArithmeticChoice, threads: int, cut: int) -> np.ndarray:

@@ -46,9 +46,10 @@ class OwnServer:
         weight_format = self.weights.weight_format
         words = [self.model, "--format", weight_format, "--log-level", "error"]
         words += [] if self.threads is None else ["--threads", str(self.threads)]
+        words += ["--arithmetic", self.weights.arithmetic]
         if makes_vectors(self.model, weight_format, report):
             return words
-        words += ["--sparse", self.weights.sparse, "--arithmetic", self.weights.arithmetic, "--no-page"]
+        words += ["--sparse", self.weights.sparse, "--no-page"]
         # Nobody waits for a token: prompts and answers take turns by their sizes alone.
         words += ["--tpot", str(_NO_PROMISE_MS), "--max-sequences", str(self.concurrency)]
         words += ["--kv-format", self.kv_format]

@@ -73,11 +73,17 @@ class OpenEmbedder:
 
 
 def open_embedder(
-    ref: str, weight_format: str = "native", threads: int | None = None, report: Report = silent
+    ref: str,
+    weight_format: str = "native",
+    threads: int | None = None,
+    report: Report = silent,
+    *,
+    is_canonical: bool = False,
 ) -> OpenEmbedder:
     """Load an embedding model and start its threads. ModelError for any other model, PlanError, RanksError.
 
-    threads: cores to use; None: all cores of the node that the default prefill plan names.
+    threads: cores to use; None: all cores of the node that the default prefill plan names. is_canonical: the
+    vectors have the same bits on every CPU.
     """
     from phasewise.serving.embedding.encoder.embedder import Embedder
     from phasewise.serving.embedding.encoder.input_tokens import EncoderText
@@ -88,7 +94,7 @@ def open_embedder(
     model = load_model(ref, weight_format, report=report)
     plan = default_plan(read_machine(), "prefill", threads)
     cores = [core for rank in plan.ranks for core in rank.cores]
-    embedder = Embedder(model, cores)
+    embedder = Embedder(model, cores, is_canonical=is_canonical)
     return OpenEmbedder(model, EncoderText(model), embedder)
 
 

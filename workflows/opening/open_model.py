@@ -29,7 +29,7 @@ class Weights:
     weight_format: one of `serving.models.packed_model.FORMATS`. sparse: which weights are stored sparse.
     checksum: read the
     packed file whole, and make it anew where it is not as it was written. tile_prompts: prefill multiplies
-    quantised weights as bf16 on the tile unit, where there is one. arithmetic: of K-quants.
+    quantised weights as bf16 on the tile unit, where there is one. arithmetic: how weights are multiplied.
     """
 
     weight_format: str = "native"
@@ -37,6 +37,11 @@ class Weights:
     checksum: bool = False
     tile_prompts: bool = False
     arithmetic: ArithmeticChoice = "tuned"
+
+    @property
+    def is_canonical(self) -> bool:
+        """True where products are to have the same bits on every CPU."""
+        return self.arithmetic == "canonical"
 
 
 NATIVE = Weights()

@@ -42,7 +42,7 @@ def schedules_for(
     """The schedules in use on each plan's cores with this build of the kernels; none without a database.
 
     tile_prompts: prefill multiplies quantised weights as bf16 on the tile unit, where there is one.
-    arithmetic: of K-quants, for both phases.
+    arithmetic: for both phases.
     """
     absent = locate(db).is_absent
     tables = dict.fromkeys(plans, ScheduleTable()) if absent else _tables(db, machine, plans, report)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from phasewise._words import counted
-from phasewise.workflows.replay.bits_known import KNOWN, KNOWN_OF_BF16
+from phasewise.workflows.replay.bits_known import KNOWN, KNOWN_OF_BF16, KNOWN_OF_DOTS, SPECIFIED
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
@@ -30,16 +30,21 @@ KINDS = ("q4_k", "q6_k", "q8", "q4", "f32")
 _WIDTH, _HEAD, _VOCAB = 256, 64, 320
 _TOKENS, _DECODED = 48, 8
 _DIGITS = 16
+_CANONICAL_PATH = "fma"
+"""The path of bf16 weights on CPUs without dots of 16 bits, and everywhere by `--arithmetic canonical`."""
 
 
 @dataclass(frozen=True)
 class BitsOutcome:
-    """One check: what was computed where. problem: None where all bits are right. is_known: False where
-    results were compared with each other alone.
+    """One check: what was computed where.
+
+    arithmetic: `every` for that of all CPUs, else the path of one instruction set. problem: None where
+    all bits are right. is_known: False where results were compared with each other alone.
     """
 
     isa: str
     weights: str
+    arithmetic: str
     kv_format: str
     core: int
     is_known: bool
@@ -60,7 +65,7 @@ def check_bits(report: Report = silent) -> list[BitsOutcome]:
     for name in isa.usable():
         with isa.using(name):
             outcomes += [_outcome(model, kv_format, KNOWN[kv_format], cores[0]) for kv_format in KNOWN]
-            outcomes.append(_outcome(of_bf16, "f32", KNOWN_OF_BF16.get(path_of_bf16()), cores[0]))
+            outcomes += _outcomes_of_bf16(of_bf16, cores[0])
     done = 1
     for core in cores[1:]:
         if time.monotonic() > until_s:
@@ -72,22 +77,38 @@ def check_bits(report: Report = silent) -> list[BitsOutcome]:
     return outcomes
 
 
-def path_of_bf16() -> str:
-    """The compute path of bf16 weights on the instruction set in use."""
+def paths_of_bf16() -> tuple[str, ...]:
+    """The compute paths of bf16 weights by default, and by `--arithmetic canonical`."""
     from phasewise.cython_kernels._native import compute_paths
 
-    return compute_paths("bf16", 0)[0]
+    return tuple(dict.fromkeys((compute_paths("bf16", 0)[0], _CANONICAL_PATH)))
 
 
-def _outcome(model: PackedModel, kv_format: str, known: str | None, core: int) -> BitsOutcome:
+def _outcomes_of_bf16(model: PackedModel, core: int) -> Iterator[BitsOutcome]:
+    """By both arithmetics, where there are two."""
     from phasewise.cython_kernels import isa
 
-    (digest, is_one), problem = computed(model, kv_format, core), None
+    for path in paths_of_bf16():
+        known = KNOWN_OF_BF16 if path == _CANONICAL_PATH else KNOWN_OF_DOTS.get(isa.active(), {}).get(path)
+        yield _outcome(model, "f32", known, core, path)
+
+
+def _outcome(
+    model: PackedModel, kv_format: str, known: str | None, core: int, path: str = _CANONICAL_PATH
+) -> BitsOutcome:
+    """path: of bf16 weights."""
+    from phasewise.cython_kernels import isa
+
+    (digest, is_one), problem = computed(model, kv_format, core, path), None
+    if path in SPECIFIED and digest != known:
+        known = None  # another maker's rounding may be as right
     if not is_one:
         problem = "a token computed alone has other logits than in its prompt"
     elif known is not None and digest != known:
         problem = f"the logits are {digest}, and known are {known}"
-    return BitsOutcome(isa.active(), _told_kinds(model), kv_format, core, known is not None, problem)
+    arithmetic = "every" if path == _CANONICAL_PATH else path
+    kinds = _told_kinds(model)
+    return BitsOutcome(isa.active(), kinds, arithmetic, kv_format, core, known is not None, problem)
 
 
 def _told_kinds(model: PackedModel) -> str:
@@ -95,8 +116,12 @@ def _told_kinds(model: PackedModel) -> str:
     return ", ".join(kinds)
 
 
-def computed(model: PackedModel, kv_format: str, core: int) -> tuple[str, bool]:
-    """A digest of the logits after each token of a prompt; and whether tokens one by one give the same."""
+def computed(model: PackedModel, kv_format: str, core: int, path: str = _CANONICAL_PATH) -> tuple[str, bool]:
+    """A digest of the logits after each token of a prompt; and whether tokens one by one give the same.
+
+    path: of bf16 weights.
+    """
+    from phasewise.cython_kernels.schedules import PathOfBf16
     from phasewise.serving.batch import Batch, SequenceSlice
     from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
     from phasewise.serving.ranks.rank_teams import keeping_affinity
@@ -106,7 +131,9 @@ def computed(model: PackedModel, kv_format: str, core: int) -> tuple[str, bool]:
     plans: dict[Phase, ServicePlan] = {phase: ServicePlan(phase, (RankCores((core,)),)) for phase in PHASES}
     first = _TOKENS - _DECODED
     with keeping_affinity():
-        ranks = LocalRanks(model, plans, RankOptions(KvSettings(2 * 64, kv_format), 64, 1))
+        schedules = dict.fromkeys(PHASES, PathOfBf16(path))
+        options = RankOptions(KvSettings(2 * 64, kv_format), 64, 1, schedules=schedules)
+        ranks = LocalRanks(model, plans, options)
         try:
             rows = ranks.all_logits(Batch("prefill", (SequenceSlice(ids, 0, 0, True),))).copy()
             ranks.forward(Batch("prefill", (SequenceSlice(ids[:first], 0, 64, True),)))
@@ -196,10 +223,17 @@ def _weight(kind: str, n: int, rng: np.random.Generator) -> PackedWeight:
     )
 
 
-def known_now() -> tuple[dict[str, str], dict[str, str]]:
-    """For `bits_known.py`: KNOWN, and of KNOWN_OF_BF16 the path in use, by the instruction set in use."""
+def known_now() -> dict[str, str]:
+    """For `bits_known.py`: KNOWN, by the instruction set in use."""
     from phasewise.topology import read_machine
 
-    core, model, of_bf16 = read_machine().allowed_pus[0], known_model(KINDS), known_model(("bf16",))
-    by_format = {kv_format: computed(model, kv_format, core)[0] for kv_format in KNOWN}
-    return by_format, {path_of_bf16(): computed(of_bf16, "f32", core)[0]}
+    core, model = read_machine().allowed_pus[0], known_model(KINDS)
+    return {kv_format: computed(model, kv_format, core)[0] for kv_format in KNOWN}
+
+
+def of_bf16() -> dict[str, str]:
+    """For `bits_known.py`: results of bf16 weights by each arithmetic of the instruction set in use."""
+    from phasewise.topology import read_machine
+
+    core, model = read_machine().allowed_pus[0], known_model(("bf16",))
+    return {path: computed(model, "f32", core, path)[0] for path in paths_of_bf16()}

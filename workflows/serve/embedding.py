@@ -74,14 +74,19 @@ def plan_for(
     return EmbeddingPlan(tuple(instances), source="flags" if is_flagged else "default")
 
 
-def open_for(model: PackedModel, ref: str, plan: EmbeddingPlan, report: Report) -> OpenEmbedding:
-    """Workers of the plan, ready. A GPU's worker that cannot start is left out, and `report` told why."""
+def open_for(
+    model: PackedModel, ref: str, plan: EmbeddingPlan, report: Report, *, is_canonical: bool = False
+) -> OpenEmbedding:
+    """Workers of the plan, ready. A GPU's worker that cannot start is left out, and `report` told why.
+
+    is_canonical: they compute with the same bits on every CPU.
+    """
     from phasewise.serving.embedding.open_embedding import open_embedding
     from phasewise.serving.errors import RanksError
 
-    report(plan.describe())
+    report(plan.describe() + (", with the same bits on every CPU" if is_canonical else ""))
     try:
-        return open_embedding(model, ref, model.format, plan)
+        return open_embedding(model, ref, model.format, plan, is_canonical=is_canonical)
     except RanksError as error:
         on_cpus = plan.on_cpus
         if on_cpus == plan or not on_cpus.instances:
@@ -122,11 +127,17 @@ def serve_embeddings(
     from phasewise.topology import read_machine
 
     model = load_embedding_model(ref, weights, report)
-    plan = plan_for(model, read_machine(), embeddings, report, threads=threads, db=db)
-    with open_for(model, ref, plan, report) as opened:
+    on = _devices_for(embeddings, weights)
+    plan = plan_for(model, read_machine(), on, report, threads=threads, db=db)
+    with open_for(model, ref, plan, report, is_canonical=weights.is_canonical) as opened:
         what = "scores of pairs" if opened.scores else f"vectors of {opened.width} numbers"
         report(f"{model.name} ({model.format}): {what}, inputs of at most {opened.text.max_tokens} tokens")
         run_embedding_service(opened, settings_of(model.name), address, report)
+
+
+def _devices_for(settings: Embeddings, weights: Weights) -> Embeddings:
+    """Accelerators round in their own ways."""
+    return replace(settings, embed_accelerators=False) if weights.is_canonical else settings
 
 
 def threads_beside(settings: Embeddings, threads: int | None) -> int:
@@ -174,6 +185,6 @@ def open_beside(
             "language model does not use; choose fewer for it, or for --embed-cores"
         )
     model = load_embedding_model(settings.embed_model, weights, report)
-    instances = replace(settings, embed_instances=settings.embed_instances or 1)
+    instances = replace(_devices_for(settings, weights), embed_instances=settings.embed_instances or 1)
     plan = plan_for(model, machine, instances, report, taken={*taken, *free[:-own]})
-    return open_for(model, settings.embed_model, plan, report)
+    return open_for(model, settings.embed_model, plan, report, is_canonical=weights.is_canonical)

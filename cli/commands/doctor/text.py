@@ -92,7 +92,7 @@ def bits_lines(outcomes: Sequence[BitsOutcome]) -> list[str]:
         if one.problem is not None
     ]
     names = list(dict.fromkeys(one.isa for one in outcomes))
-    unknown = [f"{one.weights} on {one.isa}" for one in outcomes if not one.is_known]
+    unknown = [f"{one.weights} by {one.arithmetic} on {one.isa}" for one in outcomes if not one.is_known]
     if unknown:
         lines += [f"no results are known for weights in {', '.join(unknown)}: only compared with each other"]
     cores = len({one.core for one in outcomes})

@@ -13,7 +13,7 @@ from phasewise._words import counted
 from phasewise.cython_kernels._native import Program, Team
 from phasewise.cython_kernels.errors import TeamError
 from phasewise.cython_kernels.schedules import ScheduleLookup
-from phasewise.serving.embedding.encoder.arithmetic import FASTEST, NEAREST, SHORT_TOKENS, quantises_rows
+from phasewise.serving.embedding.encoder.arithmetic import CANONICAL, FASTEST, SHORT_TOKENS, for_short_inputs
 from phasewise.serving.embedding.encoder.encoder_program import build_row_program
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.encoder.pooling import pooled, score
@@ -64,9 +64,10 @@ class Embedder:
         pinned: bool = True,
         step_tokens: int = STEP_TOKENS,
         schedules: tuple[ScheduleLookup, ...] | None = None,
+        is_canonical: bool = False,
     ) -> None:
         """cores: of its threads; not pinned, as many threads that the system may move. schedules: None for
-        those of `arithmetic`.
+        those of `arithmetic`. is_canonical: those that give the same bits on every CPU.
 
         ModelError for a model that makes no vectors or does not fit, RanksError where a core cannot be had.
         """
@@ -83,10 +84,12 @@ class Embedder:
             raise RanksError(str(error)) from error
         most = self.embedding.max_tokens
         try:
-            self._way = self._build(schedules or (FASTEST,), max(step_tokens, most), len(cores))
+            defaults = CANONICAL if is_canonical else FASTEST
+            self._way = self._build(schedules or (defaults,), max(step_tokens, most), len(cores))
             self._short: _Way | None = None
-            if schedules is None and quantises_rows(model.weights.values()):
-                self._short = self._build((NEAREST,), min(most, SHORT_TOKENS) * MOST_SEQUENCES, len(cores))
+            short = for_short_inputs(defaults, model.weights.values())
+            if schedules is None and short is not None:
+                self._short = self._build((short,), min(most, SHORT_TOKENS) * MOST_SEQUENCES, len(cores))
         except BaseException:
             self._team.close()
             raise

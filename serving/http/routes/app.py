@@ -261,6 +261,7 @@ def _card(model: ServedModel) -> dict[str, Any]:
         "max_model_len": model.context_length,
         "default_sampling": model.sampling.to_json(),
         "system_fingerprint": model.system_fingerprint,
+        "arithmetic": model.arithmetic,
     }
 
 

@@ -261,6 +261,7 @@ def _answers() -> Json:
     card["properties"] |= {  # of models that generate text
         "default_sampling": sampling,
         "system_fingerprint": _or_null(_TEXT),
+        "arithmetic": _or_null(_TEXT),
     }
     usage = _object(
         prompt_tokens=_COUNT,

@@ -8,9 +8,11 @@
 #include "cpu.h"
 #include "dispatch.h"
 
+#ifndef PW_WHOLE_PROGRAMS /* which lay out their rows for every table that there is */
 const pw_kernels pw_avx2_kernels = {.isa = "avx2"}, pw_avx_vnni_kernels = {.isa = "avx_vnni"},
                  pw_avx512_kernels = {.isa = "avx512"}, pw_avx512_vnni_kernels = {.isa = "avx512_vnni"},
                  pw_avx512_bf16_kernels = {.isa = "avx512_bf16"};
+#endif
 
 int emulated_tiles_granted;
 

@@ -70,6 +70,7 @@ def test_one_fingerprint_and_one_seeded_request_give_the_same_bytes(server: Fake
 def test_models_and_responses_have_the_fingerprint(server: FakeServer) -> None:
     (card,) = show(server, "/v1/models").json()["data"]
     assert card["system_fingerprint"] == FINGERPRINT.told()
+    assert card["arithmetic"] == FINGERPRINT.arithmetic
     assert show(server, "/v1/models/alias").json() == card
     headers = {"Authorization": "Bearer one"}
     asked = {"model": "fake", "input": "xyz", "max_output_tokens": 3}

@@ -5,6 +5,8 @@ computes of it.
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +21,11 @@ from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import STACKS, PackedModel
-from phasewise.tuner.plans import RankCores, ServicePlan
+from phasewise.tuner.lookup import ScheduleTable
+from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from tests.support.models import family_models as families
 from tests.support.models import reference_models as layout
-from tests.support.tiers import isas
+from tests.support.tiers import isas, n_examples
 
 pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
 from phasewise.serving.ranks.open_ranks import KvSettings, RankOptions, open_ranks
@@ -76,6 +79,31 @@ def test_every_family_has_the_same_bits_on_all_instruction_sets(name: str, tmp_p
             )
             if kind == "f32":
                 assert np.abs(found[lowest][:1] - expected).max() <= BOUND * np.abs(expected).max()
+
+
+def drawn_prompts(n: int, vocab_size: int) -> Iterator[list[SequenceSlice]]:
+    """In steps of several, of 1 to 48 tokens each; every row of a step is looked at."""
+    rng = random.Random(41)
+    prompts = [[rng.randrange(3, vocab_size) for _ in range(rng.randint(1, 48))] for _ in range(n)]
+    for at in range(0, n, 4):
+        yield [SequenceSlice(one, 0, 64 * i, True) for i, one in enumerate(prompts[at : at + 4])]
+
+
+@pytest.mark.parametrize("name", families.FAMILY_CASES)
+def test_drawn_prompts_have_the_same_bits_on_all_instruction_sets(name: str, tmp_path: Path) -> None:
+    """In every format, by --arithmetic canonical: the logits after every token."""
+    lookups = dict.fromkeys(PHASES, ScheduleTable().asked("canonical", None))
+    for weight_format in ("f32", "bf16", "int8", "int4"):
+        model = packed(name, "safetensors", tmp_path, weight_format)
+        found: dict[str, list[bytes]] = {}
+        for isa_name in isas():
+            with isa.using(isa_name), closing(local_ranks(model, schedules=lookups)) as ranks:
+                found[isa_name] = [
+                    ranks.all_logits(Batch("prefill", tuple(step))).tobytes()
+                    for step in drawn_prompts(n_examples(12, soak=100), model.config.vocab_size)
+                ]
+        lowest, *others = found
+        assert [one for one in others if found[one] != found[lowest]] == [], weight_format
 
 
 @pytest.mark.parametrize("name", families.FAMILY_CASES)

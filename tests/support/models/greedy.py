@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,13 @@ from phasewise.tuner.plans import default_plan
 
 
 def local_ranks(
-    model: PackedModel, kv_slots: int = 256, sequences: int = 8, kv_format: str = "auto"
+    model: PackedModel, kv_slots: int = 256, sequences: int = 8, kv_format: str = "auto", **more: Any
 ) -> LocalRanks:
-    """By the default plans of this machine."""
+    """By the default plans of this machine. more: further options."""
     machine = read_machine()
     plans: dict[Any, Any] = {phase: default_plan(machine, phase) for phase in ("prefill", "decode")}
     options = RankOptions(KvSettings(kv_slots, kv_format), max_batch_tokens=1024, max_sequences=sequences)
-    return LocalRanks(model, plans, options)
+    return LocalRanks(model, plans, replace(options, **more))
 
 
 def greedy(ranks: Ranks, prompt: list[int], n_steps: int, chunk: int = 1 << 30) -> np.ndarray:

@@ -1,0 +1,139 @@
+"""Every way of computing the same embeddings, and how many of them are equal in every bit.
+
+`python -m tests.support.embedding_ways` prints the table for a tiny random encoder in each format, by
+`--arithmetic canonical`: alone, in company, on any threads, from several processes, and by the lower
+instruction sets of this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from phasewise.cython_kernels import isa
+from phasewise.serving.embedding.encoder.embedder import Embedder
+from phasewise.serving.embedding.encoder.input_tokens import Tokens
+from phasewise.serving.embedding.open_embedding import open_embedding
+from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
+from phasewise.serving.loaders import load_model
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.topology import read_machine
+from tests.support.models.encoder_models import write_encoder
+
+FORMATS = ("f32", "bf16", "int8", "int4")
+N_INPUTS = 12
+_N_INSTANCES = 2
+
+Vectors = list[bytes]
+"""Of each input, every bit."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model and the inputs of which it makes vectors."""
+
+    folder: Path
+    model: PackedModel
+    inputs: tuple[Tokens, ...]
+
+
+def asked(folder: Path, name: str, weight_format: str, n_inputs: int = N_INPUTS) -> Asked:
+    """A tiny encoder of one of `encoder_models.CASES`, written where it is not there yet."""
+    path = folder / name
+    if not path.exists():
+        write_encoder(path, name)
+    model = load_model(str(path), weight_format, folder / "cache")
+    assert model.embedding is not None
+    rng, most = random.Random(41), model.embedding.max_tokens
+    lengths = [round(most ** (at / (n_inputs - 1))) for at in range(n_inputs)]
+    inputs = [Tokens([rng.randrange(5, model.config.vocab_size) for _ in range(n)]) for n in lengths]
+    return Asked(path, model, tuple(rng.sample(inputs, n_inputs)))
+
+
+def embedded(one: Asked, inputs: Sequence[Tokens], threads: int = 2, step_tokens: int = 512) -> Vectors:
+    with Embedder(
+        one.model, range(threads), pinned=False, step_tokens=step_tokens, is_canonical=True
+    ) as embedder:
+        return [vector.tobytes() for vector in embedder.embed(inputs)]
+
+
+def alone(one: Asked) -> Vectors:
+    with Embedder(one.model, range(2), pinned=False, is_canonical=True) as embedder:
+        return [embedder.embed([each])[0].tobytes() for each in one.inputs]
+
+
+def reversed_order(one: Asked) -> Vectors:
+    return embedded(one, one.inputs[::-1])[::-1]
+
+
+def from_instances(one: Asked) -> Vectors:
+    """From processes, as a server has them, which share the inputs."""
+    core = (min(read_machine().allowed_pus),)
+    plan = EmbeddingPlan(tuple(Instance(f"cpu:{at}", core) for at in range(_N_INSTANCES)))
+    opened = open_embedding(
+        one.model, str(one.folder), one.model.format, plan, one.folder.parent / "cache", is_canonical=True
+    )
+
+    async def use() -> list[np.ndarray]:
+        opened.client.attach(asyncio.get_running_loop())
+        found = await asyncio.gather(*(opened.client.embed([each]) for each in one.inputs))
+        return [vectors[0] for vectors in found]
+
+    with opened:
+        return [vector.tobytes() for vector in asyncio.run(use())]
+
+
+def by(name: str) -> Callable[[Asked], Vectors]:
+    """By another instruction set."""
+
+    def compute(one: Asked) -> Vectors:
+        with isa.using(name):
+            return alone(one)
+
+    return compute
+
+
+WAYS: dict[str, Callable[[Asked], Vectors]] = {
+    "together": lambda one: embedded(one, one.inputs),
+    "together, in another order": reversed_order,
+    "in small steps": lambda one: embedded(one, one.inputs, step_tokens=1),
+    "one thread": lambda one: embedded(one, one.inputs, threads=1),
+    "three threads": lambda one: embedded(one, one.inputs, threads=3),
+}
+INSTANCES = {"two instances": from_instances}
+
+
+def lower_ways() -> dict[str, Callable[[Asked], Vectors]]:
+    """Instruction sets below the one in use, the nearest first."""
+    names = isa.usable()
+    lower = reversed(names[: names.index(isa.active())])
+    return {f"{name} for {isa.active()}": by(name) for name in lower}
+
+
+def rows(one: Asked, ways: dict[str, Callable[[Asked], Vectors]]) -> Iterator[tuple[str, int, int]]:
+    """Of each way its name, how many vectors have every bit of those alone, and how many do not."""
+    wanted = alone(one)
+    for name, compute in ways.items():
+        n_equal = sum(a == b for a, b in zip(compute(one), wanted, strict=True))
+        yield name, n_equal, len(wanted) - n_equal
+
+
+def main() -> None:
+    """Print the table."""
+    print("| way | " + " | ".join(FORMATS) + " |\n|---|" + "---|" * len(FORMATS))
+    with tempfile.TemporaryDirectory(prefix="pw-") as folder:
+        ways = WAYS | INSTANCES | lower_ways()
+        found = [list(rows(asked(Path(folder), "bert", one), ways)) for one in FORMATS]
+        for of_way in zip(*found, strict=True):
+            cells = " | ".join(f"{equal} of {equal + unequal}" for _, equal, unequal in of_way)
+            print(f"| {of_way[0][0]} | {cells} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
