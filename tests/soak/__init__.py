@@ -1,1 +1,1 @@
-"""What is done to a server for minutes or hours, and to its parsers: `make test-soak` runs it all."""
+"""Trials of a server for minutes or hours, and of its parsers: `make test-soak` runs them all."""

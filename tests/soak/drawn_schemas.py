@@ -62,7 +62,7 @@ _INNERMOST: Sequence[Any] = (
 
 @dataclass
 class Seen:
-    """What a run has seen."""
+    """The outcomes, seconds and bytes of a run, and the jobs that missed a bound."""
 
     bounds: Bounds
     base_bytes: int = 0

@@ -43,7 +43,7 @@ class Slope(NamedTuple):
 
 
 def is_flat(bytes_a_request: Slope) -> bool:
-    """Whether even the interval's upper bound is less than a block of memory for each request.
+    """True if even the interval's upper bound is less than a block of memory for each request.
 
     A run too short or too noisy to say so does not pass, as it would where its interval need only hold 0.
     """

@@ -143,7 +143,7 @@ async def _run(port: int, inputs: int, rng: random.Random, outcome: Outcome) -> 
 
 
 class _Surprises(logging.Handler):
-    """What the application raised: a fault of ours, even where no client got to see a 500."""
+    """Passes on the errors that the application logs: faults of ours, even if no client got to see a 500."""
 
     def __init__(self, pipe: Connection) -> None:
         super().__init__(logging.ERROR)
@@ -184,7 +184,7 @@ def _is_well(port: int) -> bool:
 
 
 def fuzz(inputs: int, seed: int) -> tuple[Outcome, str]:
-    """What came of it, with faults where something must not be; and a line of what was held."""
+    """The outcome of a run, with faults where something must not be; and a line of what was held."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     server = context.Process(target=_serve, args=(theirs,), daemon=True)

@@ -1,4 +1,4 @@
-"""How long /health takes while the server is as busy as clients can make it.
+"""The time that /health takes while the server is as busy as clients can make it.
 
     python -m tests.soak.health http://127.0.0.1:8000 [--clients 32] [--seconds 20] [--hostile] [--key KEY]
 

@@ -1,4 +1,4 @@
-"""What one request, one template or one file can do to everybody else: tried on a real server, row by row.
+"""Harm that one request, template or file can do to everybody else, tried on a real server, row by row.
 
 Each row starts its own `phasewise serve`, attacks it from a process of its own, and watches a client that
 does nothing wrong: its median latency must stay within twice the idle one, /health under 100 ms, and memory

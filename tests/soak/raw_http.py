@@ -27,7 +27,7 @@ class Reply:
 
 @dataclass
 class Streamed:
-    """What a stream has said: the text of its pieces, why it ended, and what it counted."""
+    """The content of a stream so far: the text of its pieces, why it ended, and what it counted."""
 
     text: str = ""
     n_pieces: int = 0
@@ -108,7 +108,7 @@ class Connection:
         return Reply(status, headers, content)
 
     async def events(self, headers: dict[str, str]) -> AsyncIterator[str]:
-        """What follows `data: ` in a stream."""
+        """The contents of a stream's `data: ` lines."""
         left = b""
         async for piece in self.pieces(headers):
             *lines, left = (left + piece).split(b"\n")

@@ -13,7 +13,7 @@ from tests.soak.served_process import DEFAULT_MODEL, TINY, leave_no_server
 
 
 class Missed(Exception):
-    """What must hold does not, in one line."""
+    """Something that must hold does not; the message says it in one line."""
 
 
 class Skipped(Exception):
@@ -50,7 +50,7 @@ def run_rows(
 
 
 def _holds(name: str, row: Row[Setting], setting: Setting) -> bool:
-    """Whether a row holds, or cannot be tried here; printed as `ok`, `FAIL` or `skip`."""
+    """True unless a row fails; prints `ok`, `FAIL` or `skip`, and what was seen."""
     began = time.monotonic()
     try:
         verdict, seen = "ok  ", row(setting)

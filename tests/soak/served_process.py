@@ -26,7 +26,7 @@ _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def model_reference(name: str, folder: Path) -> str:
-    """What `serve` is to be given: a name that it knows, or the file of a tiny model, written to `folder`."""
+    """The argument of `serve`: a name that it knows, or the file of a tiny model, written to `folder`."""
     if name != TINY:
         return name
     from tests.support.models.tiny_models import TinyShape, write_tiny_gguf

@@ -80,7 +80,7 @@ class Expected(NamedTuple):
 
 @dataclass
 class Tally:
-    """What has come of the requests so far."""
+    """Counts of the requests so far by what came of them, and the server's memory meanwhile."""
 
     n_right: int = 0
     n_left: int = 0
@@ -134,7 +134,7 @@ class Soak:
         self.tally = Tally()
 
     async def learn(self) -> None:
-        """What each class must answer, computed alone."""
+        """Learn each class's right answer by asking for it alone."""
         connection = await raw_http.Connection.open(self.server.port)
         for one in self.classes:
             reply = await connection.ask("POST", "/v1/completions", one.body(self.model))
@@ -256,7 +256,7 @@ def scaled(trace: Sequence[RequestLengths], prompts: float, answers: float) -> l
 
 
 def verdict(soak: Soak, n_requests: int, before: dict[str, float]) -> list[tuple[bool, str]]:
-    """What must hold, and whether it does."""
+    """The laws of a run: for each, whether it holds, and a line that tells what was found."""
     tally, server = soak.tally, soak.server
     server.wait_until(lambda: _busy(server.metrics()) == 0, 30, "does not come to rest")
     after = server.metrics()

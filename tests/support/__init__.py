@@ -1,4 +1,4 @@
-"""What several tests share: fakes, factories, references, strategies.
+"""Helpers that several tests share: fakes, factories, references, strategies.
 
 Tests and benchmarks import `tests.support.NAME`; an editable install (`make setup`) puts the repository's
 root on the path. Nothing in it begins with `test_`, and nothing of phasewise imports it.

@@ -24,7 +24,7 @@ _SEQUENCE = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
 
 @dataclass(frozen=True)
 class Place:
-    """Where commands run: their folder and their environment."""
+    """The folder and the environment in which commands run."""
 
     folder: Path
     environment: Mapping[str, str]
@@ -71,7 +71,7 @@ class Place:
 
 
 def _read(descriptor: int, end_s: float) -> bytes:
-    """What comes next; nothing at the end, or at a time of the monotonic clock."""
+    """The next bytes; none at the end, or at `end_s`, a time of the monotonic clock."""
     if not select.select([descriptor], [], [], max(0.0, end_s - time.monotonic()))[0]:
         return b""
     try:

@@ -33,7 +33,7 @@ def tier() -> str:
 
 
 def n_examples(n: int, *, soak: int = 0) -> int:
-    """How many examples to draw where `all` draws n: a fifth in `quick`; in `soak` that many, or 20 n."""
+    """Number of examples where `all` draws n: in `quick` a fifth; in `soak` the number `soak`, or 20 n."""
     if tier() == "quick":
         return -(-n // _QUICK_SHARE)
     return (soak or n * _SOAK_FACTOR) if tier() == "soak" else n

@@ -1,4 +1,4 @@
-"""What is drafted, and how much: lookups find long matches, lengths are the best ones, no time is lost."""
+"""Lookups find long matches, draft lengths are the best ones, no drafter loses more than 3 % of the time."""
 
 from __future__ import annotations
 

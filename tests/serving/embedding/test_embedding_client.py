@@ -25,7 +25,7 @@ def run(
     workers: list[FakeWorker] | None = None,
     **options: Any,
 ) -> Any:
-    """What `use` gives; afterwards no input and no token is left in any queue."""
+    """The result of `use`; afterwards no input and no token is left in any queue."""
     own = workers or [FakeWorker()]
 
     async def main() -> Any:

@@ -1,4 +1,4 @@
-"""What a device holds is computed within its promise, however slow it has become."""
+"""A device computes what it holds within its promise, however slow it has become."""
 
 from __future__ import annotations
 

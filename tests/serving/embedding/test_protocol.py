@@ -1,4 +1,4 @@
-"""What the front and a worker say to each other comes through whole, or is refused."""
+"""Messages between the front and a worker come through whole, or are refused."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ CORE = (min(read_machine().allowed_pus),)
 
 
 class Array(np.ndarray[Any, Any]):
-    """What torch's tensors can that numpy's arrays cannot. `to` keeps the device."""
+    """A numpy array with methods that only torch's tensors have. `to` remembers the device."""
 
     device = "cpu"
 

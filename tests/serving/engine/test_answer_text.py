@@ -28,7 +28,7 @@ def feed(text: str, stop: tuple[str, ...]) -> tuple[list[str], list[int], bool]:
 
 
 def first_stop(text: str, stop: tuple[str, ...]) -> int | None:
-    """Where the text ends: the stop string that is complete first decides."""
+    """The place of the stop string that is complete first, at which the text ends; None: there is none."""
     ends = [(text.find(one) + len(one), text.find(one)) for one in stop if one in text]
     return min(ends)[1] if ends else None
 

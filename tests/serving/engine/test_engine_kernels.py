@@ -71,7 +71,7 @@ def tokens(outs: list[Answer | Failure]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def alone(model: PackedModel) -> dict[str, list[int]]:
-    """What each request gets when it is the only one, its prompt computed in one piece, on one core."""
+    """The tokens of each request as the only one, its prompt computed in one piece, on one core."""
     got: dict[str, list[int]] = {}
     for request in requests():
         got |= answers(model, [request], max_sequences=1)

@@ -132,7 +132,7 @@ def test_no_pause_is_longer_than_the_longest() -> None:
 
 
 class Heard:
-    """What an engine's thread delivers."""
+    """The answers and failures that an engine's thread delivers."""
 
     def __init__(self) -> None:
         self.outs: list[Answer | Failure] = []

@@ -1,4 +1,4 @@
-"""What the allocators hold beforehand is what a load is given; each law in a process of its own."""
+"""A load is given memory that the allocators hold beforehand; loads run in processes of their own."""
 
 import ctypes
 import subprocess

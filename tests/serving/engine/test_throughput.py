@@ -1,4 +1,4 @@
-"""What a throughput test feeds the ranks, and how its work is counted."""
+"""A throughput test feeds the ranks each token once, in batches of one phase, and counts its work."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ workloads = st.one_of(
 
 
 def split_at_depth(batches: list[Batch], workload: Workload) -> tuple[list[Batch], list[Batch]]:
-    """What comes before the timed runs, and those."""
+    """The batches before the timed runs, and those of the runs."""
     before = [one for one in batches if all(piece.start < workload.n_depth for piece in one.slices)]
     return before, batches[len(before) :]
 

@@ -1,4 +1,4 @@
-"""What a compiled grammar is counted as is what it takes, whether its memory is fresh or was another's."""
+"""A compiled grammar is counted as the memory that it takes, whether that is fresh or was another's."""
 
 from __future__ import annotations
 

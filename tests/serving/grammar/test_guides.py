@@ -45,7 +45,7 @@ def logits_of(rng: np.random.Generator, size: int = VOCAB_SIZE) -> np.ndarray:
 
 
 def answer(guide: Guide, seed: int, most: int = 400, **params: object) -> tuple[bytes, bool]:
-    """What a model that says anything says under `guide`, and whether it came to an end."""
+    """The text of a model that says anything, under `guide`, and whether it came to an end."""
     rng = np.random.default_rng(seed)
     sampler = Sampler(SamplingParams(seed=seed, **params), (), VOCAB_SIZE, guide.fresh())  # type: ignore[arg-type]
     said = b""

@@ -27,7 +27,7 @@ BROKEN = {
 
 
 class Observed:
-    """What one server has counted, and written in its log."""
+    """The lines of one server's log, and the surroundings that write them."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

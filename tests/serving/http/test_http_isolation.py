@@ -1,4 +1,4 @@
-"""What one user's requests tell, or do, to another's: prompts reused, failures counted."""
+"""One user's requests tell another's nothing and do not hold them up; failures are counted."""
 
 from __future__ import annotations
 

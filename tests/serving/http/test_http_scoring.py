@@ -86,7 +86,7 @@ def test_an_echo_of_tokens_and_of_nothing_else(client: openai.OpenAI) -> None:
 
 
 def test_an_end_token_counts_where_the_prompt_is_echoed() -> None:
-    """Who scores leaves out the last token, which was generated: it must be there."""
+    """A client that scores leaves out the last token, which was generated: it must be there."""
 
     def ends(model: ServedModel) -> ServedModel:
         return replace(model, end_token_ids=frozenset({ord("d")}))
@@ -210,7 +210,7 @@ def test_the_memory_of_a_prompt_s_numbers_is_bounded() -> None:
 
 
 def test_a_text_s_control_tokens_are_told(server: FakeServer) -> None:
-    """Where a prompt cannot spell one there is none: the fake's end token has no text."""
+    """A token that a prompt cannot spell is told as none: the fake's end token has no text."""
     assert httpx.get(f"{server.url}/tokenizer_info").json() == {"bos_token": None, "eos_token": None}
 
     def spelled(model: ServedModel) -> ServedModel:

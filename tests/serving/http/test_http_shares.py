@@ -1,4 +1,4 @@
-"""What a request to any route may take from others: the loop's time, lanes, places among stored responses."""
+"""No request to any route takes more than its share of the loop's time, lanes or stored responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands around the routes: ids of requests, their log, pages of other origins, tokens."""
+"""Requests have ids and lines in a log, pages of named origins may call, and tokens are told."""
 
 from __future__ import annotations
 

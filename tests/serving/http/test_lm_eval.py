@@ -106,7 +106,7 @@ def judged(
     kind: str,
     settings: str,
 ) -> list[dict[str, Any]]:
-    """What lm-eval says of each question."""
+    """The records that lm-eval writes, one for each question."""
     data, tasks, out = folder / "questions.jsonl", folder / "tasks", folder / f"out-{kind}"
     data.write_text("".join(json.dumps(one) + "\n" for one in questions), encoding="utf-8")
     tasks.mkdir(exist_ok=True)

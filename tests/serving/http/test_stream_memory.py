@@ -1,4 +1,4 @@
-"""What a streamed answer holds: what its reader has yet to take, up to a limit, and nothing that was sent."""
+"""A streamed answer holds what its reader has yet to take, up to a limit, and nothing that was sent."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def fuzz(
 
 
 def watch(target: Target, cases: int, cache: Path) -> dict[str, int]:
-    """How many of the damaged files load; every one that is refused says why in one line."""
+    """Numbers of damaged files that load and that are refused; each refusal says why in one line."""
     counts = {"refused": 0, "loaded": 0}
     before = peak_bytes()
     for case in damaged(target, range(cases), cache):

@@ -1,4 +1,4 @@
-"""What a model may be called, and how the known ones are fetched and checked."""
+"""A model is a known name, a file or a directory; the known ones are fetched and checked."""
 
 from __future__ import annotations
 

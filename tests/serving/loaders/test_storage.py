@@ -92,7 +92,7 @@ def test_a_measured_preference_overrules_bytes(pruned: Path) -> None:
 
 
 def test_a_measured_preference_makes_auto_sparse_where_nothing_expands(pruned: Path) -> None:
-    """What was not compared stays dense there; packed files of the one choice do not serve the other."""
+    """Weights that were not compared stay dense there; packed files of one choice do not serve the other."""
 
     def measured(form: WeightForm, n: int, k: int, density: float) -> StorageDecision | None:
         del form, density

@@ -68,7 +68,7 @@ def test_lost_and_shared_slots_are_found(taken: list[Block], what: str) -> None:
 
 
 def test_an_idle_bucket_starves_nobody() -> None:
-    """What waits in free lists is given back, joined, as soon as somebody needs it."""
+    """Blocks that wait in free lists are given back, joined, as soon as somebody needs them."""
     arena = Arena(20 * ALIGNMENT)
     shelves = Shelves(arena)
     blocks = [shelves.take(bucket, 32) for bucket in range(10)]

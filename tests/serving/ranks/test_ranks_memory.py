@@ -1,4 +1,4 @@
-"""Where the memory of ranks lies: what is asked of the kernel, and what is said when it refuses."""
+"""The kernel is asked to place the memory of ranks, and its refusal is told in one line."""
 
 from __future__ import annotations
 

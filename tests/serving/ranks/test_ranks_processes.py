@@ -81,7 +81,7 @@ def greedy(logits: np.ndarray) -> list[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and is not yet reaped does not."""
+    """True if a process runs; an ended one that is not reaped yet does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -96,7 +96,7 @@ def test_ranks_opened_again_compute_the_same(model_name: str, request: pytest.Fi
 
 
 def test_the_packed_file_may_be_gone_by_then(in_file: PackedModel, tmp_path: Path) -> None:
-    """What the first processes inherited is kept, not looked up again."""
+    """The file that the first processes inherited is kept, not looked up again."""
     assert in_file.file is not None
     hidden = tmp_path / "elsewhere"
     ranks = open_two(in_file)

@@ -1,4 +1,4 @@
-"""What an answer is sampled with where its request does not say."""
+"""A value that a request leaves out is the operator's, else the model's, else ours."""
 
 from __future__ import annotations
 

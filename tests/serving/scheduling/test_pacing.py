@@ -36,7 +36,7 @@ def chunk(pacing: Pacing, n_answering: int = 8) -> int:
 def test_a_chunk_and_a_decode_step_fit_into_the_promise_where_it_can_be_kept(
     promise_ms: float, decode_ms: float, token_ms: float, most_tokens: int
 ) -> None:
-    """Where they cannot with 16 tokens, and half of the promise for prompts, chunks are not cut to crumbs."""
+    """Chunks have `PROMPT_SHARE` of the time where a decode step takes more than half of the promise."""
     pacing = seen(promise_ms, decode_ms, token_ms, most_tokens)
     tokens = chunk(pacing)
 

@@ -1,4 +1,4 @@
-"""What prompts begin with: found where it is, believed only as far as it is there, copied without loss."""
+"""A beginning of prompts is found where it is, believed only as far as it is there, copied without loss."""
 
 from __future__ import annotations
 

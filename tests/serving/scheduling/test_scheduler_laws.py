@@ -214,7 +214,7 @@ def naive_steps(requests: list[Request]) -> int:
 def test_company_never_takes_more_steps_than_one_after_the_other(
     asked: list[tuple[tuple[int, int], tuple[int, int], Estimate | None]], policy: str
 ) -> None:
-    """Where slots are no concern, batching is never slower than a queue."""
+    """Batching is never slower than a queue where slots are no concern."""
     scheduler = make(policy, n_slots=8 * CONTEXT, context=CONTEXT, tokens=2048, sequences=8)
     turns = Turns(scheduler)
     requests = requests_of(asked)

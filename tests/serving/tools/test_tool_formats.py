@@ -1,4 +1,4 @@
-"""What models write as calls is read as these calls, however it is cut; what is none stays text."""
+"""Calls that models write are read as these calls, however they are cut; all else stays text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def dialect(name: str, extra: str = "") -> Dialect:
 
 
 def read(reader: Reader, pieces: Iterable[str]) -> list[Part]:
-    """What the reader gives out, adjacent pieces of text joined."""
+    """The parts that the reader gives out, adjacent pieces of text joined."""
     out: list[Part] = []
     for part in [*(one for piece in pieces for one in reader.feed(piece)), *reader.finish()]:
         if not isinstance(part, Call) and out and type(out[-1]) is type(part):

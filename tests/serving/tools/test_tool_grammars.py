@@ -74,7 +74,7 @@ def schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def answer(guide: Guide, draw: np.random.Generator, most: int = 1500) -> bytes | None:
-    """What comes out where every token that may come is as likely as any other; None: it did not end."""
+    """The text where every token that may come is as likely as any other; None: it did not end."""
     said = b""
     for _ in range(most):
         logits = draw.gumbel(size=len(PIECES)).astype(np.float32)

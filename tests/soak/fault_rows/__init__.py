@@ -1,1 +1,1 @@
-"""What is done to a running server, a function for each fault; tests/soak/faults.py runs them."""
+"""Faults done to a running server, a function for each; tests/soak/faults.py runs them."""

@@ -156,7 +156,7 @@ async def _begin(server: ServerProcess, body: dict[str, Any]) -> raw_http.Stream
 
 
 async def _refused(server: ServerProcess, body: dict[str, Any]) -> raw_http.Reply:
-    """What a new request gets; a connection that is not taken counts as 503."""
+    """The answer to a new request; a connection that is not taken counts as 503."""
     try:
         return await raw_http.ask(server.port, "POST", "/v1/completions", body)
     except OSError as error:
@@ -172,7 +172,7 @@ async def _until_running(server: ServerProcess, n_requests: int) -> None:
 
 
 def _on_full_disk(setting: Setting, place: Path) -> tuple[str, ...]:
-    """What runs a command with a file system over `place` that holds a database and has no room left."""
+    """The prefix that gives a command a file system over `place` with a database and no room left."""
     database = setting.two_ranks()
     script = (
         f"mount -t tmpfs -o size=1m none {place} && cp {database} {place}/two.db"

@@ -1,4 +1,4 @@
-"""What every fault begins with: a model, servers of one or two ranks, requests, and what is held before."""
+"""The beginning of every fault: a model, servers of one or two ranks, requests, and what is held before."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def expect(holds: bool, otherwise: str) -> None:
 
 
 class Held(NamedTuple):
-    """What a server holds while no request runs."""
+    """The resources that a server holds while no request runs."""
 
     descriptors: int
     shared_mappings: int
@@ -83,7 +83,7 @@ class Setting:
 
 
 def text_alone(server: ServerProcess, body: dict[str, Any]) -> str:
-    """What the server answers while it does nothing else."""
+    """The text that the server answers while it does nothing else."""
     reply = server.ask("POST", "/v1/completions", body)
     expect(reply.status == 200, f"a request alone is answered with {reply.status}: {reply.body.decode()}")
     text: str = reply.json()["choices"][0]["text"]

@@ -33,7 +33,7 @@ _SETTLE_S = 1.5
 
 @dataclass(frozen=True)
 class Asked:
-    """How a row's server is asked. `key`: what its requests carry, where the server wants one."""
+    """Asks a row's server. `key`: what its requests carry, where the server wants one."""
 
     port: int
     model: str
@@ -83,7 +83,7 @@ class Asked:
 
 @dataclass
 class Seen:
-    """What the well-behaved client saw, in seconds."""
+    """The latencies of the well-behaved client and of /health, in seconds, and the statuses of refusals."""
 
     answers_s: list[float] = field(default_factory=list)
     health_s: list[float] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Siege:
 
     @property
     def seconds(self) -> float:
-        """How long an attack goes on."""
+        """The length of an attack."""
         return 4.0 if self.quick else 15.0
 
     @contextmanager
@@ -184,7 +184,7 @@ def _warm(client: Callable[[], tuple[int, Any]], server: ServerProcess) -> None:
 def _watched(
     server: ServerProcess, client: Callable[[], tuple[int, Any]], until: Callable[[], object]
 ) -> Seen:
-    """What the client and a probe of /health see until `until` returns."""
+    """Run the client and a probe of /health until `until` returns, and tell what they saw."""
     seen, over = Seen(), threading.Event()
 
     def answers() -> None:

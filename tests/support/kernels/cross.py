@@ -38,7 +38,7 @@ COMMON_FLAGS = [
 
 
 def isa_flags(machine: str) -> dict[str, list[str]]:
-    """What the units of each instruction set of a machine are compiled with, by the build's own list."""
+    """Compiler flags of the units of each instruction set of a machine, by the build's own list."""
     listed: dict[str, str] = json.loads((KERNELS / "isa" / "flags.json").read_text())[machine]
     return {isa: flags.split() for isa, flags in listed.items()}
 

@@ -54,7 +54,7 @@ def main(name: str, before: bool) -> None:
 
 
 def every_bit_set(w: PackedWeight) -> PackedWeight:
-    """What no check has let through: masks that count more values than there are."""
+    """A weight that no check has let through: its masks count more values than there are."""
     return replace(w, values=np.full_like(w.values, 255))
 
 

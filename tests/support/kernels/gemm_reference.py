@@ -1,4 +1,4 @@
-"""What y = x W^T should be, in float64, and how far each kernel may be from it (families/gemm_*.c)."""
+"""The product y = x W^T in float64, and how far each kernel may be from it (families/gemm_*.c)."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _expected_blocks(x: Array, w: PackedWeight) -> tuple[Array, Array]:
 
 
 def k_part_ends(k: int, k_parts: int) -> list[int]:
-    """Where the parts of k end: nearly equal, cut at multiples of 32."""
+    """Ends of the parts of k, which are nearly equal and cut at multiples of 32."""
     units = packing.padded_k(k) // packing.K_MULTIPLE
     return [min(k, units * (part + 1) // k_parts * packing.K_MULTIPLE) for part in range(k_parts)]
 

@@ -75,7 +75,7 @@ def clean_files(n: int = 4, threads: int = 1, nodes: int = 1) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Plant:
-    """What is different from a clean host: files (None: absent), its shape, and what no file tells."""
+    """The differences from a clean host: files (None: absent), its shape, and what no file tells."""
 
     files: dict[str, str | None] = field(default_factory=dict)
     shape: tuple[int, int, int] = (4, 1, 1)

@@ -26,7 +26,7 @@ PROMOTIONS_OF_A_PROBLEM = 3
 
 @dataclass(frozen=True)
 class Fleet:
-    """How much was measured: `problems` of each of `cores`, `timings` of each."""
+    """The size of a drawn database: `problems` of each of `cores`, `timings` of each."""
 
     cores: int = 40
     problems: int = 108

@@ -24,7 +24,7 @@ PLAIN = Arithmetic("fma")
 
 @dataclass(frozen=True)
 class Machine:
-    """What a landscape's costs are made of. Rates are those of one thread."""
+    """The terms of a landscape's costs. Rates are those of one thread."""
 
     l1_bytes: int
     l2_bytes: int
@@ -83,7 +83,7 @@ class Landscape:
         return machine_of(self.seed, self.unlike)
 
     def cost_ns(self, problem: Problem, schedule: Schedule) -> float:
-        """What the slowest thread needs, without noise."""
+        """The time that the slowest thread needs, without noise."""
         machine = self.machine
         row_tiles = pieces(pieces(problem.m, schedule.mr), schedule.threads_m)
         columns = pieces(pieces(problem.n, 16), schedule.threads_n) * 16
@@ -136,7 +136,7 @@ class Evaluator:
         return [self.landscape.sample(self.problem, schedule) for schedule in schedules]
 
     def drive(self, search: Search[T]) -> T:
-        """What the search returns."""
+        """The result of the search, run to its end."""
         return drive(search, self)
 
 
@@ -160,5 +160,5 @@ def space_of(
 
 
 def shortfall(landscape: Landscape, problem: Problem, found: Schedule, best: Schedule) -> float:
-    """How much slower one schedule is than another, without noise; 0.03 is three per cent."""
+    """The share by which `found` is slower than `best`, without noise; 0.03 is three per cent."""
     return landscape.cost_ns(problem, found) / landscape.cost_ns(problem, best) - 1

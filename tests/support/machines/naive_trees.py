@@ -97,7 +97,7 @@ def _at_depth(tree: Nest, depth: int, change: Callable[[tuple[Nest, ...]], tuple
 
 
 def _arities(tree: Nest) -> list[int]:
-    """How many children a node has at each depth: trees are symmetric, so the first ones tell."""
+    """The number of children of a node at each depth: trees are symmetric, so the first ones tell."""
     found = []
     while not isinstance(tree, int):
         found.append(len(tree))
@@ -127,7 +127,7 @@ def _is_tiled(tree: Nest) -> bool:
 
 
 def is_ordered(tree: Nest) -> bool:
-    """Whether the children of every node ascend by their lowest PU."""
+    """True if the children of every node ascend by their lowest PU."""
     if isinstance(tree, int):
         return True
     firsts = [leaves(child)[0] for child in tree]

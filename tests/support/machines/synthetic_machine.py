@@ -116,7 +116,7 @@ def run_on(
 
 
 def in_use(outcome: TuningOutcome) -> list[tuple[int, int, dict[str, object]]]:
-    """What a run leaves behind: by weight and m, the schedule."""
+    """The schedules that a run leaves behind, each after its weight's n and m."""
     return [(gain.problem.n, gain.problem.m, asdict(gain.schedule)) for gain in outcome.gains]
 
 

@@ -177,7 +177,7 @@ def _packed_target(name: str, folder: Path) -> Target:
 
 @dataclass(frozen=True)
 class Case:
-    """What became of one damaged file."""
+    """One damaged file, and what became of it."""
 
     number: int
     outcome: Outcome

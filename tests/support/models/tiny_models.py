@@ -184,7 +184,7 @@ def gguf_name(hf_name: str) -> str:
 
 
 def interleave_heads(values: np.ndarray, n_heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to the q and k rows of Llama models."""
+    """The q or k rows of a Llama model in the order that llama.cpp's converter gives them."""
     split = values.reshape(n_heads, 2, values.shape[0] // n_heads // 2, *values.shape[1:])
     return split.swapaxes(1, 2).reshape(values.shape)
 

@@ -30,7 +30,7 @@ _LAST_EVENTS = (
 
 @dataclass
 class Tally:
-    """What came back."""
+    """Counts of the answers by status, and the slowest of them."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     slowest_s: float = 0.0

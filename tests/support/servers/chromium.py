@@ -74,7 +74,7 @@ class Page:
         await self.command("Input.insertText", text=text)
 
     async def screenshot(self, path: Path) -> None:
-        """What is to be seen now."""
+        """Write a picture of the page as it looks now."""
         shot = await self.command("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))
 

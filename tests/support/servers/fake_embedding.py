@@ -104,7 +104,7 @@ def client_over(
 
 @dataclass
 class EmbeddingServer:
-    """What a test may look at while the server runs."""
+    """The parts of a running server that a test may look at."""
 
     url: str
     client: EmbeddingClient

@@ -123,7 +123,7 @@ class FakeRanks:
         self.closed = True
 
     def choose_by(self, seen: np.ndarray) -> int:
-        """What of the tokens that attention sees decides the next one: the last."""
+        """The last of the tokens that attention sees: it decides the next one."""
         return int(seen[-1])
 
     def _logits(self, wanted: int) -> np.ndarray:

@@ -38,7 +38,7 @@ def render_chat(messages: Sequence[dict[str, Any]]) -> str:
 
 @dataclass
 class FakeServer:
-    """What a test may look at and turn while the server runs."""
+    """The parts of a running server that a test may read or change."""
 
     url: str
     engine: Engine

@@ -106,7 +106,7 @@ class PoolServer:
             time.sleep(0.01)
 
     def is_empty(self) -> bool:
-        """Whether no instance holds keys and values, or expects any."""
+        """True if every instance runs and none holds keys and values, or expects any."""
         members = self.front.members()
         return all(
             one["state"] == "running" and one["kv_slots_used"] == 0 and one["handing_over"] == 0

@@ -154,7 +154,7 @@ def new_prompt_instance(address: str, old_pid: int) -> bool:
 
 
 def refused(model: Path, address: str) -> dict[str, tuple[int, str]]:
-    """What is said of wishes that cannot be met."""
+    """Exit code and stderr of commands whose wishes cannot be met, by what is wrong."""
     command = [*PHASEWISE, "serve", str(model), "--port", "0", "--cluster"]
     wrong = {
         "placement": ([*command, address, "--mixed", "1x64"], {}),

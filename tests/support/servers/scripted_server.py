@@ -19,7 +19,7 @@ VOCAB_SIZE = 40_000
 
 @dataclass
 class ScriptedServer:
-    """What was asked, as bodies of JSON, in order; and the keys that came with it."""
+    """The server's address, the JSON bodies that it was sent, in order, and the keys that came with them."""
 
     url: str
     keys: set[str | None] = field(default_factory=set)

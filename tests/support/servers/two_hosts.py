@@ -143,7 +143,7 @@ def run(model: Path, there: int) -> dict[str, object]:
 
 
 class Scenes:
-    """What happens to the links, one scene after the other, over one pair of instances."""
+    """Scenes one after the other over one pair of instances: links are left alone, slowed or cut."""
 
     def __init__(
         self, server: PoolServer, mixed: list[Submit], long: list[Submit], whole: dict[str, str]
@@ -204,7 +204,7 @@ class Scenes:
 
 @contextlib.contextmanager
 def slowed(device: str, rate: str) -> Iterator[None]:
-    """What leaves by it here has this bandwidth."""
+    """Limit what leaves here by `device` to `rate`."""
     add = ["tc", "qdisc", "add", "dev", device, "root", "tbf"]
     subprocess.run([*add, "rate", rate, "burst", "4kb", "latency", "2s"], check=True)
     try:

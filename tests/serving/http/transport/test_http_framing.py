@@ -1,4 +1,4 @@
-"""Where requests end: cut the same however their bytes come, and refused where two readers could disagree."""
+"""Requests are cut the same however their bytes come, and refused where two readers could disagree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one connection, one address and all unfinished bodies may take from a running server."""
+"""A running server bounds what one connection, one address and all unfinished bodies take from it."""
 
 from __future__ import annotations
 
