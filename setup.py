@@ -126,7 +126,7 @@ class build_kernels(build_ext):
         return [isa for isa in runs_here if isa in ISA_FLAGS and self.is_understood(isa)]
 
     def is_understood(self, isa: str) -> bool:
-        """Whether the compiler has the flags of an instruction set that not every compiler knows."""
+        """True if the compiler knows an instruction set's flags; not every compiler knows those of LATE."""
         if isa not in LATE:
             return True
         command = [*self.compiler.compiler_so, *ISA_FLAGS[isa], "-fsyntax-only", "-x", "c", os.devnull]

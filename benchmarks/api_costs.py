@@ -1,4 +1,4 @@
-"""What parts of the API cost: the live view while clients stream, and a required call beside response_format.
+"""Cost of parts of the API: the live view while clients stream, and a required call beside response_format.
 
     python benchmarks/api_costs.py --url http://127.0.0.1:8000 --model NAME [--rounds 6]
 

@@ -1,4 +1,4 @@
-"""What drafts gain: the same answers with and without them, in turns, tokens checked to be the same.
+"""Gain of drafts: the same answers with and without them, in turns, tokens checked to be the same.
 
     python benchmarks/drafts.py lookup [MODEL]        # text that repeats its input, and text that does not
     python benchmarks/drafts.py written [MODEL]       # the same, the answers being written beforehand
@@ -227,7 +227,7 @@ class SaidRight:
 
 
 def best_ratio(costs: Callable[[int], float], draft_ns: float, agrees: float, most: int) -> tuple[float, int]:
-    """What the best fixed length gains, and that length."""
+    """Gain of the best fixed length, and that length."""
     found = [
         (sum(agrees**j for j in range(k + 1)) * costs(1) / (costs(k + 1) + k * draft_ns), k)
         for k in range(most + 1)

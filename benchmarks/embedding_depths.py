@@ -1,4 +1,4 @@
-"""How many inputs at once a host embeds within an SLO: by WindVE's line, and by trying.
+"""Number of inputs at once that a host embeds within an SLO: by WindVE's line, and by trying.
 
     python benchmarks/embedding_depths.py MODEL WAY [WAY ..] [--format int8] [--tokens 75] [--slo 1,2]
 
@@ -52,7 +52,7 @@ async def depths(client: EmbeddingClient, tokens: int, slos_s: list[float]) -> l
 
 
 def dispatch_us(devices: int = 2, n: int = 20_000) -> float:
-    """What placing an input and letting it go again costs, with queues half full."""
+    """Time that placing an input and letting it go again take, with queues half full."""
     manager = QueueManager([DeviceQueue(f"cpu:{at}", 1, Depth(100, 10_000)) for at in range(devices)])
     for _ in range(50 * devices):
         manager.place([75])

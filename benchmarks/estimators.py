@@ -1,4 +1,4 @@
-"""Which estimate of a call's time tells schedules apart: one product runs as eight contestants of a race.
+"""Error of estimates of a call's time: one product runs as eight contestants of a race.
 
     python benchmarks/estimators.py --seconds 10 --neighbours 1
 

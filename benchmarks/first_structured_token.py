@@ -1,4 +1,4 @@
-"""How much later does the first token of a structured answer come, the schema being new to the server?
+"""Delay of the first token of a structured answer whose schema is new to the server.
 
 Three requests take turns over HTTP, each for one token: without a schema, with one that the server has
 compiled before, and with one that it has never seen. What a new schema costs is compiled twice, once in a

@@ -1,4 +1,4 @@
-"""What `predict-len eval --folds` says of the answers of many models, in one table.
+"""Results of `predict-len eval --folds` on the answers of many models, in one table.
 
     python benchmarks/lengths_by_meaning.py --prompts PROMPTS.jsonl ANSWERS.jsonl[.xz] [--folds 5] [--seed 0]
 

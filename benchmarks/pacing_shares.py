@@ -1,4 +1,4 @@
-"""What share of the time prompts should have where the promised time per token cannot be kept, by simulation.
+"""Share of the time that prompts should have where the promised time per token cannot be kept, by simulation.
 
 The production scheduler runs on simulated time with the step times of a model that has a cliff: a 1.07 B file
 in Q4_K_M on two cores, as `phasewise bench run -b` gave them, four rows in 17 ms and eight in 73.

@@ -67,7 +67,7 @@ def perplexity(losses: Iterable[npt.NDArray[np.float64]]) -> float:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a model made of the text."""
+    """A model's reading of the text: its perplexity, and the likeliest tokens."""
 
     perplexity: float
     likeliest: npt.NDArray[np.int64]

@@ -1,9 +1,8 @@
-"""What it costs when prompts begin alike: computing the beginning again, copying it, or sharing it.
+"""Cost of prompts that begin alike: computing the beginning again, copying it, or sharing it.
 
     python benchmarks/prefix_reuse.py [MODEL] [-b 8] [--prefix 128,512,1024]
 
-For
-each length of a common beginning, medians of several rounds in turns:
+For each length of a common beginning, medians of several rounds in turns:
 
 - computed: its prefill, which every sibling would repeat;
 - copied: `copy_kv` of it into a sibling's block, which is what phasewise does;

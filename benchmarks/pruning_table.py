@@ -1,4 +1,4 @@
-"""What each method of `phasewise prune` costs in perplexity, time and memory, by share of zeros.
+"""Cost of each method of `phasewise prune` in perplexity, time and memory, by share of zeros.
 
     python benchmarks/pruning_table.py smollm2-135m-instruct --sparsities 0.3,0.5,0.7,2:4
 

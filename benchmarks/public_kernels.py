@@ -1,4 +1,4 @@
-"""Which kernels of public projects are raised as they stand, and do they compute the same after lowering?
+"""Kernels of public projects, raised as they stand, lowered, and compared with their originals.
 
     python benchmarks/public_kernels.py --llama-cpp DIR [--llama2-c DIR] [--xnnpack DIR] [--cases 200]
 
@@ -116,7 +116,7 @@ def raised(one: Public) -> str:
 
 
 def compared(one: Public, text: str, cases: int) -> str:
-    """What a comparison with the original says."""
+    """The verdict of a comparison with the original; a difference is an error."""
     low = parse_file(one.file, one.function, one.isa, one.include, one.define)
     function = chosen(text, {})
     with in_folder() as name:
@@ -158,7 +158,7 @@ def public_kernels(
 
 
 def _is_after(error: UserKernelError) -> bool:
-    """Whether a kernel was raised and only its comparison failed."""
+    """True if a kernel was raised and only its comparison failed."""
     return type(error).__name__ in ("CheckError", "ToolError")
 
 

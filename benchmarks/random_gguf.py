@@ -21,7 +21,7 @@ from benchmarks.harness import Yielded, commands
 
 BLOCK_BYTES = {gguf.GGMLQuantizationType.Q4_K: 144, gguf.GGMLQuantizationType.Q6_K: 210}
 F16_SCALES = {gguf.GGMLQuantizationType.Q4_K: (0, 1), gguf.GGMLQuantizationType.Q6_K: (104,)}
-"""Which 16-bit words of a block are float16 scales."""
+"""Indices of the 16-bit words of a block that are float16 scales."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ TURN_NS = 1_000_000
 
 @dataclass(frozen=True)
 class Roof:
-    """What bounds a product from below: bytes of its weight, operations of each row, the rates of both."""
+    """Lower bound of a product's time: bytes of its weight, operations of each row, the rates of both."""
 
     weight_bytes: int
     ops_a_row: int
@@ -121,7 +121,7 @@ def outputs_within(team: _native.Team, weight_format: str, n: int, k: int) -> in
 def breaches(
     timed: Product, rows: Sequence[int], rounds: int, allowance: float, end_s: float
 ) -> list[Breach]:
-    """What breaks each law most, once what looked broken was asked about again."""
+    """The worst breach of each law, once what looked broken was timed again."""
     timed.take_turns(rows, rounds, end_s)
     for _ in range(rounds):
         worst = [law(timed.times) for law in LAWS]

@@ -1,4 +1,4 @@
-"""What choosing tokens costs a step: rows of a vocabulary by setting, and the masks of guided answers.
+"""Cost of choosing the tokens of a step: rows of a vocabulary by setting, and the masks of guided answers.
 
     python benchmarks/sampling.py [--rows 8] [--vocabulary 49152] [--model smollm2-135m-instruct]
 

@@ -57,7 +57,7 @@ START_SHARE = 0.6
 """The first probe's rate, over the throughput of the closed loop."""
 
 Fields = Mapping[str, Any]
-"""What `phasewise bench serve -o json` says."""
+"""The fields that `phasewise bench serve -o json` prints."""
 
 
 def bench(url: str, server: Server, *options: str) -> Fields:
@@ -101,7 +101,7 @@ def goodput(url: str, server: Server, scale: float, start: float) -> float | Non
 
 
 class Tally:
-    """What all servers have shown so far."""
+    """Results of all servers so far."""
 
     def __init__(self) -> None:
         self.runs: dict[tuple[str, int], dict[int, Fields]] = defaultdict(dict)

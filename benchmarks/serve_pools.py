@@ -103,7 +103,7 @@ class EndingRanks:
 
 
 class Watch:
-    """What happens while the engine runs; the counted time is that of the steps with `counts`."""
+    """A watch over the engine while it runs; the counted time is that of the steps with `counts`."""
 
     def __init__(self, n_warm: int) -> None:
         self.n_warm = n_warm

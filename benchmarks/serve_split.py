@@ -298,7 +298,7 @@ def ray(
 
 
 def idle_cost(before: set[str], for_s: float) -> str:
-    """What the processes that were started since `before` use while nothing is asked of them."""
+    """CPU time and memory that Ray's processes started since `before` use while nothing is asked of them."""
     new = [name for name in os.listdir("/proc") if name.isdecimal() and name not in before]
     mine = [name for name in new if b"ray" in command_of(name)]
     began = {name: cpu_s(name) for name in mine}

@@ -85,7 +85,7 @@ def modelled(source: str, link: float) -> MachineType:
 
 
 def mean_s(kind: MachineType, lengths: list[tuple[int, int]]) -> float:
-    """What one request takes of a machine that decodes sixteen at a time."""
+    """Mean time that a request takes of a machine that decodes sixteen at a time."""
     prompts = sum(prompt for prompt, _ in lengths) / len(lengths)
     outputs = sum(output for _, output in lengths) / len(lengths)
     decode_s = kind.steps.decode_s(16, round(16 * (prompts + outputs / 2))) / 16

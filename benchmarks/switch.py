@@ -1,4 +1,4 @@
-"""What a switch between the phases costs, where prefill and decode have different ranks and cores.
+"""Cost of a switch between the phases, where prefill and decode have different ranks and cores.
 
     python benchmarks/switch.py [MODEL] [--prefill 0,1] [--decode 0 --decode 1] [-n 100] [-r 20]
 

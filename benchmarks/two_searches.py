@@ -1,4 +1,4 @@
-"""How much sooner do two processes finish one search than one does?
+"""Time of one search by two processes, beside that by one.
 
     python benchmarks/two_searches.py [-n ROUNDS] [-p PROCESSES] -- MODEL [options of tune-config]
 
@@ -31,11 +31,11 @@ class Round:
 
     seconds: float
     found: tuple[dict[str, Any], ...]
-    """What each of them printed."""
+    """The printed JSON of each process."""
 
     @property
     def agree(self) -> bool:
-        """Whether all printed the same plans."""
+        """True if all printed the same plans."""
         return all(one["plans"] == self.found[0]["plans"] for one in self.found)
 
 

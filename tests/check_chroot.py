@@ -54,7 +54,7 @@ assert server.wait(600) == 0
 def in_system(
     root: Path, *command: str, user: str = "0", environment: Mapping[str, str] = ENVIRONMENT
 ) -> str:
-    """What a command prints in the system at `root`, with /proc and a loopback interface, no network."""
+    """The output of a command in the system at `root`, with /proc and a loopback interface, no network."""
     inside = ("unshare", "--mount", "--pid", "--net", "--fork", f"--mount-proc={root}/proc")
     shell = ("sh", "-c", 'ip link set lo up; exec chroot --userspec="$0:$0" "$@"', user, root)
     done = subprocess.run(

@@ -105,7 +105,7 @@ def made_system(root: Path) -> Path:
 
 
 def check_configuration(told: dict[str, Any]) -> None:
-    """What the image tells whoever runs it."""
+    """Check what the image tells whoever runs it."""
     assert told["User"] == "10001", told["User"]
     assert told["StopSignal"] == "SIGTERM", told["StopSignal"]
     assert told["Entrypoint"] == ["phasewise"], told["Entrypoint"]

@@ -22,7 +22,7 @@ OPTIONS = ("--no-deps", "--no-build-isolation")
 
 
 def build(python: Path, folder: Path, umask: int, zone: str) -> dict[str, bytes]:
-    """What one build makes, by the name of the file."""
+    """The content of each file that one build makes, by name."""
     tree = folder / "checkout"
     os.umask(umask)
     shutil.copytree(

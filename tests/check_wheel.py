@@ -23,7 +23,7 @@ COMMANDS = (["--version"], ["topo", "--json"], ["db", "upgrade", "--db", "fresh.
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """What a command that succeeds prints; one that fails ends the check with its own messages."""
+    """The output of a command that succeeds; one that fails ends the check with its own messages."""
     done = subprocess.run(
         command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False
     )

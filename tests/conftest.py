@@ -79,7 +79,7 @@ _SOAK = "marked soak"
 
 
 def _is_in(tier: str, item: pytest.Item, reason: str) -> bool:
-    """Whether a tier has a test; reason: why `quick` leaves it out."""
+    """True if a tier has a test; reason: why `quick` leaves it out."""
     match tier:
         case "quick":
             return not reason
@@ -112,12 +112,12 @@ def _texts_of(item: pytest.Item) -> Iterator[str]:
 
 
 def _draws(item: pytest.Item) -> bool:
-    """Whether hypothesis draws a test's examples, of which `quick` has taken a fifth."""
+    """True if hypothesis draws a test's examples, of which `quick` has taken a fifth."""
     return bool(getattr(getattr(item, "obj", None), "is_hypothesis_test", False))
 
 
 def _takes_all_isas(item: pytest.Item) -> bool:
-    """Whether a test loops over `isas()`, of which `quick` has left some out."""
+    """True if a test loops over `isas()`, of which `quick` has left some out."""
     code = getattr(getattr(item, "function", None), "__code__", None)
     return code is not None and "isas" in code.co_names and bool(middle_isas())
 

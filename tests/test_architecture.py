@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 LINKS = sorted(path for path in (ROOT / "phasewise").iterdir() if path.is_symlink())
-"""What makes a folder at the top of the repository a package of ours: phasewise/tuner -> ../tuner."""
+"""Links that make a folder at the top of the repository a package of ours: phasewise/tuner -> ../tuner."""
 
 ROOMS = ("phasewise", *(link.name for link in LINKS))
 

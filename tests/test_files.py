@@ -1,4 +1,4 @@
-"""What a user names as a file to write keeps its kind, and is written whole or not at all."""
+"""A file that a user names to write keeps its kind, and is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ is_root = os.geteuid() == 0
 
 @dataclass(frozen=True)
 class Seen:
-    """What must not change about a name and the file behind it, its content apart."""
+    """All that must not change about a name and the file behind it, its content apart."""
 
     kind: int
     link: str | None

@@ -53,7 +53,7 @@ def speedups(rows: Sequence[KernelRow]) -> dict[str, dict[int, float]]:
 
 
 def libraries(files: Files, svg: Path | None = None) -> Yielded:
-    """How many times as fast as each library, over the number of tokens: the paper's Fig. 7 on this machine.
+    """Our speed over each library's, by number of tokens: the paper's Fig. 7 on this machine.
 
         phasewise bench kernels --format f32,bf16 --shape llama-1.3b --m 1,2,4,8,16,32,64,128,256,512 \\
             -o json > rows.json
@@ -95,7 +95,7 @@ def _chart(first: KernelRow, of_format: Mapping[str, Mapping[str, Mapping[int, f
 
 
 def kernel_summary(files: Files) -> Yielded:
-    """What rows of `phasewise bench kernels` come down to, by format; several files are taken together.
+    """Summary of rows of `phasewise bench kernels` by format; several files are taken together.
 
     The geometric mean of our speed over the best peer's at each point, the worst point, the shares of the
     machine's limits.
@@ -111,7 +111,7 @@ def _rows_of(files: Sequence[Path]) -> list[KernelRow]:
 
 
 def trees(machines: Annotated[list[Path] | None, Argument(help="lstopo XML files")] = None) -> Yielded:
-    """How many TopoTrees machines have, the paper's bounds, and how long it takes to meet every one.
+    """Numbers of TopoTrees that machines have, the paper's bounds, and the time to meet every one.
 
     The paper's two largest machines are always among them: 2x EPYC 7H12 (256 PUs) and 4x Kunpeng 920 (192
     cores), built from their facts. The paper needs 1.18 to 600 s for the groupings alone.

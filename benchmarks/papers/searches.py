@@ -51,7 +51,7 @@ FINALS_OF_THEIR_OWN = ("sandwich", "mikpoly")
 
 @dataclass(frozen=True)
 class Look:
-    """What one run of a search did and chose."""
+    """One run of a search: its work and its choice."""
 
     search: str
     timed: int
@@ -206,7 +206,7 @@ def summaries(rows: Sequence[Row]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Tvm:
-    """How TVM's MetaSchedule is asked."""
+    """The interpreter that has TVM, and the limits of a search by its MetaSchedule."""
 
     python: str
     trials: int

@@ -76,7 +76,7 @@ Lengths = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Asked:
-    """What every part is asked about."""
+    """The question to every part, and the machines, designs and trace that it is about."""
 
     question: Question
     catalogue: MachineCatalogue

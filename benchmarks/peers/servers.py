@@ -27,7 +27,7 @@ class NotServing(Exception):
 
 @dataclass(frozen=True)
 class Server:
-    """How to start one. `command`: of port, clients, context of each, threads."""
+    """A server and the way to start it. `command`: of port, clients, context of each, threads."""
 
     name: str
     command: Callable[[int, int, int, int], list[str]]

@@ -66,7 +66,7 @@ class Progress:
 
 
 def tune(m: int, n: int, k: int, threads: int, trials: int, records: str, progress: Progress) -> None:
-    """What is found is in `records`."""
+    """Tune by MetaSchedule; `records` is the folder of what it finds."""
     from tvm.s_tir import meta_schedule
 
     callbacks = meta_schedule.measure_callback.MeasureCallback.create("default")

@@ -1,4 +1,4 @@
-"""What every worker of compare.py answers: a line of JSON asks for a timing, a line of JSON gives it.
+"""The loop of every worker of compare.py: a line of JSON asks for a timing, a line of JSON gives it.
 
 Needs nothing but Python, so that it runs under any peer's interpreter.
 """

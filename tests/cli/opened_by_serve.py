@@ -1,4 +1,4 @@
-"""What `phasewise serve` opens, as values: all that would listen, load, compute or start a process is a fake
+"""The values that `phasewise serve` opens: all that would listen, load, compute or start a process is a fake
 that keeps what it was given. Two runs of equal options open equal values.
 """
 
@@ -28,7 +28,7 @@ ESTIMATE = Estimate(7, 0.0)
 
 @dataclasses.dataclass
 class Run:
-    """How a run of `serve` ended. `opened`: what it opened, by kind; empty where it was refused before."""
+    """The end of a run of `serve`. `opened`: what it opened, by kind; empty where it was refused before."""
 
     exit_code: int
     said: str
@@ -36,7 +36,7 @@ class Run:
 
 
 class _Closes:
-    """What has only to be closed."""
+    """A thing that has only to be closed."""
 
     def close(self) -> None: ...
 

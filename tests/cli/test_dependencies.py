@@ -1,4 +1,4 @@
-"""What an installation brings: few dependencies for serving, and a line in place of each that is an extra."""
+"""An installation brings few dependencies for serving, and a line in place of each that is an extra."""
 
 from __future__ import annotations
 

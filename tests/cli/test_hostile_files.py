@@ -84,7 +84,7 @@ OPENED_BY_SERVE: dict[str, Callable[[Path], object]] = {
     "--tls-key": lambda file: tls_of(Listening(tls_cert=PEM, tls_key=file), silent),
     "--predictor": load_predictor,
 }
-"""What `serve` opens beside its model, each by the function that it calls."""
+"""Files that `serve` opens beside its model, each by the function that it calls."""
 READERS: tuple[Callable[[Path], object], ...] = (
     read_trace,
     log.read_log,

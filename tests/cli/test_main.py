@@ -1,4 +1,4 @@
-"""What every command promises: help, exit codes, where its options come from, and that its page is true."""
+"""Every command keeps its promises: help, exit codes, the sources of its options, a page that is true."""
 
 from __future__ import annotations
 

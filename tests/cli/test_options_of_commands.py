@@ -28,7 +28,7 @@ QUIET = {"PHASEWISE_CONFIG": "/dev/null"}
 
 
 class HandedOn(Exception):
-    """What a command handed on; nothing runs after it."""
+    """Raised with what a command handed on; nothing runs after it."""
 
 
 @dataclass(frozen=True)

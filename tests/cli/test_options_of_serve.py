@@ -277,7 +277,7 @@ def test_a_further_model_makes_text(places: Places, boundary: Boundary) -> None:
 def test_a_variable_and_the_configuration_file_stand_for_runs_that_can_follow_them(
     places: Places, boundary: Boundary, tmp_path: Path
 ) -> None:
-    """What an embedding model cannot follow is left out, and told in one line; a flag is refused."""
+    """Settings that an embedding model cannot follow are left out, as one line says; a flag is refused."""
     config = tmp_path / "config.toml"
     config.write_text(f'[serve]\nkv_policy = "paged"\nport = 7\nembed_model = "{places.encoder}"\n')
     standing = {"PHASEWISE_CONFIG": str(config), "PHASEWISE_DRAFT": "lookup", "PHASEWISE_RANKS": "2"}

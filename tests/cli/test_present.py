@@ -25,7 +25,7 @@ HOSTILE = "a\x1b]0;owned\x07\x1b[2J\x9b31m\u202egpj.exe\rb"
 
 
 def steers(text: str) -> bool:
-    """Whether a terminal would do anything but show it, lines and tabs apart."""
+    """True if a terminal would do anything but show it, lines and tabs apart."""
     return any(not one.isprintable() and one not in "\n\t" and not one.isspace() for one in text)
 
 

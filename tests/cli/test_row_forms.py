@@ -78,7 +78,7 @@ def test_the_spread_is_relative_and_none_of_one_sample() -> None:
 
 @given(st.floats(0, 10))
 def test_a_share_above_a_limit_is_told_nowhere(share: float) -> None:
-    """Where it is told, it is a share; where it is not, a line says why."""
+    """It is told as a share, or not at all, and then a line says why."""
     cell = row_forms.limit_cell(share)
 
     assert (cell == "-") == (row_forms.low_limit_lines([0.5, share]) == [LOW_LIMIT])

@@ -116,7 +116,7 @@ def test_the_walk_goes_to_every_command() -> None:
 
 @pytest.fixture(scope="module")
 def words() -> Iterator[dict[str, str]]:
-    """What stands for the names in capitals: a core that may be used, and servers."""
+    """Values of the names in capitals: a core that may be used, and servers."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         generates = stack.enter_context(fake_server())
@@ -157,7 +157,7 @@ def called(step: Step, words: dict[str, str]) -> list[str]:
 
 
 def faults_in(step: Step, code: int, said: str) -> list[str]:
-    """What is wrong wherever the command runs."""
+    """Faults of a step that count wherever its command runs."""
     call = f"{step.command} {step.arguments}"
     found = [] if code in step.exits else [f"{call}: exit code {code}: {said[-500:]}"]
     return [*found, f"{call}: {said[-500:]}"] if "Traceback" in said else found

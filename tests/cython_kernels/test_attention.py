@@ -129,7 +129,7 @@ def expected(p: Problem, extra_roundings: int = 0) -> tuple[np.ndarray, np.ndarr
 
 
 def pair_error(p: Problem) -> np.ndarray:
-    """What products of pairs of int16 add to the bound (families/attention/pairs.c)."""
+    """Error that products of pairs of int16 add to the bound (families/attention/pairs.c)."""
     q, keys = p.q.astype(np.float64), np.abs(p.keys.astype(np.float64)).sum(axis=1).max()
     of_scores = 0.501 * np.linalg.norm(q, axis=1, keepdims=True) * keys / 32704
     return (np.exp(2 * of_scores) - 1 + 0.501 * CHUNK / 32767) * np.abs(p.values).max()

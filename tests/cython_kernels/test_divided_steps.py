@@ -1,4 +1,4 @@
-"""What ranks read of each other lies behind a barrier: divided steps under the thread sanitizer."""
+"""Ranks read of each other only what lies behind a barrier: divided steps under the thread sanitizer."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_rows_have_the_same_bits_however_many_there_are(name: str, kind: str) ->
 
 @pytest.mark.parametrize("name", isa.usable())
 def test_large_exponents_are_scaled_alike_by_few_rows_and_by_many(name: str) -> None:
-    """What takes the float bias off such a scale is not finite: sums are then scaled in two steps."""
+    """The offset that takes the float bias off such a scale is not finite: sums are scaled in two steps."""
     rows = random_blocks("mxfp4", 16, 256, np.random.default_rng(7))
     exponents = np.arange(238, 238 - rows.scales.size, -1, dtype=np.uint8).reshape(rows.scales.shape)
     weight = packing.pack_blocks(replace(rows, scales=exponents))

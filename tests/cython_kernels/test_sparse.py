@@ -215,7 +215,7 @@ def test_a_team_computes_it_by_any_grid(fmt: str) -> None:
 
 
 def hostile(stored: PackedWeight) -> dict[str, PackedWeight]:
-    """What a file could say instead of `stored`."""
+    """Broken weights that a file could hold instead of `stored`, by what is wrong with them."""
     assert stored.offsets is not None
 
     def offsets(change: np.ndarray) -> PackedWeight:

@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ROOMS = sorted(path.resolve() for path in (ROOT / "phasewise").iterdir() if path.is_symlink())
-OWN = sorted((ROOT / "phasewise").glob("*.py"))
+OWN = [*sorted((ROOT / "phasewise").glob("*.py")), ROOT / "setup.py"]
+ALL = [*ROOMS, *(ROOT / name for name in ("phasewise", "benchmarks", "tests"))]
 QUESTIONS = ("What", "How", "Whether", "Where", "Which", "Who")
 """First words after which a reader has to wait for what the sentence is about."""
 
@@ -25,7 +26,7 @@ def texts_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
                     yield statement.lineno, text.strip()
 
 
-@pytest.mark.parametrize("room", [*ROOMS, ROOT / "phasewise"], ids=lambda path: path.name)
+@pytest.mark.parametrize("room", ALL, ids=lambda path: path.name)
 def test_no_docstring_begins_with_a_question(room: Path) -> None:
     paths = OWN if room.name == "phasewise" else sorted(room.rglob("*.py"))
     assert paths

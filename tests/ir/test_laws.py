@@ -1,4 +1,4 @@
-"""What holds for every kernel, drawn at random: texts are fixed points, and all ways of running one agree."""
+"""Laws of every kernel, drawn at random: texts are fixed points, and all ways of running one agree."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _described(text: str) -> str:
 def _compiled(
     folder: Path, source: Path, functions: dict[str, FunctionDefinition], case: Case
 ) -> dict[str, KernelOutputs]:
-    """What each function of one file leaves, called with the same arguments in one process."""
+    """Outputs of each function of one file, called with the same arguments in one process."""
     first = functions["f0"]
     main = (
         check_program(first)

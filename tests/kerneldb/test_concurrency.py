@@ -66,7 +66,7 @@ def append_for_ever(db: str, begun: Event) -> None:
 
 
 def tune(start: Barrier, db: str) -> None:
-    """What two tuners do: each appends, promotes and looks at what is in use."""
+    """Do as a tuner does: append, promote and look at what is in use."""
     start.wait(30)
     with open_store(db) as store:
         for turn in range(1, 30):
@@ -98,7 +98,7 @@ def test_two_tuners_share_a_database(db: str) -> None:
 
 
 def test_a_killed_process_leaves_whole_batches(db: str) -> None:
-    """What a transaction appends is there as a whole or not at all, and the next process is not stopped."""
+    """A transaction's rows are there as a whole or not at all, and the next process is not stopped."""
     with open_store(db):
         pass
     begun = SPAWN.Event()

@@ -1,4 +1,4 @@
-"""What `--db` means."""
+"""`--db` names a file, memory or a server, whose password is never shown."""
 
 from __future__ import annotations
 

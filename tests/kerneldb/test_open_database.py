@@ -124,7 +124,7 @@ def test_a_default_directory_that_cannot_be_made_is_named(
 
 
 def test_an_empty_file_becomes_a_database(tmp_path: Path) -> None:
-    """What `mktemp` and `touch` leave."""
+    """`mktemp` and `touch` leave one."""
     path = tmp_path / "empty.db"
     path.touch()
     with open_store(path) as store:

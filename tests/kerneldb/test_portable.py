@@ -84,7 +84,7 @@ MEASUREMENT_FIELDS = (
     "program_version",
     "created_at_ms",
 )
-"""What a published file holds of a timing: written out, since files of others have it."""
+"""Fields of a timing in a published file: written out, since files of others have them."""
 
 
 def export(rows: Iterable[Row]) -> bytes:
@@ -232,7 +232,7 @@ def test_any_row_that_a_database_may_hold_survives_the_trip(rows: list[Row]) -> 
 
 
 def test_a_file_names_no_host_no_plan_and_no_model(store: Store) -> None:
-    """Where rows that name models are not asked for."""
+    """Rows that name models go out only where they are asked for."""
     store.add_plan(PLAN)
     store.add_measurements([NOTED])
     store.add_step_times([STEP_TIME])
@@ -280,7 +280,7 @@ def test_a_hostile_step_time_is_refused_by_name(changes: dict[str, Any], reason:
 
 
 def test_plans_go_out_as_they_are_shared_and_come_in_unverified(store: Store) -> None:
-    """What cannot be named elsewhere stays at home."""
+    """A plan that cannot be named elsewhere stays at home."""
     store.add_plan(PLAN)
     store.add_plan(dataclasses.replace(PLAN, phase="prefill"))
 

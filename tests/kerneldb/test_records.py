@@ -1,4 +1,4 @@
-"""What the records let in: the bounds that stand between a stranger's row and a kernel."""
+"""Records let in only what is within their bounds, which stand between a stranger's row and a kernel."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_every_released_schema_left_a_database() -> None:
 
 @pytest.mark.parametrize("revision", schema.REVISIONS)
 def test_every_released_schema_upgrades_and_keeps_its_rows(revision: str, tmp_path: Path) -> None:
-    """What was stored under an old schema reads as the same records under ours."""
+    """Rows stored under an old schema read as the same records under ours."""
     file = shutil.copy(FIXTURES / f"{revision}.db", tmp_path)
     with open_store(file) as opened:
         assert opened.schema_change == schema.SchemaChange(revision, schema.HEAD)

@@ -79,7 +79,7 @@ def store(db: str) -> Iterator[Store]:
 
 
 class TestStoreContract:
-    """What callers may rely on, whatever the database behind it."""
+    """Laws that callers may rely on, whatever the database behind the store."""
 
     def test_a_measurement_comes_back_as_it_went_in(self, store: Store) -> None:
         store.add_measurements([MEASUREMENT])
@@ -311,7 +311,7 @@ class TestStoreContract:
         assert store.newest_plan(MACHINE, "%", "decode") is None
 
     def test_extremes_of_the_bounds_fit_the_columns(self, store: Store) -> None:
-        """What the records let in, the tables hold without loss."""
+        """The tables hold without loss all that the records let in."""
         sample = dataclasses.replace(
             SAMPLE,
             samples_ns=(1, 2**63 - 1),
@@ -359,7 +359,7 @@ class TestStoreContract:
 
 
 class TestReopening:
-    """What lasts beyond the process: backends that outlive it."""
+    """Rows and schemas last beyond the process, in backends that outlive it."""
 
     @pytest.fixture(params=["file", "postgresql"])
     def db(self, request: pytest.FixtureRequest, tmp_path: Path) -> str:
@@ -409,7 +409,7 @@ class TestReopening:
 
 
 def create_and_append(db: str, start: Barrier, rows: int) -> None:
-    """What each process does, as soon as all are there."""
+    """Append rows in each process, as soon as all are there."""
     start.wait(30)
     with open_store(db) as store:
         for estimate_ns in range(1, rows + 1):

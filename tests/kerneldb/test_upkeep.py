@@ -1,4 +1,4 @@
-"""What a database prefers, how two differ, what is rubbish, and how imported schedules earn trust."""
+"""Upkeep of a database: its preferences, differences and rubbish, and the trust in imported schedules."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class TestGarbage:
     def test_a_build_is_stale_where_there_is_another_of_the_same_kernels(
         self, kernel_abi: str, stale: bool
     ) -> None:
-        """What runs on other machines is not ours to judge."""
+        """Builds that run on other machines are not ours to judge."""
         assert is_stale(kernel_abi, self.CURRENT) is stale
 
     def test_stale_rows_go_and_take_along_what_nothing_names(self, store: Store) -> None:
@@ -402,7 +402,7 @@ class TestVerify:
     @given(st.floats(0.01, 4.0), st.floats(0.0, 3.0), st.booleans())
     @examples(60)
     def test_noise_never_helps(self, gain: float, spread: float, was_in_use: bool) -> None:
-        """What is in use after `verify` won its duel by the rule of a search, whatever the interval is."""
+        """A schedule in use after `verify` won its duel by the rule of a search, whatever the interval."""
         low = max(0.0, gain - spread)
         comparison = Comparison(gain, low, gain + spread, 0.95, 40)
         with open_store(":memory:") as store:

@@ -1,4 +1,4 @@
-"""What `bench serve` sends and when: arrivals keep their rate and their spread, traces keep their order."""
+"""`bench serve` sends as it is told: arrivals keep their rate and spread, traces their order."""
 
 from __future__ import annotations
 

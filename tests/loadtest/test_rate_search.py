@@ -12,7 +12,7 @@ from phasewise.loadtest.rate_search import LEAST_RATE, MOST_RATE, RateSearch, fi
 
 
 def searched(keeps: Callable[[float], bool], search: RateSearch) -> tuple[float | None, dict[float, bool]]:
-    """What is found, and what was asked."""
+    """The rate that is found, and the verdict on each rate that was asked about."""
     asked: dict[float, bool] = {}
     rates = find_rate(search)
     try:

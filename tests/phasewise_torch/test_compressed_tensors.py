@@ -1,4 +1,4 @@
-"""What `phasewise prune --storage bitmask` writes, read by the package whose format it is."""
+"""Files of `phasewise prune --storage bitmask` are read by the package whose format it is."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def _machine(tmp_path: Path, *shape: int) -> Machine:
 
 
 def _hints(svg: str) -> list[str]:
-    """What each PU says when pointed at."""
+    """The text of each PU, shown when it is pointed at."""
     return [title.text or "" for title in ElementTree.fromstring(svg).iter(f"{SVG}title")]
 
 

@@ -258,7 +258,7 @@ def test_this_machine_can_be_read() -> None:
 
 
 def test_affinity_narrows_what_is_allowed() -> None:
-    """What taskset would do, in a process of its own."""
+    """A process that narrows its affinity, as taskset would, is allowed no other PU."""
     program = (
         "import os; from phasewise.topology import read_machine; keep = min(os.sched_getaffinity(0));"
         "os.sched_setaffinity(0, {keep}); assert read_machine().allowed_pus == (keep,)"

@@ -1,4 +1,4 @@
-"""What else ran: parsed from /proc's text, and never a reason to fail."""
+"""Conditions of a measurement are parsed from /proc's text, and are never a reason to fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other tools are told is the plan, read back as those tools read it."""
+"""Other tools are told the plan, read back as those tools read it."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_a_pod_is_guaranteed_and_has_whole_cpus() -> None:
 
 
 def test_a_pod_within_a_node_stays_there() -> None:
-    """Where one NUMA node holds the plan, the kubelet is asked to keep it so."""
+    """A plan that one NUMA node holds stays on it: the kubelet is asked for that."""
     machine = kunpeng()
     plan = ServicePlan("decode", (RankCores(tuple(range(24)), 0),))
 
@@ -214,7 +214,7 @@ PRINT_POLICIES = "print(*{line.split()[1] for line in open('/proc/self/numa_maps
 
 
 def _run_under(launcher: str, program: str) -> str:
-    """What a Python program prints with a launcher's flags before it. Skips where the launcher cannot run."""
+    """Output of a Python program with a launcher's flags before it. Skips where the launcher cannot run."""
     command = shlex.split(launcher)
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} is not installed")

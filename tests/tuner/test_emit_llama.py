@@ -50,7 +50,7 @@ def plan_on(phase: Phase, cores: tuple[int, ...]) -> ServicePlan:
 
 
 def _allowed(pid: int) -> dict[int, tuple[int, ...]]:
-    """Where each thread of a process may run now; empty once it has ended."""
+    """CPUs on which each thread of a process may run now; empty once it has ended."""
     found = {}
     for status in Path(f"/proc/{pid}/task").glob("*/status"):
         try:
@@ -106,7 +106,7 @@ def test_llama_cpp_runs_where_the_plan_says(decode_at: int) -> None:
 
 @dataclass(frozen=True)
 class Served:
-    """Where the threads that computed might run, by phase, and whether OpenMP had started them."""
+    """CPUs on which the threads that computed might run, by phase, and whether OpenMP had started them."""
 
     busy: dict[Phase, set[tuple[int, ...]]]
     has_openmp: bool

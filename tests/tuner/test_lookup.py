@@ -43,7 +43,7 @@ ms = st.integers(1, 4096)
 
 
 def row(m: int, schedule: Schedule = SCHEDULE, at_ms: int = 1, family: str = "gemm") -> Measurement:
-    """What is in use for m rows."""
+    """A measurement that is in use for m rows."""
     sample = Sample(schedule, (1000,), 1000, None, 0)
     origin = Origin(MachineKey("core", "place"), "0.1.0", at_ms)
     return Measurement(Problem(family, *KEY[1:], m), sample, "gemm-1", origin)

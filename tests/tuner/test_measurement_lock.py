@@ -88,7 +88,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def take_turns(lock: MeasurementLock) -> None:
-    """What every lock promises a process that no other one shares it with."""
+    """Assert what every lock promises a process that shares it with no other."""
     for _ in range(3):
         with lock.turn() as is_alone:
             assert is_alone

@@ -257,7 +257,7 @@ def test_flag_over_database_over_default() -> None:
 
 
 def test_two_ranks_are_a_valid_plan() -> None:
-    """Whether this version's executor runs it is the executor's question."""
+    """It is for the executor to say whether it runs them."""
     two = plan_on("prefill", (0, 1), (2, 3))
 
     assert resolve_plans(FakeStore(prefill=two.to_json()), PLAIN, MODEL)["prefill"] == two

@@ -1,4 +1,4 @@
-"""What duels between storages say: sparse where it is proven for decode and costs no other number of rows."""
+"""Duels between storages choose sparse where it is proven for decode and costs no other number of rows."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Dots:
 def test_a_fingerprint_names_the_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, own: tuple[str, ...]
 ) -> None:
-    """Where a CPU has dots for bf16 weights: its own arithmetic by default, that of all CPUs if asked."""
+    """A CPU with dots for bf16 weights has its own arithmetic by default, that of all CPUs if asked."""
     path = tmp_path / "tiny.gguf"
     path.write_bytes(tiny_gguf().to_bytes())
     model = load_model(str(path), "bf16", tmp_path)

@@ -1,4 +1,4 @@
-"""Which products a plan's kernels are tuned for: those that one of its ranks computes."""
+"""A plan's kernels are tuned for the products that one of its ranks computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one phase leaves of a run's time goes to another whose plan was not compared, and to no other."""
+"""Time that one phase leaves of a run goes to another whose plan was not compared, and to no other."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def report(found: Sequence[RequestOutcome] = OUTCOMES, **more: Any) -> LoadRepor
 
 
 def documented_fields() -> list[str]:
-    """What vLLM's readers look for, without the words that explain it."""
+    """The fields that vLLM's readers look for, without the words that explain them."""
     path = SHARED / "formats" / "FIELDS.json"
     if not path.exists():
         pytest.skip(f"{path} is not here: the lists of other tools' fields")

@@ -24,7 +24,7 @@ SPLITWISE_SIM = """request_id,request_type,application_id,arrival_timestamp,batc
 
 
 def fails(*arguments: object) -> str:
-    """What is said of bad input; a table of designs may come before it."""
+    """The last line that is said of bad input; a table of designs may come before it."""
     done = run(*arguments)
     assert done.exit_code in (1, 2), done
     assert "Traceback" not in done.output

@@ -90,7 +90,7 @@ def test_train_keeps_the_predictor_where_it_is_found_again(tiny: Path, log: Path
 def test_a_log_of_texts_is_read_by_the_model_that_its_lines_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where that is in the cache; nothing is fetched and no path is opened for a log's sake."""
+    """Only a model in the cache is read; nothing is fetched and no path is opened for a log's sake."""
     name = "org/tiny-GGUF:Q4_0"
     monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
     log = tmp_path / "log.jsonl"

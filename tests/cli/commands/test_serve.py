@@ -152,7 +152,7 @@ def test_one_signal_lets_answers_in_progress_end(
 
 
 def test_a_terminal_that_goes_ends_it_in_order(roomy: Path, environment: dict[str, str]) -> None:
-    """What it says at the end is not read, and two hangups cut nothing short."""
+    """Its last lines may go unread, and two hangups cut nothing short."""
 
     def have_a_terminal() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the tests, and all they start, ignore it

@@ -1,4 +1,4 @@
-"""What a tuning run spends its time on, and what it says about the whole model in the end."""
+"""A tuning run spends its time where the model does, and tells the change of the whole model."""
 
 from __future__ import annotations
 

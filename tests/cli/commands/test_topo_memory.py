@@ -1,4 +1,4 @@
-"""What `topo` prints of distances between NUMA nodes and of their memory."""
+"""`topo` prints the distances between NUMA nodes and the speed of their memory."""
 
 from __future__ import annotations
 

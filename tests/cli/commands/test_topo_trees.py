@@ -172,7 +172,7 @@ def test_a_file_or_folder_goes_by_its_own_name(tmp_path: Path) -> None:
 
 
 def test_plans_of_a_file_are_those_that_were_written(tmp_path: Path) -> None:
-    """What tune-config --json printed for another machine can be drawn on it."""
+    """Plans that tune-config --json printed for another machine can be drawn on that machine."""
     plans = _figure_5_plans()
     path = tmp_path / "plans.json"
     path.write_text(json.dumps({"schema_version": 1, "plans": plan_fields(plans)}))

@@ -267,7 +267,7 @@ def test_a_dry_run_names_what_would_be_searched(db: Path, llama: str) -> None:
 def test_emitting_never_searches(
     db: Path, tiny: Path, stored: tuple[Phase, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is stored is printed and the default for the rest, which is said; a script does not wait."""
+    """Stored plans are printed, and the default for the rest, which is said; a script does not wait."""
     monkeypatch.setattr("phasewise.workflows.tune_config.run.tune", lambda *_: pytest.fail("it searches"))
     machine = read_machine()
     for phase in stored:

@@ -103,7 +103,7 @@ def test_what_has_arrived_is_a_prefix_for_others() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_pinned_blocks_stay_and_the_oldest_waits_for_them(policy: str) -> None:
-    """Where pinned blocks alone could make room, the oldest answer pauses instead of breaking the pool."""
+    """The oldest answer pauses where pinned blocks alone could make room; the pool does not break."""
     scheduler = Scheduler(any_pool(policy, 384, 384), SchedulerLimits(384, 128, 8, prefix_reuse=False))
     scheduler.add(request("old", 100, 150))
     turn(scheduler)
@@ -233,7 +233,7 @@ def test_blocks_in_flight_are_conserved(
 
 
 class Slots:
-    """What each slot holds, as the batches, copies and hand-overs that are told write it."""
+    """The content of each slot, as the batches, copies and hand-overs that are told write it."""
 
     def __init__(self, n_slots: int) -> None:
         self._held: list[int | None] = [None] * n_slots

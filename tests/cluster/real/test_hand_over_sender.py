@@ -18,7 +18,7 @@ from tests.support.servers.fake_engine import FakeRanks, make_engine
 
 N_LAYERS = 3
 PATIENCE_S = 20.0
-"""How long a test waits for another thread's turn."""
+"""The longest that a test waits for another thread's turn."""
 PROMPT = Submit("p", tuple(range(100, 140)), 1)
 
 

@@ -74,7 +74,7 @@ def test_without_ray_the_extra_is_named() -> None:
 
 
 def seen_by(program: str, folder: Path) -> dict[str, Any]:
-    """What a program saw that runs a Ray cluster of its own, with a token."""
+    """The report of a program that runs a Ray cluster of its own, with a token."""
     environment = {
         **os.environ,
         "XDG_CACHE_HOME": str(folder / "cache"),

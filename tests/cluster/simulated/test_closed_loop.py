@@ -46,7 +46,7 @@ def test_a_cliff_between_four_rows_and_six_costs_no_client_anything(lengths: tup
 
 
 def test_where_the_promise_is_out_of_reach_throughput_is_that_of_a_looser_one() -> None:
-    """What the promise cannot keep it does not cost either: crumbs of prompts would."""
+    """A promise that cannot be kept costs nothing either: crumbs of prompts would."""
     steps = steps_of([1.4 * one for one in CLIFF], 0.06, 0.0034)
     strict, loose = (loops(steps, (128, 48), tpot_ms)[-2:] for tpot_ms in (100.0, 1000.0))
 

@@ -1,4 +1,4 @@
-"""What a search may rely on, whichever evaluator it is given: add one to EVALUATORS, and all of it holds."""
+"""Laws that a search may rely on with any evaluator: add one to EVALUATORS, and all are asserted of it."""
 
 from __future__ import annotations
 

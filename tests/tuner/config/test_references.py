@@ -1,4 +1,4 @@
-"""What a tuned plan is held against, on machines of every kind."""
+"""A tuned plan is held against the same references on machines of every kind."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tests.support.machines.search_child import KEY, N_SLICES, UNPRUNED, FakeEva
 from tests.support.tiers import first_is_smoke
 
 KINDS = ["measured", "modelled"]
-"""What takes time is stored as running; what is calculated, when it is finished."""
+"""A trial that takes time is stored as running; one that is calculated, when it is finished."""
 
 
 @pytest.fixture

@@ -105,7 +105,7 @@ def test_the_same_answers_bring_the_same_questions() -> None:
 
 
 def test_descendants_of_what_did_not_beat_its_parent_are_not_asked_for() -> None:
-    """Where every removal costs, only the survey and the removals of roots are looked at."""
+    """If every removal costs, only the survey and the removals of roots are looked at."""
 
     def every_core_counts(configuration: Configuration) -> float:
         return 1.0 / configuration.n_pus

@@ -1,4 +1,4 @@
-"""What a trace costs: exact where time is linear, monotone where it is not, from few steps."""
+"""A trace's cost is exact where time is linear, monotone where it is not, and found from few steps."""
 
 from __future__ import annotations
 

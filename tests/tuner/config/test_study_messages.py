@@ -1,4 +1,4 @@
-"""What one process says of a study, another with the same study hears."""
+"""A process hears what another one with the same study says of it."""
 
 from __future__ import annotations
 

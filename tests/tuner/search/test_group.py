@@ -125,7 +125,7 @@ def test_a_stored_search_is_replayed_without_a_single_new_timing() -> None:
 
 
 def test_an_interrupted_search_ends_where_an_undisturbed_one_does() -> None:
-    """What was stored is all that a resumed search needs: cut it off after every N batches."""
+    """A resumed search needs only what was stored: cut it off after every N batches."""
     group, ms = group_of(), m_grid(20, OPTIONS)
     undisturbed = drive(tune_group(group, ms, OPTIONS), Bench(group, Landscape(4, 0.05)))
     stored: dict[tuple[int, Schedule, int], Sample] = {}

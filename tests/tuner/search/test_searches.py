@@ -170,7 +170,7 @@ def test_sandwich_stays_near_the_best_where_timings_scatter() -> None:
 
 
 def test_luck_does_not_lengthen_a_search() -> None:
-    """Where all schedules are as fast, every gain is noise; the search ends within the oracle's 5 %."""
+    """If all schedules are as fast, every gain is noise; the search ends within the oracle's 5 %."""
     space = replace(space_of(16, kernels=FEW_KERNELS), prefetches=(2048,))
     share = 0.05 * sum(1 for _ in space.schedules())
 

@@ -88,7 +88,7 @@ def test_a_configuration_is_the_same_however_it_is_written() -> None:
 
 
 def test_a_plan_survives_the_database() -> None:
-    """What the search finds is a service plan like any other."""
+    """A plan that the search finds is a service plan like any other."""
     configuration = configurations(fundamental(kunpeng()).tree, WIDE)[-1]
     plan = configuration.plan("decode", "search")
 

@@ -36,7 +36,7 @@ def test_smt_siblings_are_leaves_and_one_removal_leaves_one_a_core() -> None:
 
 
 def test_only_allowed_pus_are_in_the_tree() -> None:
-    """What a cgroup leaves need not be symmetric; of equal parts the one that spreads most is taken."""
+    """PUs that a cgroup leaves need not be symmetric; of equal parts the one that spreads most is taken."""
     machine = replace(machine_of((2, 3, 4)), allowed_pus=(*range(8), *range(12, 18)))
     found = fundamental(machine)
 
@@ -54,7 +54,7 @@ def test_the_largest_part_may_cut_every_node() -> None:
 
 
 def test_the_thread_of_a_core_that_others_lack() -> None:
-    """Where one sibling may not be used, no core has two; the siblings that could are named as such."""
+    """If one sibling may not be used, no core has two; the siblings that could be used are named as such."""
     machine = epyc(threads_a_core=2)
     found = fundamental(replace(machine, allowed_pus=tuple(pu for pu in machine.allowed_pus if pu < 192)))
 

@@ -1,4 +1,4 @@
-"""What group and remove promise, the printed notation, and what they refuse."""
+"""Group and remove keep their promises, their notation is reversible, and what cannot be is refused."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_removals_commute_and_add_up(
 
 
 def test_groups_of_different_depths_commute() -> None:
-    """Which level is grouped first does not matter, nor from outside or inside within one level."""
+    """The order in which levels are grouped does not matter, nor from outside or inside within one level."""
     tree = fundamental(machine_of((4, 12))).tree
 
     assert tree.group(2, 2, 1).group(3, 2, 3) == tree.group(3, 2, 2).group(2, 2, 1)
@@ -116,7 +116,7 @@ def test_a_stride_interleaves() -> None:
 
 
 def test_strides_follow_the_machines_numbering() -> None:
-    """Where neighbours of the tree have numbers far apart, groups hold siblings all the same."""
+    """Groups hold siblings even if neighbours of the tree have numbers far apart."""
     tree = fundamental(machine_of((2, 4), pus=(0, 2, 4, 6, 1, 3, 5, 7))).tree.group(2, 1, 2)
 
     assert nest_of(tree) == (((0, 2), (4, 6)), ((1, 3), (5, 7)))
