@@ -78,7 +78,7 @@ def check_kernels(wheel: Path, machine: str, scratch: Path) -> None:
     assert "-cp311-abi3-" in wheel.name, f"{wheel.name} is not for every Python from 3.11 on"
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (one for one in archive.namelist() if "/_native." in one and one.endswith(".so"))
-        names = json.loads(archive.read("phasewise.kerneldb.reference_build.json"))[machine]
+        names = json.loads(archive.read("phasewise/kerneldb/reference_build.json"))[machine]
         kernels = Path(archive.extract(name, scratch))
     assert kernels.name == "_native.abi3.so", kernels.name
     (elf_machine,) = struct.unpack_from("<H", kernels.read_bytes(), 18)

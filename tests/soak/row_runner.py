@@ -22,7 +22,7 @@ class Skipped(Exception):
 
 Setting = TypeVar("Setting")
 Row = Callable[[Setting], str]
-"""What was seen; raises Missed or Skipped."""
+"""Returns a line that tells the measured values; raises Missed or Skipped."""
 
 
 def run_rows(

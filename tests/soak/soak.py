@@ -46,12 +46,12 @@ from tests.soak.served_process import (
 )
 
 SHARED_TOKENS = 48
-"""How long the beginnings are that half of the classes share."""
+"""Length of the beginnings that half of the classes share."""
 TOKEN_IDS = range(3, 259)
 """Ordinary tokens in every vocabulary that this is run with."""
 RETRIES = 1000
 ARENA_MIB = 1.0
-"""What Python takes from the system at once. One late step is no slope; a larger one is not flat either."""
+"""Bytes that Python takes from the system at once. One late step is no slope; a larger one is not flat either."""
 
 
 class Request(NamedTuple):

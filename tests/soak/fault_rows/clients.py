@@ -13,10 +13,10 @@ from tests.soak.served_process import TINY, ServerProcess
 
 HEALTH_S = 0.05
 RSS_NOISE_MIB = 16.0
-"""What allocators and first uses may take once."""
+"""Bytes that allocators and first uses may take once."""
 N_CHOICES = 4
 UNREAD_MIB = 1024 * N_CHOICES * 6 / 1024
-"""What one slow reader may cost: `max_pieces_unread` pieces for each choice, and as many written. With 20
+"""The most that one slow reader may cost: `max_pieces_unread` pieces for each choice, and as many written. With 20
 log-probabilities a piece is some 3 KiB of Python's objects, and some 2 KiB once it is written."""
 
 

@@ -12,7 +12,7 @@ from tests.soak.row_runner import Missed
 
 N_CLIENTS = 24
 MOST_KEPT_MIB = 24.0 + 64.0
-"""What is promised, and what an answer in progress, its compilation and malloc keep beside it."""
+"""The promised bytes, and those that an answer in progress, its compilation and malloc keep beside them."""
 MOST_TURN_S = 4.0
 """One bomb's second before it, its own, and what is computed on the same cores."""
 

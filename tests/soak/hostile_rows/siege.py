@@ -27,7 +27,7 @@ LEAST_IDLE_S = 0.05
 HEALTH_S = 0.1
 MEMORY_RATIO = 1.1
 MEMORY_SLACK_MIB = 24.0
-"""What Python and malloc keep, for a tiny model: a tenth of its server's memory is less than that."""
+"""Bytes that Python and malloc keep, for a tiny model: a tenth of its server's memory is less than that."""
 _SETTLE_S = 1.5
 
 

@@ -22,7 +22,7 @@ from tests.support.kernels.gemm_reference import Array, expected, make_weight
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = ROOT / "tests" / "cython_kernels" / "programs"
-"""Where the C of the tests is."""
+"""The folder of the C of the tests."""
 
 KERNELS = ROOT / "cython_kernels"
 COMMON_FLAGS = [

@@ -29,7 +29,7 @@ class Machine:
     l1_bytes: int
     l2_bytes: int
     l1_edge: float
-    """How many times as long it takes where a tile's weights outgrow L1."""
+    """Factor of the time where a tile's weights outgrow L1."""
     l2_edge: float
     latency: float
     """Cycles until a sum can be added to again, as the width that hides them."""
@@ -41,7 +41,7 @@ class Machine:
     prefetch_gain: float
     best_prefetch: int
     order_cost: float
-    """How many times as long with row blocks outermost."""
+    """Factor of the time with row blocks outermost."""
 
 
 @cache

@@ -10,7 +10,7 @@ from phasewise.topology import Cpu, Kind, Machine, Node
 from phasewise.tuner.topotree import TopoTree
 
 KINDS = (Kind.CORE, Kind.L3, Kind.NUMA, Kind.PACKAGE)
-"""What the levels are called, innermost first."""
+"""Names of the levels, innermost first."""
 
 
 def machine_of(arities: Sequence[int], pus: Sequence[int] | None = None) -> Machine:

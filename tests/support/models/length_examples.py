@@ -9,7 +9,7 @@ from pathlib import Path
 from phasewise.tuner.predictor.facts import Example, PromptFacts
 
 HEAD, TAIL = (1, 2, 3, 4), (5, 6)
-"""What every prompt begins and ends with, as by a chat template."""
+"""The beginning and the end of every prompt, as by a chat template."""
 KINDS = {100: 20, 200: 80, 300: 320}
 """Median length of the answer by the token that tells it."""
 

@@ -23,7 +23,7 @@ GGML_TYPES = {
 }  # fmt: skip  # name: id, values per block, bytes per block
 SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,),
              "IQ4_XS": (0,), "MXFP4": ()}  # fmt: skip
-"""Where blocks of the types that gguf cannot write have their float16 scales."""
+"""Offsets of the float16 scales in blocks of the types that gguf cannot write."""
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (

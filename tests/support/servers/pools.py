@@ -28,7 +28,7 @@ from phasewise.workflows.serve.instance_process import MODULE, InstanceSpec
 from tests.support.models.tiny_models import TinyShape, tiny_gguf
 
 PATIENCE_S = 60.0
-"""How long a test waits for what takes some tenths of a second on a quiet host."""
+"""Seconds that a test waits for an event that takes some tenths of a second on a quiet host."""
 
 Told = list[tuple[str, tuple[SampledToken, ...], str | None]]
 """The pieces of an answer: text, tokens, finish reason."""

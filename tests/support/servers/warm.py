@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.support import ROOT
 
 READ_AT_IMPORT = ("PHASEWISE_CORE", "PHASEWISE_ISA")
-"""What the kernels read while they are imported."""
+"""Variables that the kernels read while they are imported."""
 _IMPORTED = (
     "llguidance",
     "numpy.random",

@@ -15,7 +15,7 @@ from tests.support.servers.rude_clients import completion, connect
 
 TLS = Path(__file__).parents[3] / "data" / "tls"
 ASYNCIO_READS_BYTES = 256 * 1024
-"""What asyncio takes for a read where the protocol gives it no buffer."""
+"""Bytes of a read of asyncio where the protocol gives it no buffer."""
 PADDING = 300_000
 """More than one read takes, in a field that is not read."""
 
