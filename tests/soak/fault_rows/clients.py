@@ -13,11 +13,11 @@ from tests.soak.served_process import TINY, ServerProcess
 
 HEALTH_S = 0.05
 RSS_NOISE_MIB = 16.0
-"""Bytes that allocators and first uses may take once."""
+"""MiB that allocators and first uses may take once."""
 N_CHOICES = 4
 UNREAD_MIB = 1024 * N_CHOICES * 6 / 1024
-"""The most that one slow reader may cost: `max_pieces_unread` pieces for each choice, and as many written. With 20
-log-probabilities a piece is some 3 KiB of Python's objects, and some 2 KiB once it is written."""
+"""The most that one slow reader may cost: `max_pieces_unread` pieces for each choice, and as many written.
+With 20 log-probabilities a piece is some 3 KiB of Python's objects, and some 2 KiB once it is written."""
 
 
 def gone_mid_stream(setting: Setting) -> str:
