@@ -51,7 +51,7 @@ TOKEN_IDS = range(3, 259)
 """Ordinary tokens in every vocabulary that this is run with."""
 RETRIES = 1000
 ARENA_MIB = 1.0
-"""Python takes so much from the system at once. One late step is no slope; a larger one is not flat either."""
+"""Python takes so much from the system at once. One late step is no slope; a larger one is not flat."""
 
 
 class Request(NamedTuple):
