@@ -119,7 +119,7 @@ def _noting_fields(lines: Iterable[str], fields: set[str]) -> Iterator[str]:
 
 def _paths_in(value: object, path: str = "") -> Iterator[str]:
     """The fields of a JSON object, those within it after a dot; of a list's items together."""
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _paths_in(inner, f"{path}.{name}" if path else name)
     else:
