@@ -146,10 +146,10 @@ class _Senders:
             time.sleep(said.retry_after_s or 1)
 
     def _connection(self) -> http.client.HTTPConnection:
-        known: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
-        if known is None:
-            known = self._own.connection = self._endpoint.connect()
-        return known
+        connection: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
+        if connection is None:
+            connection = self._own.connection = self._endpoint.connect()
+        return connection
 
 
 def _read(body: bytes) -> Any:
