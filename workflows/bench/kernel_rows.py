@@ -98,8 +98,8 @@ def summary_fields(summary: FormatSummary) -> dict[str, str]:
     def ratio(value: float | None) -> str:
         return "" if value is None else multiple(value)
 
-    def shares(found: tuple[float, float] | None) -> str:
-        return "" if found is None else f"{percent(found[0])}, {percent(found[1])}"
+    def shares(low_and_middle: tuple[float, float] | None) -> str:
+        return "" if low_and_middle is None else f"{percent(low_and_middle[0])}, {percent(low_and_middle[1])}"
 
     return {
         "format": summary.format,
@@ -151,9 +151,9 @@ def _low_and_middle(shares: Sequence[float]) -> tuple[float, float] | None:
 
 def rows_from_json(text: str) -> list[KernelRow]:
     """The rows in a JSON array, or in one JSON object per line."""
-    found = json.loads(text) if text.lstrip().startswith("[") else map(json.loads, text.splitlines())
+    rows = json.loads(text) if text.lstrip().startswith("[") else map(json.loads, text.splitlines())
     names = [field.name for field in fields(KernelRow)]
-    return [KernelRow(**{name: row[name] for name in names}) for row in found]
+    return [KernelRow(**{name: row[name] for name in names}) for row in rows]
 
 
 def as_line(row: KernelRow) -> str:

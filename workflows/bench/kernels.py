@@ -151,11 +151,11 @@ def kernel_rows(
     grid: KernelGrid,
     peers: Sequence[Peer],
     choose: Choose,
-    known: Container[PointKey] = (),
+    measured: Container[PointKey] = (),
     report: Report = silent,
 ) -> Iterator[KernelRow]:
-    """Measure the points of the grid that are not `known`, product by product."""
-    missing = [point for point in grid.points() if point not in known]
+    """Measure the points of the grid that are not `measured`, product by product."""
+    missing = [point for point in grid.points() if point not in measured]
     with (
         closing(OurKernels(grid.cores, choose)) as ours,
         closing(StreamingRead(grid.cores, grid.cold_bytes)) as read,

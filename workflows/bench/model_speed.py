@@ -40,10 +40,11 @@ MAX_BATCH_TOKENS = 2048
 
 def check_context(workloads: Sequence[Workload], context_length: int) -> None:
     """UsageError where a test needs more positions than the model's context has."""
-    for one in workloads:
-        if one.positions > context_length:
+    for workload in workloads:
+        if workload.positions > context_length:
             raise UsageError(
-                f"{one.name} needs {one.positions} positions, the model's context has {context_length}"
+                f"{workload.name} needs {workload.positions} positions,"
+                f" the model's context has {context_length}"
             )
 
 
@@ -136,21 +137,21 @@ class PhaseLimits:
 
 @contextmanager
 def open_ranks(
-    found: OpenModel, workloads: Sequence[Workload], kv_format: str, batch_tokens: int = MAX_BATCH_TOKENS
+    loaded: OpenModel, workloads: Sequence[Workload], kv_format: str, batch_tokens: int = MAX_BATCH_TOKENS
 ) -> Iterator[OpenRanks]:
     """The model on its ranks, with room for the largest of `workloads` in prefill steps of `batch_tokens`."""
     ranks = open_planned(
-        found.model,
-        found.plans,
+        loaded.model,
+        loaded.plans,
         RankOptions(
             KvSettings(max(workload.kv_slots for workload in workloads), format=kv_format),
             max_batch_tokens=batch_tokens,
             max_sequences=max(workload.n_sequences for workload in workloads),
-            schedules=found.schedules,
+            schedules=loaded.schedules,
         ),
     )
     try:
-        yield OpenRanks(found.model, found.plans, ranks)
+        yield OpenRanks(loaded.model, loaded.plans, ranks)
     finally:
         ranks.close()
 

@@ -48,10 +48,12 @@ def read_samples(text: str, selection: TraceSelection, report: Report = silent) 
     elif text.endswith((".jsonl", ".jsonl.xz")) and (selection.model is not None or _is_length_log(text)):
         samples = _logged(text, selection.model, report)
     else:
-        return _part(tuple(TraceRequest(one) for one in load_trace(text, wanted, selection.seed)), selection)
+        return _part(
+            tuple(TraceRequest(request) for request in load_trace(text, wanted, selection.seed)), selection
+        )
     rng = random.Random(selection.seed)
     chosen = sorted(rng.sample(range(len(samples)), min(wanted, len(samples))))
-    return _part(tuple(samples[at] for at in chosen), selection)
+    return _part(tuple(samples[index] for index in chosen), selection)
 
 
 def estimates_for(text: str, samples: TraceRequests, seed: int) -> Estimates:
@@ -85,10 +87,11 @@ def unseen_by(text: str, samples: TraceRequests) -> TraceRequests:
     if not share:  # trained on other prompts
         return samples
     examples = [
-        Example(known, one.request.output_tokens, False) for known, one in zip(facts, samples, strict=True)
+        Example(prompt_facts, sample.request.output_tokens, False)
+        for prompt_facts, sample in zip(facts, samples, strict=True)
     ]
     out = {id(example) for example in held_out(examples, share, seed)[1]}
-    unseen = tuple(one for one, example in zip(samples, examples, strict=True) if id(example) in out)
+    unseen = tuple(sample for sample, example in zip(samples, examples, strict=True) if id(example) in out)
     if not unseen:
         raise TraceError(f"{text} learnt from every prompt of this trace: there is nothing to judge it by")
     return unseen
@@ -102,10 +105,10 @@ def limited(samples: TraceRequests, max_tokens: int) -> TraceRequests:
     """The requests with answers cut at `max_tokens`, as a server cuts them."""
     return tuple(
         TraceRequest(
-            replace(one.request, output_tokens=min(one.request.output_tokens, max_tokens)),
-            None if one.facts is None else one.facts._replace(max_tokens=max_tokens),
+            replace(sample.request, output_tokens=min(sample.request.output_tokens, max_tokens)),
+            None if sample.facts is None else sample.facts._replace(max_tokens=max_tokens),
         )
-        for one in samples
+        for sample in samples
     )
 
 
@@ -115,12 +118,15 @@ def static_shares(trace: Trace, max_tokens: int) -> Mapping[str, float]:
     `final`: share of its block that a request fills at its end. `live`: share of reserved slots in use, over
     time.
     """
-    requests = [replace(one, output_tokens=min(one.output_tokens, max_tokens)) for one in trace]
-    longest = aligned(max(one.prompt_tokens for one in requests) + max_tokens)
-    steps = sum(one.output_tokens for one in requests)
-    live = sum(one.output_tokens * (one.prompt_tokens + (one.output_tokens - 1) / 2) for one in requests)
+    requests = [replace(request, output_tokens=min(request.output_tokens, max_tokens)) for request in trace]
+    longest = aligned(max(request.prompt_tokens for request in requests) + max_tokens)
+    steps = sum(request.output_tokens for request in requests)
+    live = sum(
+        request.output_tokens * (request.prompt_tokens + (request.output_tokens - 1) / 2)
+        for request in requests
+    )
     return {
-        "final": statistics.fmean(one.tokens for one in requests) / longest,
+        "final": statistics.fmean(request.tokens for request in requests) / longest,
         "live": live / (steps * longest),
     }
 
@@ -134,7 +140,7 @@ def limit_for(trace: Trace, text: str) -> int:
         share = math.nan
     if kind not in ("final", "live") or not 0 < share < 1:
         raise TraceError(f"{text!r:.40} is no share: write final:0.55 or live:0.55")
-    top = max(one.output_tokens for one in trace)
+    top = max(request.output_tokens for request in trace)
     for max_tokens in range(top, 0, -1):
         if static_shares(trace, max_tokens)[kind] >= share:
             return max_tokens
@@ -149,7 +155,7 @@ def _part(samples: TraceRequests, selection: TraceSelection) -> TraceRequests:
     random.Random(selection.seed).shuffle(order)
     middle = len(order) // 2
     chosen = sorted(order[:middle] if selection.part == "first" else order[middle:])
-    return tuple(samples[at] for at in chosen)
+    return tuple(samples[index] for index in chosen)
 
 
 def _is_azure(path: str) -> bool:
@@ -176,7 +182,10 @@ def _column(path: str, selection: TraceSelection) -> TraceRequests:
             names = rows.fieldnames or ()
             if selection.column not in names:
                 raise TraceError(_wrong_column(path, selection.column, names))
-            lengths = [_length(row[selection.column], f"{path}, row {at}") for at, row in enumerate(rows, 2)]
+            lengths = [
+                _length(row[selection.column], f"{path}, row {row_number}")
+                for row_number, row in enumerate(rows, 2)
+            ]
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, csv.Error) as error:
@@ -207,9 +216,9 @@ def _logged(path: str, model: str | None, report: Report) -> TraceRequests:
 
     logs = read_logs([Path(path)], model, report).logs
     return tuple(
-        TraceRequest(RequestLengths(len(one.facts.token_ids), one.output_tokens), one.facts)
+        TraceRequest(RequestLengths(len(example.facts.token_ids), example.output_tokens), example.facts)
         for log in logs
-        for one in log.examples
+        for example in log.examples
     )
 
 
@@ -220,22 +229,22 @@ def _predicted(path: str, samples: TraceRequests) -> Estimates:
 
     facts = _facts_of(samples)
     estimate = LiveEstimator(load_predictor(path))
-    return tuple(Estimate(*estimate(known)) for known in facts)
+    return tuple(Estimate(*estimate(prompt_facts)) for prompt_facts in facts)
 
 
 def _facts_of(samples: TraceRequests) -> list[PromptFacts]:
-    facts = [one.facts for one in samples if one.facts is not None]
+    facts = [sample.facts for sample in samples if sample.facts is not None]
     if len(facts) < len(samples):
         raise TraceError("a predictor reads prompts, and this trace has lengths only: give a length log")
     return facts
 
 
 def _exact(trace: Trace) -> Estimates:
-    return tuple(Estimate(one.output_tokens, 0.0) for one in trace)
+    return tuple(Estimate(request.output_tokens, 0.0) for request in trace)
 
 
 def _constant(trace: Trace) -> Estimates:
-    mean = statistics.fmean(one.output_tokens for one in trace)
+    mean = statistics.fmean(request.output_tokens for request in trace)
     return (Estimate(mean, 0.0),) * len(trace)
 
 
@@ -245,7 +254,8 @@ def _none(trace: Trace) -> Estimates:
 
 def _erring(trace: Trace, sigma: float, rng: random.Random) -> Estimates:
     return tuple(
-        Estimate(one.output_tokens * math.exp(rng.gauss(0.0, sigma)), min(1.0, sigma)) for one in trace
+        Estimate(request.output_tokens * math.exp(rng.gauss(0.0, sigma)), min(1.0, sigma))
+        for request in trace
     )
 
 
@@ -258,6 +268,8 @@ _ESTIMATORS: Mapping[str, Callable[[Trace], Estimates]] = {
 
 def how_far_off(trace: Trace, estimates: Sequence[Estimate | None]) -> str:
     """The error of estimates as a line of text."""
-    pairs = [(one.output_tokens, e.output_tokens) for one, e in zip(trace, estimates, strict=True) if e]
+    pairs = [
+        (request.output_tokens, e.output_tokens) for request, e in zip(trace, estimates, strict=True) if e
+    ]
     off = sorted(abs(estimate - real) / real for real, estimate in pairs)
     return f"off by {percent(off[len(off) // 2])} at the median, {percent(off[len(off) * 9 // 10])} at p90"

@@ -129,11 +129,13 @@ def replay_of(
     inputs: ReplayInputs, n_slots: int, max_sequences: int, settings: dict[str, Any], report: Report = silent
 ) -> tuple[Replay, str]:
     """The replay, and a line of text that describes it. settings: fields of PoolSettings."""
-    samples = tuple(one for text in inputs.traces for one in read_samples(text, inputs.selection, report))
+    samples = tuple(
+        sample for text in inputs.traces for sample in read_samples(text, inputs.selection, report)
+    )
     for text in inputs.estimates:
         samples = unseen_by(text, samples)
     whole = requests_of(samples)
-    if inputs.step_ms is not None and any(one.arrival_s is None for one in whole):
+    if inputs.step_ms is not None and any(request.arrival_s is None for request in whole):
         raise TraceError(f"{', '.join(inputs.traces)}: no arrivals, so leave --step-ms out")
     limit = int(inputs.max_tokens) if inputs.max_tokens.isdecimal() else limit_for(whole, inputs.max_tokens)
     if not 1 <= limit <= MAX_TOKENS:
@@ -141,8 +143,10 @@ def replay_of(
     samples = limited(samples, limit)
     trace = requests_of(samples)
     estimates = {text: estimates_for(text, samples, inputs.selection.seed) for text in inputs.estimates}
-    longest = max(one.prompt_tokens for one in trace) + limit
-    off = [f"{text}: {how_far_off(trace, found)}" for text, found in estimates.items() if text != "none"]
+    longest = max(request.prompt_tokens for request in trace) + limit
+    off = [
+        f"{text}: {how_far_off(trace, predicted)}" for text, predicted in estimates.items() if text != "none"
+    ]
     story = "; ".join([story_of(trace, limit, inputs.selection.seed), *off])
     pool = PoolSettings(longest_request=longest, answer_tokens=limit, **settings)
     step_s = None if inputs.step_ms is None else inputs.step_ms / 1000
@@ -248,8 +252,12 @@ def _row(policy: str, estimate: str | None, replay: Replay, pool: KvPool) -> KvR
     stats = pool.stats()
     ended = sum(bucket.slots_ended for bucket in stats.buckets)
     wasted = sum(bucket.slots_wasted for bucket in stats.buckets)
-    output = sum(one.output_tokens for at, one in enumerate(replay.trace) if str(at) in sums.ended)
-    prompts = sum(one.prompt_tokens for at, one in enumerate(replay.trace) if str(at) in sums.ended)
+    output = sum(
+        request.output_tokens for index, request in enumerate(replay.trace) if str(index) in sums.ended
+    )
+    prompts = sum(
+        request.prompt_tokens for index, request in enumerate(replay.trace) if str(index) in sums.ended
+    )
     waiting = max(1, sums.steps_waiting)
     return KvRow(
         policy=policy,
@@ -299,12 +307,12 @@ def _run(replay: Replay, estimates: Estimates, scheduler: Scheduler, sums: _Sums
         sums.step += 1
 
 
-def _add(scheduler: Scheduler, replay: Replay, at: int, estimate: Estimate | None) -> str:
+def _add(scheduler: Scheduler, replay: Replay, index: int, estimate: Estimate | None) -> str:
     """Add a request; why it can never run, else nothing."""
-    prompt = (GOES_ON,) * replay.trace[at].prompt_tokens
+    prompt = (GOES_ON,) * replay.trace[index].prompt_tokens
     stops = frozenset({STOPS})
     try:
-        scheduler.add(Request(str(at), prompt, replay.max_tokens, stops, estimate))
+        scheduler.add(Request(str(index), prompt, replay.max_tokens, stops, estimate))
     except RequestError as error:
         return str(error)
     return ""
@@ -326,9 +334,9 @@ def _step(replay: Replay, scheduler: Scheduler, sums: _Sums) -> None:
     tokens = []
     for request_id, piece in zip(batch.request_ids, batch.slices, strict=True):
         if piece.wants_logits:
-            one = replay.trace[int(request_id)]
-            answered = piece.start + len(piece.token_ids) - one.prompt_tokens + 1
-            tokens.append(STOPS if answered >= one.output_tokens else GOES_ON)
+            request = replay.trace[int(request_id)]
+            answered = piece.start + len(piece.token_ids) - request.prompt_tokens + 1
+            tokens.append(STOPS if answered >= request.output_tokens else GOES_ON)
     for out in scheduler.commit(batch, tokens):
         if out.finish_reason:
             sums.ended.add(out.request_id)

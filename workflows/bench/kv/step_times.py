@@ -29,13 +29,13 @@ class Speeds:
     def _decode_s(self, n_sequences: int) -> float:
         """Linear between two known counts; beyond the last one, at its time per sequence."""
         steps = [(count, count / rate) for count, rate in self.decode]
-        at = bisect_left(steps, (n_sequences, 0.0))
-        if at == len(steps):
+        index = bisect_left(steps, (n_sequences, 0.0))
+        if index == len(steps):
             count, step_s = steps[-1]
             return step_s * n_sequences / count
-        if at == 0:
+        if index == 0:
             return steps[0][1]
-        (low, low_s), (high, high_s) = steps[at - 1], steps[at]
+        (low, low_s), (high, high_s) = steps[index - 1], steps[index]
         return low_s + (high_s - low_s) * (n_sequences - low) / (high - low)
 
 
@@ -44,11 +44,11 @@ def speeds_of(text: str) -> Speeds:
 
     `copy:200000` adds the slots per second of copies, which otherwise take no time. Raises TraceError.
     """
-    found = dict(_pair(part, text) for part in text.split(","))
-    prompt, copy = found.pop("prompt", None), found.pop("copy", math.inf)
-    if prompt is None or not found or not all(name.isdecimal() and int(name) > 0 for name in found):
+    rates = dict(_pair(part, text) for part in text.split(","))
+    prompt, copy = rates.pop("prompt", None), rates.pop("copy", math.inf)
+    if prompt is None or not rates or not all(name.isdecimal() and int(name) > 0 for name in rates):
         raise _unreadable(text)
-    return Speeds(prompt, tuple(sorted((int(name), rate) for name, rate in found.items())), copy)
+    return Speeds(prompt, tuple(sorted((int(name), rate) for name, rate in rates.items())), copy)
 
 
 def _pair(part: str, whole: str) -> tuple[str, float]:

@@ -110,9 +110,9 @@ class _GgmlGraph:
 
     def row(self) -> np.ndarray:
         row = np.empty(self.n, dtype=np.float32)
-        at, size = address(row), ctypes.c_size_t(row.nbytes)
+        destination, size = address(row), ctypes.c_size_t(row.nbytes)
         get = self.ggml.base.ggml_backend_tensor_get
-        get(self.results[0], at, ctypes.c_size_t(0), size)
+        get(self.results[0], destination, ctypes.c_size_t(0), size)
         return row
 
     def __del__(self) -> None:

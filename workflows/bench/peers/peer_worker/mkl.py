@@ -20,10 +20,10 @@ class Mkl:
     ROW_MAJOR, NO_TRANSPOSE, TRANSPOSE, PACKED, B_MATRIX = 101, 111, 112, 151, 162
 
     def __init__(self, threads: int) -> None:
-        found = sorted((Path(sys.prefix) / "lib").glob("libmkl_rt.so*"))
-        if not found:
+        libraries = sorted((Path(sys.prefix) / "lib").glob("libmkl_rt.so*"))
+        if not libraries:
             raise ImportError(f"no libmkl_rt in {sys.prefix}/lib")
-        self.mkl = ctypes.CDLL(str(found[-1]))
+        self.mkl = ctypes.CDLL(str(libraries[-1]))
         text = ctypes.create_string_buffer(200)
         self.mkl.MKL_Get_Version_String(text, 200)
         self.version = text.value.decode().split("Version ")[-1].split()[0]
@@ -35,16 +35,17 @@ class Mkl:
             x, w = bf16(x), bf16(w)
         y = np.empty((cell.m, cell.n), dtype=np.float32)
         sizes = (ctypes.c_int(cell.m), ctypes.c_int(cell.n), ctypes.c_int(cell.k))
-        one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        alpha, beta = ctypes.c_float(1.0), ctypes.c_float(0.0)
         depth = ctypes.c_int(cell.k)
         door = "cblas_sgemm" if cell.format == "f32" else "cblas_gemm_bf16bf16f32"
-        packing, computing = ((one,), ()) if cell.format == "f32" else ((), (one,))  # where alpha is given
+        # where alpha is given
+        packing, computing = ((alpha,), ()) if cell.format == "f32" else ((), (alpha,))
         packed = [self._packed(door, (*sizes, *packing), w) for _ in range(cell.copies)]
-        compute, at = getattr(self.mkl, f"{door}_compute"), address
+        compute, pointer = getattr(self.mkl, f"{door}_compute"), address
 
         def run(i: int) -> np.ndarray:
-            compute(self.ROW_MAJOR, self.NO_TRANSPOSE, self.PACKED, *sizes, *computing, at(x), depth,
-                    at(packed[i]), depth, zero, at(y), sizes[1])  # fmt: skip
+            compute(self.ROW_MAJOR, self.NO_TRANSPOSE, self.PACKED, *sizes, *computing, pointer(x), depth,
+                    pointer(packed[i]), depth, beta, pointer(y), sizes[1])  # fmt: skip
             return y
 
         yield Setting("packed", run, lambda y: y[0])

@@ -58,5 +58,5 @@ class PeerTimer:
 
     def _error(self, setting: Setting) -> float:
         expected = self.cell.x()[0] @ self.cell.weight().T
-        found = setting.row(setting.run(0))
-        return float(np.abs(found - expected).max() / np.abs(expected).max())
+        computed = setting.row(setting.run(0))
+        return float(np.abs(computed - expected).max() / np.abs(expected).max())
