@@ -48,14 +48,14 @@ def arrivals_of(load: Load) -> list[Arrival]:
     """TraceError or ClusterError, one line, for a trace that has none."""
     trace = lengths_of(load.trace)
     if load.rate is not None:
-        lengths = [(one.prompt_tokens, one.output_tokens) for one in trace]
+        lengths = [(request.prompt_tokens, request.output_tokens) for request in trace]
         return poisson(lengths, load.rate, load.duration_s, load.seed, load.draw)
-    if any(one.arrival_s is None for one in trace):
+    if any(request.arrival_s is None for request in trace):
         raise ClusterError(f"{load.trace} states no arrivals: draw some with --rate")
     prefixes = _prefix_ids(load.trace)
     rows = [
-        (one.arrival_s or 0.0, one.prompt_tokens, one.output_tokens, prefixes.get(at, ()))
-        for at, one in enumerate(trace)
+        (request.arrival_s or 0.0, request.prompt_tokens, request.output_tokens, prefixes.get(index, ()))
+        for index, request in enumerate(trace)
     ]
     rows.sort(key=lambda row: row[0])
     return [Arrival(index, *row) for index, row in enumerate(rows)]
@@ -84,18 +84,20 @@ def _prefix_ids(path: str) -> dict[int, tuple[int, ...]]:
 
 def _block_ids(lines: Iterable[str], path: str) -> dict[int, tuple[int, ...]]:
     """`read_trace` has bounded the lines."""
-    found: dict[int, tuple[int, ...]] = {}
+    prefixes: dict[int, tuple[int, ...]] = {}
     served = 0
     for line in lines:
         entry = json.loads(line) if line.strip() else None
         if not isinstance(entry, dict) or not (entry.get("input_length") and entry.get("output_length")):
             continue
         ids = entry.get("hash_ids", [])
-        if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < 1 << 40 for one in ids):
+        if not isinstance(ids, list) or not all(
+            type(block_id) is int and 0 <= block_id < 1 << 40 for block_id in ids
+        ):
             raise ClusterError(f"{path}: hash_ids must be whole numbers from 0 on")
-        found[served] = tuple(ids)
+        prefixes[served] = tuple(ids)
         served += 1
-    return found
+    return prefixes
 
 
 def steps_from_db(db: str | None, signature: str, report: Report) -> StepTimes:

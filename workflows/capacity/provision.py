@@ -88,7 +88,7 @@ class Provisioned:
 def parse_designs(text: str, catalogue: MachineCatalogue) -> list[Design]:
     """`baseline,capped`, or kinds of one's own: `mixed:TYPE`, `split:PROMPT_TYPE/TOKEN_TYPE`."""
     designs = []
-    for part in (one.strip() for one in text.split(",")):
+    for part in (entry.strip() for entry in text.split(",")):
         for written in NAMED_DESIGNS.get(part, (part,)):
             kind, _, names = written.partition(":")
             if kind == "mixed" and names:
@@ -116,7 +116,7 @@ def provision_cluster(
     slo = parse_slo(wish.slo)
     catalogue = _catalogue(wish.machines, step_sources(inputs, report), inputs.model)
     designs = parse_designs(wish.design, catalogue)
-    lengths = [(one.prompt_tokens, one.output_tokens) for one in lengths_of(trace)]
+    lengths = [(request.prompt_tokens, request.output_tokens) for request in lengths_of(trace)]
     reference = reference_steps(inputs.reference, catalogue, report)
     question = Question(
         lengths, slo, reference, wish.policy, inputs.duration_s, inputs.seed, inputs.draw, wish.most
@@ -154,7 +154,7 @@ def provision_for_budget(
     report: Report,
 ) -> list[Provisioned]:
     """Each design's cluster of at most `amount` that keeps the promises at the highest rate."""
-    return [_for_budget(question, one, budget, amount, rate_step, most_rate, report) for one in designs]
+    return [_for_budget(question, design, budget, amount, rate_step, most_rate, report) for design in designs]
 
 
 def _for_rate(
@@ -205,24 +205,24 @@ def _for_budget(
         return Provisioned(
             design, reason=f"a {budget} of {number(amount)} does not pay for this design at all"
         )
-    found: dict[tuple[Cell, float], tuple[Summary, Outcome]] = {}
+    runs: dict[tuple[Cell, float], tuple[Summary, Outcome]] = {}
 
     def run(cell: Cell, rate: float) -> bool:
         arrivals = poisson(question.lengths, rate, question.duration_s, question.seed, question.draw)
-        found[cell, rate] = _run(question, design, cell, arrivals)
-        outcome = found[cell, rate][1]
+        runs[cell, rate] = _run(question, design, cell, arrivals)
+        outcome = runs[cell, rate][1]
         verdict = "kept" if outcome.is_feasible else "broken"
         report(f"{design.name} {_written(cell)} at {number(rate)} requests/s: {verdict}")
         return outcome.is_feasible
 
     busy = _busy(question, design, 1.0)
     share = busy[0] / sum(busy)
-    start = min(range(len(cells)), key=lambda at: abs(cells[at][0] / sum(cells[at]) - share))
+    start = min(range(len(cells)), key=lambda index: abs(cells[index][0] / sum(cells[index]) - share))
     try:
         best = fastest(cells, start, run, rate_step, most_rate)
     except ClusterError as error:
-        return Provisioned(design, n_runs=len(found), reason=str(error))
-    summary, outcome = found[best.cell, best.rate]
+        return Provisioned(design, n_runs=len(runs), reason=str(error))
+    summary, outcome = runs[best.cell, best.rate]
     spec = ClusterSpec(design.pools(best.cell), question.policy)
     return Provisioned(design, best.cell, best.rate, spec, summary, outcome.tightness, best.n_runs)
 
@@ -236,7 +236,7 @@ def _run(
     values = summary.slowdowns if question.slo.is_slowdown else summary.times_s
     is_kept = not broken(summary, question.slo)
     assert values is not None
-    used = max(values[one.metric][one.percentile] / one.below for one in question.slo.bounds)
+    used = max(values[bound.metric][bound.percentile] / bound.below for bound in question.slo.bounds)
     if summary.n_unfinished:
         used = math.inf
     return summary, Outcome(is_kept, used)

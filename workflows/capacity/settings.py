@@ -62,7 +62,7 @@ class ProvisionWish:
 
     def check(self) -> None:
         """UsageError where these exclude each other."""
-        if sum(one is not None for one in (self.rate, self.cost, self.power)) != 1:
+        if sum(amount is not None for amount in (self.rate, self.cost, self.power)) != 1:
             raise UsageError("give exactly one of --rate, --cost and --power")
 
 
