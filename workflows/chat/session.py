@@ -39,16 +39,16 @@ class ChatSession:
         report: Report = silent,
     ) -> None:
         """Opens the model. Raises ModelError, PlanError, KernelDbError; WorkflowError without a template."""
-        found = open_model(model, Weights(weight_format), threads, db, report)
-        if found.model.chat_template is None:
-            raise WorkflowError(f"{found.model.name} has no chat template: use generate instead")
+        loaded = open_model(model, Weights(weight_format), threads, db, report)
+        if loaded.model.chat_template is None:
+            raise WorkflowError(f"{loaded.model.name} has no chat template: use generate instead")
         hint_at_tuning(model, db, report)
-        size = EngineSize.for_many(found.model, 1, context_tokens, None, kv_format)
-        self._text = ModelText(found.model)
-        self._opened = open_engine(found.model, found.plans, size, self._text, found.schedules)
+        size = EngineSize.for_many(loaded.model, 1, context_tokens, None, kv_format)
+        self._text = ModelText(loaded.model)
+        self._opened = open_engine(loaded.model, loaded.plans, size, self._text, loaded.schedules)
         self._ids = map(str, itertools.count())
-        self.model_name = found.model.name
-        self.defaults = found.model.sampling
+        self.model_name = loaded.model.name
+        self.defaults = loaded.model.sampling
         self.context_tokens = size.limits.context_length
         self.messages: list[Message] = []
 
@@ -60,7 +60,7 @@ class ChatSession:
 
     def set_system(self, text: str) -> None:
         """Replace the system message; an empty text removes it."""
-        rest = [one for one in self.messages if one["role"] != "system"]
+        rest = [message for message in self.messages if message["role"] != "system"]
         self.messages = [{"role": "system", "content": text}, *rest] if text else rest
 
     def answer(
@@ -83,20 +83,20 @@ class ChatSession:
             )
         most = room if max_tokens is None else min(room, max_tokens)
         request = Submit(next(self._ids), prompt_ids, most, sampling.params(self.defaults))
-        made = OneAnswer(request)
+        answer = OneAnswer(request)
         self.messages = asked
         engine = self._opened.engine
         try:
-            for piece in made.pieces(engine):
+            for piece in answer.pieces(engine):
                 yield piece
                 if is_interrupted():
                     break
         finally:
-            if made.finish_reason is None:
+            if answer.finish_reason is None:
                 engine.abort(request.request_id)
-            self.messages.append({"role": "assistant", "content": made.text})
-            self.last = made
+            self.messages.append({"role": "assistant", "content": answer.text})
+            self.last = answer
 
     def forget(self) -> None:
         """Begin anew; the system message stays."""
-        self.messages = [one for one in self.messages if one["role"] == "system"]
+        self.messages = [message for message in self.messages if message["role"] == "system"]
