@@ -22,7 +22,9 @@ def plan_fields(
 ) -> list[dict[str, Any]]:
     """One object a plan, oldest first. `in_use`: the newest verified one of its model, phase and machine."""
     here = _Here()
-    newest = {(one.model_key, one.phase, one.origin.machine): one for one in plans if one.origin.verified}
+    newest = {
+        (plan.model_key, plan.phase, plan.origin.machine): plan for plan in plans if plan.origin.verified
+    }
     return [
         {
             "model": plan.model_key,
@@ -72,7 +74,7 @@ def _ranks(record: PlanRecord, here: _Here, report: Report) -> dict[str, list[li
             if not is_here:
                 return {"ranks": None, "places": places}
             instances = embedding.stored_plan(record.plan_json, here.machine).instances
-            return {"ranks": [list(one.cores) for one in instances], "places": places}
+            return {"ranks": [list(instance.cores) for instance in instances], "places": places}
         places = plans.stored_places(record.plan_json)
         if places is not None and not is_here:
             return {"ranks": None, "places": places}
@@ -83,49 +85,49 @@ def _ranks(record: PlanRecord, here: _Here, report: Report) -> dict[str, list[li
         return {"ranks": None, "places": None}
 
 
-def schedule_fields(one: Preferred, machines: Machines, stale: bool) -> dict[str, Any]:
+def schedule_fields(preferred: Preferred, machines: Machines, stale: bool) -> dict[str, Any]:
     """The problem, its schedule and what was measured, flat."""
     from dataclasses import asdict
 
-    timing = one.measurement
+    timing = preferred.measurement
     return {
         **asdict(timing.problem),
         **asdict(timing.sample.schedule),
         "estimate_ns": timing.sample.estimate_ns,
         "samples": len(timing.sample.samples_ns),
         "kernel_abi": timing.kernel_abi,
-        "standing": one.standing.value,
+        "standing": preferred.standing.value,
         "stale": stale,
         "machine": machines[timing.origin.machine],
     }
 
 
-def stats_fields(name: str, found: StoreStats, current_builds: Collection[str]) -> dict[str, Any]:
+def stats_fields(name: str, stats: StoreStats, current_builds: Collection[str]) -> dict[str, Any]:
     """The JSON that `--json` prints."""
-    machines = labels(one.machine for one in found.signatures)
+    machines = labels(signature.machine for signature in stats.signatures)
     return {
         "database": name,
         "exists": True,
-        "schema": found.revision,
-        "file_bytes": found.file_bytes,
-        "rows": dict(found.rows),
+        "schema": stats.revision,
+        "file_bytes": stats.file_bytes,
+        "rows": dict(stats.rows),
         "by_machine": [
             {
-                "machine": machines[one.machine],
-                "measurements": one.measurements,
-                "service_plans": one.service_plans,
-                "step_times": one.step_times,
+                "machine": machines[signature.machine],
+                "measurements": signature.measurements,
+                "service_plans": signature.service_plans,
+                "step_times": signature.step_times,
             }
-            for one in found.signatures
+            for signature in stats.signatures
         ],
         "by_build": [
             {
-                "build": one.kernel_abi,
-                "measurements": one.measurements,
-                "unverified": one.unverified,
-                "state": _build_state(one.kernel_abi, current_builds),
+                "build": build.kernel_abi,
+                "measurements": build.measurements,
+                "unverified": build.unverified,
+                "state": _build_state(build.kernel_abi, current_builds),
             }
-            for one in found.builds
+            for build in stats.builds
         ],
         "machines": machine_fields(machines),
     }
@@ -139,48 +141,48 @@ def _build_state(kernel_abi: str, current_builds: Collection[str]) -> str:
     return "stale" if is_stale(kernel_abi, current_builds) else "elsewhere"
 
 
-def diff_fields(found: Diff, machines: Machines) -> list[dict[str, Any]]:
+def diff_fields(diff: Diff, machines: Machines) -> list[dict[str, Any]]:
     """One object a key that differs; null where a side knows nothing of it."""
     from dataclasses import asdict
 
     return [
         {
-            **asdict(one.key.problem),
-            "kernel_abi": one.key.kernel_abi,
-            "machine": machines[one.key.machine],
-            "here": one.here and asdict(one.here.schedule),
-            "there": one.there and asdict(one.there.schedule),
+            **asdict(difference.key.problem),
+            "kernel_abi": difference.key.kernel_abi,
+            "machine": machines[difference.key.machine],
+            "here": difference.here and asdict(difference.here.schedule),
+            "there": difference.there and asdict(difference.there.schedule),
         }
-        for one in found.differences
+        for difference in diff.differences
     ]
 
 
-def plan_diff_fields(found: Diff, machines: Machines) -> list[dict[str, Any]]:
+def plan_diff_fields(diff: Diff, machines: Machines) -> list[dict[str, Any]]:
     """One object a phase of a model whose plans differ; null where a side has none."""
     return [
         {
-            "model": one.model_key,
-            "phase": one.phase,
-            "machine": machines[one.machine],
-            "here": one.here,
-            "there": one.there,
+            "model": difference.model_key,
+            "phase": difference.phase,
+            "machine": machines[difference.machine],
+            "here": difference.here,
+            "there": difference.there,
         }
-        for one in found.plans
+        for difference in diff.plans
     ]
 
 
-def verdict_fields(one: ScheduleVerdict) -> dict[str, Any]:
+def verdict_fields(verdict: ScheduleVerdict) -> dict[str, Any]:
     """The problem, the schedule, what was claimed and what was found, flat."""
     from dataclasses import asdict
 
     return {
-        **asdict(one.problem),
-        **asdict(one.schedule),
-        "claimed_ns": one.claimed_ns,
-        "measured_ns": one.measured_ns,
-        **asdict(one.comparison),
-        "promoted": one.promoted,
-        "outcome": one.outcome,
+        **asdict(verdict.problem),
+        **asdict(verdict.schedule),
+        "claimed_ns": verdict.claimed_ns,
+        "measured_ns": verdict.measured_ns,
+        **asdict(verdict.comparison),
+        "promoted": verdict.promoted,
+        "outcome": verdict.outcome,
     }
 
 

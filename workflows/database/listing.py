@@ -41,15 +41,15 @@ def list_schedules(
     """
     from phasewise.kerneldb.upkeep import is_stale, preferred_of, standings
 
-    found = ListedSchedules(machines=store.plan_machines())
+    listed = ListedSchedules(machines=store.plan_machines())
     for key, standing in standings(store).items():
-        found.machines.add(key.machine)
+        listed.machines.add(key.machine)
         if m not in (None, key.problem.m):
             continue
         section = Section.STALE if is_stale(key.kernel_abi, builds) else Section[standing.name]
-        found.counts[section] += 1
-        if limit is None or found.counts[section] <= limit:
-            one = preferred_of(store, key, standing)
-            if one is not None:
-                found.shown.append((section, one))
-    return found
+        listed.counts[section] += 1
+        if limit is None or listed.counts[section] <= limit:
+            preferred = preferred_of(store, key, standing)
+            if preferred is not None:
+                listed.shown.append((section, preferred))
+    return listed

@@ -87,7 +87,7 @@ def push(
         with files.locked():
             before = _read_index(files, trust if key or trust.is_given else None) or RemoteIndex()
             index = before.with_bundles(bundles)
-            pushed = Pushed(bundles, [one for one in bundles if one not in before.bundles], index)
+            pushed = Pushed(bundles, [bundle for bundle in bundles if bundle not in before.bundles], index)
             for bundle in bundles:
                 files.add(bundle, Path(folder) / bundle.sha256)
             content = index.to_bytes()
@@ -129,7 +129,7 @@ def _paths_in(value: object, path: str = "") -> Iterator[str]:
 def _write_bundles(store: Store, leaving: Leaving, folder: Path, report: Report) -> list[Bundle]:
     """One file for each kind of core, by its digest."""
     wanted, shared, private = wanted_machines(leaving.signatures), SharedPlans(report), PrivateWords(report)
-    cores = sorted({one.core_sig for one in store.machines() if wanted(one)})
+    cores = sorted({machine.core_sig for machine in store.machines() if wanted(machine)})
     bundles = []
     for core in cores:
         groups = groups_of(
@@ -209,17 +209,17 @@ def pull(
     if trust.digest is None:
         seen.check(index.serial, files.name)
     core = None if every_core else core_signature_here()
-    bundles = tuple(one for one in index.bundles if core in (None, one.core))
+    bundles = tuple(bundle for bundle in index.bundles if core in (None, bundle.core))
     into = _Serials(f"{remote} {locate(db).name} {hashlib.sha256(index.to_bytes()).hexdigest()}")
     if limits.only_news and into.is_known() and not locate(db).is_absent:
         return Pulled((), Taken(0, 0))
-    if left := [one for one in bundles if one.bytes > limits.bundle_bytes]:
+    if left := [bundle for bundle in bundles if bundle.bytes > limits.bundle_bytes]:
         report(
             f"{files.name}: {counted(len(left), 'bundle')} left to `phasewise db pull`: too large for a start"
         )
-        bundles = tuple(one for one in bundles if one not in left)
+        bundles = tuple(bundle for bundle in bundles if bundle not in left)
     with TemporaryDirectory(prefix="phasewise-") as folder:
-        fetched = [Path(folder) / one.sha256 for one in bundles]
+        fetched = [Path(folder) / bundle.sha256 for bundle in bundles]
         for bundle, file in zip(bundles, fetched, strict=True):
             with file.open("w+b") as stream:
                 files.fetch(bundle, stream)
@@ -236,8 +236,8 @@ def _import(fetched: Sequence[Path], db: str | None, name: str, report: Report) 
     with open_store(db, report) as store:
         for file in fetched:
             with file.open("rb") as stream:
-                found = import_rows(store, _rows(stream, name))
-            read, added = read + found.read, added + found.added
+                taken = import_rows(store, _rows(stream, name))
+            read, added = read + taken.read, added + taken.added
     return Taken(read, added)
 
 
@@ -295,20 +295,20 @@ class _Serials:
             )
 
     def keep(self, serial: int, report: Report) -> None:
-        known = self._read()
-        known[self._key] = max(serial, known[self._key])
+        serials = self._read()
+        serials[self._key] = max(serial, serials[self._key])
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            write_file(self._file, json.dumps(known, indent=1))
+            write_file(self._file, json.dumps(serials, indent=1))
         except OSError as error:
             report(f"{self._file} cannot be written ({error.strerror}): an older index would not be noticed")
 
     def _read(self) -> defaultdict[str, int]:
         try:
-            known = json.loads(self._file.read_text())
+            stored = json.loads(self._file.read_text())
         except (OSError, ValueError):
-            known = {}
-        found = known.items() if isinstance(known, dict) else ()
+            stored = {}
+        entries = stored.items() if isinstance(stored, dict) else ()
         return defaultdict(
-            int, {key: one for key, one in found if type(one) is int and re.fullmatch(r"\w+", key)}
+            int, {key: serial for key, serial in entries if type(serial) is int and re.fullmatch(r"\w+", key)}
         )

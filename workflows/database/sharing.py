@@ -70,9 +70,11 @@ def export_rows(
     owner. in_use: of schedules only those in use. ExportFileError, before anything is written, where no row
     is of such a machine, or too many are.
     """
-    wanted, found = wanted_machines(signatures), Exported()
+    wanted, exported = wanted_machines(signatures), Exported()
     with existing_store(db, report) as store:
-        timings = sum(one.verified + one.imported for one in store.key_counts() if wanted(one.key.machine))
+        timings = sum(
+            count.verified + count.imported for count in store.key_counts() if wanted(count.key.machine)
+        )
         if timings > MAX_ROWS:
             raise ExportFileError(too_many(timings))
         shared = SharedPlans(report)
@@ -80,15 +82,15 @@ def export_rows(
         first = next(groups, None)
         if signatures and first is None:
             raise ExportFileError(f"no rows are of a machine with {' or '.join(signatures)} in its signature")
-        write(export_lines(_counted(chain([first or []], groups), found)))
+        write(export_lines(_counted(chain([first or []], groups), exported)))
         shared.close()
-    return found
+    return exported
 
 
-def _counted(groups: Iterable[list[Row]], found: Exported) -> Iterator[list[Row]]:
+def _counted(groups: Iterable[list[Row]], exported: Exported) -> Iterator[list[Row]]:
     for group in groups:
-        found.n_rows += len(group)
-        found.machines.update(row.origin.machine for row in group)
+        exported.n_rows += len(group)
+        exported.machines.update(row.origin.machine for row in group)
         yield group
 
 

@@ -35,10 +35,10 @@ class Trust:
     def check(self, index: bytes, signature: bytes | None, name: str) -> None:
         """RemoteError, in one line, where the index is not believed."""
         if self.digest is not None:
-            found = hashlib.sha256(index).hexdigest()
-            if found != self.digest.lower():
+            digest = hashlib.sha256(index).hexdigest()
+            if digest != self.digest.lower():
                 raise RemoteError(
-                    f"the index of {name} has the digest {found}, not the one that --digest pins"
+                    f"the index of {name} has the digest {digest}, not the one that --digest pins"
                 )
         if self.allowed_signers is not None:
             if signature is None:

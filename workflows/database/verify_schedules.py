@@ -103,8 +103,8 @@ def verdicts(
             with lock.turn():
                 yield from verify(store, here, bench, top, report)
                 for duel in verify_storage_duels(store, here, bench, report):
-                    found = duel.comparison
-                    span = f"{found.gain_low:.3f} to {found.gain_high:.3f}"
-                    report(f"{duel.problem.describe()}: {found.gain:.3f} x as fast as dense ({span})")
+                    comparison = duel.comparison
+                    span = f"{comparison.gain_low:.3f} to {comparison.gain_high:.3f}"
+                    report(f"{duel.problem.describe()}: {comparison.gain:.3f} x as fast as dense ({span})")
         finally:
             bench.close()
