@@ -58,7 +58,7 @@ class OpenEmbedder:
         for start in range(0, len(texts), BATCH_INPUTS):
             tokens = self.text.tokens(texts[start : start + BATCH_INPUTS], truncate=truncate)
             runs.append(self.embedder.embed(tokens))
-            n_tokens += sum(len(one.ids) for one in tokens)
+            n_tokens += sum(len(input_tokens.ids) for input_tokens in tokens)
         whole = np.concatenate(runs)
         check_numbers(whole)
         if dimensions is not None:

@@ -78,28 +78,30 @@ def tune_embed(
     machine = read_machine()
     n_cores = len(machine.allowed_cores()) or len(machine.allowed_pus)
     length = min(tokens, model.embedding.max_tokens)
-    found = []
+    cuts = []
     for n in _counts(min(n_cores, most_instances or n_cores)):
         cores = instance_cores(machine, n)
-        one = _measure(model, ref, cores, slo_s, length)
+        cut = _measure(model, ref, cores, slo_s, length)
         where = " and ".join(",".join(map(str, own)) for own in cores)
         report(
-            f"{counted(n, 'instance')} on cores {where}: {counted(one.depth, 'input')} of"
+            f"{counted(n, 'instance')} on cores {where}: {counted(cut.depth, 'input')} of"
             f" {counted(length, 'token')} within {number(slo_s)} s"
-            f" (one: {one.predicted} by the line, {one.tried} tried)"
+            f" (one: {cut.predicted} by the line, {cut.tried} tried)"
         )
-        found.append(one)
-    best = max(found, key=lambda one: one.depth)
+        cuts.append(cut)
+    best = max(cuts, key=lambda measured: measured.depth)
     if best.depth < 1:
         raise WorkflowError(
             f"no instance embeds one input of {counted(length, 'token')} within {number(slo_s)} s"
         )
     depth = admission_depth(best.line, slo_s, length, MARGIN).scaled(min(1.0, best.tried / best.predicted))
     plan = EmbeddingPlan(
-        tuple(Instance(f"cpu:{at}", own, depth) for at, own in enumerate(best.cores)), slo_s, "tune-embed"
+        tuple(Instance(f"cpu:{index}", own, depth) for index, own in enumerate(best.cores)),
+        slo_s,
+        "tune-embed",
     )
     keep_plan(db, model, machine, plan, report)
-    return TunedEmbedding(tuple(found), plan, locate(db).name)
+    return TunedEmbedding(tuple(cuts), plan, locate(db).name)
 
 
 def _counts(most: int) -> list[int]:
@@ -120,15 +122,16 @@ def _measure(
     workers: list[WorkerProcess] = []
     try:
         workers = [
-            start_worker(WorkerSpec(f"cpu:{at}", ref, model.format, own)) for at, own in enumerate(cores)
+            start_worker(WorkerSpec(f"cpu:{index}", ref, model.format, own))
+            for index, own in enumerate(cores)
         ]
-        found = asyncio.run(_probe(workers, slo_s, length))
+        probed = asyncio.run(_probe(workers, slo_s, length))
     finally:
         for worker in workers:
             worker.close()
-    depth = min(found.predicted, found.tried) * len(cores)
-    by_tokens = LatencyLine(found.line.alpha_s / length, found.line.beta_s)
-    return MeasuredCut(tuple(cores), by_tokens, depth, found.predicted, found.tried)
+    depth = min(probed.predicted, probed.tried) * len(cores)
+    by_tokens = LatencyLine(probed.line.alpha_s / length, probed.line.beta_s)
+    return MeasuredCut(tuple(cores), by_tokens, depth, probed.predicted, probed.tried)
 
 
 async def _probe(workers: Sequence[WorkerProcess], slo_s: float, length: int) -> FoundDepth:
@@ -142,7 +145,7 @@ async def _probe(workers: Sequence[WorkerProcess], slo_s: float, length: int) ->
 
     async def seconds(n: int) -> float:
         """The median over rounds of the slowest instance's time for a batch of n inputs."""
-        body = inputs_to_bytes([Tokens([1 + (7 * at + j) % 90 for j in range(length)]) for at in range(n)])
+        body = inputs_to_bytes([Tokens([1 + (7 * i + j) % 90 for j in range(length)]) for i in range(n)])
         times = []
         for _ in range(ROUNDS):
             began = time.perf_counter()
