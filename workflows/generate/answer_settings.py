@@ -86,7 +86,7 @@ def prompt_from(text: str | None, option: str | None, file: Path | None, stdin: 
 
     UsageError where several were given or none; WorkflowError for a file that cannot be read.
     """
-    given = [one for one in (text, option) if one is not None]
+    given = [prompt for prompt in (text, option) if prompt is not None]
     if len(given) + (file is not None) > 1:
         raise UsageError("give one prompt: as an argument, with --prompt, or in a --file")
     if file is not None:

@@ -85,19 +85,19 @@ def generate_text(
     if "" in stop:
         raise UsageError("a stop text must not be empty")
     params = sampling.params(GREEDY)
-    found = open_model(model, settings.weights, settings.threads, db, report, settings.ranks)
-    for plan in found.plans.values():
+    loaded = open_model(model, settings.weights, settings.threads, db, report, settings.ranks)
+    for plan in loaded.plans.values():
         report(plan.describe())
     hint_at_tuning(model, db, report)
-    drafts = find_drafts(settings.draft, found, db, report)
-    text = ModelText(found.model)
+    drafts = find_drafts(settings.draft, loaded, db, report)
+    text = ModelText(loaded.model)
     prompt_ids = tuple(_prompt_ids(text, prompt, settings))
-    n_tokens = _most_tokens(settings, len(prompt_ids), found.model.config.context_length)
-    size = EngineSize.for_one(found.model, len(prompt_ids), n_tokens, settings.kv_format)
+    n_tokens = _most_tokens(settings, len(prompt_ids), loaded.model.config.context_length)
+    size = EngineSize.for_one(loaded.model, len(prompt_ids), n_tokens, settings.kv_format)
     if explain is not None:
-        explain(found.explain(size.limits.max_batch_tokens, size.limits.max_sequences, settings.kv_format))
+        explain(loaded.explain(size.limits.max_batch_tokens, size.limits.max_sequences, settings.kv_format))
     answer = OneAnswer(Submit("generate", prompt_ids, n_tokens, params, stop, settings.ignore_eos))
-    with open_engine(found.model, found.plans, size, text, found.schedules, drafts=drafts) as opened:
+    with open_engine(loaded.model, loaded.plans, size, text, loaded.schedules, drafts=drafts) as opened:
         for piece in answer.pieces(opened.engine):
             on_text(piece)
         return _generated(answer, opened, n_tokens)
