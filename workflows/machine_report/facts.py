@@ -118,7 +118,7 @@ def report_of(
     with open_store(db, report) as store:
         keys = _keys_of(store, machine)
         schedules = _schedules(store, keys)
-        plans = [one for one in store.plans() if one.origin.machine in keys]
+        plans = [plan for plan in store.plans() if plan.origin.machine in keys]
         history, others = _history(store, machine_key(machine).core_sig)
         worth = worth_of(store, _default_here())
     roofline = _roofline(machine, schedules, report) if measure and schedules else None
@@ -127,7 +127,7 @@ def report_of(
         _newest(plans, machine, report),
         _objectives(plans),
         schedules,
-        read_studies(location, {one.core_sig for one in keys}),
+        read_studies(location, {key.core_sig for key in keys}),
         history,
         others,
         roofline,
@@ -156,9 +156,9 @@ def _keys_of(store: Store, machine: Machine) -> frozenset[MachineKey]:
     from phasewise.tuner.plans import machine_key
 
     own = machine_key(machine).core_sig
-    found = {one.key.machine for one in store.key_counts(core_sig=own)}
-    found |= store.plan_machines()
-    return frozenset(one for one in found if one.core_sig == own)
+    keys = {count.key.machine for count in store.key_counts(core_sig=own)}
+    keys |= store.plan_machines()
+    return frozenset(key for key in keys if key.core_sig == own)
 
 
 def _schedules(store: Store, keys: frozenset[MachineKey]) -> list[ScheduleFacts]:
@@ -168,32 +168,32 @@ def _schedules(store: Store, keys: frozenset[MachineKey]) -> list[ScheduleFacts]
 
     latest: dict[tuple[object, ...], Promotion] = {}
     for promotion in store.all_promotions():
-        at = (promotion.problem, promotion.origin.machine, promotion.kernel_abi, promotion.schedule)
-        latest[at] = promotion
-    found = []
-    known = {
+        promoted = (promotion.problem, promotion.origin.machine, promotion.kernel_abi, promotion.schedule)
+        latest[promoted] = promotion
+    facts = []
+    in_use = {
         key: standing
-        for core_sig in {one.core_sig for one in keys}
+        for core_sig in {machine.core_sig for machine in keys}
         for key, standing in standings(store, core_sig).items()
         if key.machine in keys and standing is PreferenceReason.IN_USE
     }
-    for one in preferred(store, known):
-        key, problem = one.key, one.key.problem
+    for choice in preferred(store, in_use):
+        key, problem = choice.key, choice.key.problem
         try:
             n_bytes = blank_weight(problem.format, problem.n, problem.k).nbytes
         except (TunerError, KeyError, ValueError):  # attention, whose operands are no weight
             n_bytes = 0
-        duel = latest.get((problem, key.machine, key.kernel_abi, one.schedule))
-        found.append(ScheduleFacts(one.measurement, duel, n_bytes))
-    return found
+        duel = latest.get((problem, key.machine, key.kernel_abi, choice.schedule))
+        facts.append(ScheduleFacts(choice.measurement, duel, n_bytes))
+    return facts
 
 
 def _history(store: Store, core_sig: str) -> tuple[list[VersionFacts], int]:
     """Oldest first; and how many measurements are of other kinds of cores."""
     rows: dict[str, dict[str, ProgramCount]] = defaultdict(dict)
     for table, counts in store.programs(core_sig).items():
-        for one in counts:
-            rows[one.program_version][table] = one
+        for program in counts:
+            rows[program.program_version][table] = program
     history = []
     for version, of_table in rows.items():
         sizes = {name: count.rows for name, count in of_table.items()}
@@ -203,12 +203,12 @@ def _history(store: Store, core_sig: str) -> tuple[list[VersionFacts], int]:
                 sizes.get("measurement", 0),
                 sizes.get("promotion", 0),
                 sizes.get("service_plan", 0),
-                min(one.first_ms for one in of_table.values()),
-                max(one.last_ms for one in of_table.values()),
+                min(count.first_ms for count in of_table.values()),
+                max(count.last_ms for count in of_table.values()),
             )
         )
-    own = sum(one.rows for one in store.programs(core_sig)["measurement"])
-    return sorted(history, key=lambda one: one.first_ms), store.stats().rows["measurement"] - own
+    own = sum(count.rows for count in store.programs(core_sig)["measurement"])
+    return sorted(history, key=lambda facts: facts.first_ms), store.stats().rows["measurement"] - own
 
 
 def _newest(
@@ -217,27 +217,27 @@ def _newest(
     from phasewise.tuner.errors import PlanError
     from phasewise.tuner.plans import PHASES, stored_plan
 
-    found: dict[str, dict[Phase, ServicePlan]] = defaultdict(dict)
-    for one in plans:  # oldest first
-        if not one.origin.verified or one.phase not in PHASES:
+    newest: dict[str, dict[Phase, ServicePlan]] = defaultdict(dict)
+    for record in plans:  # oldest first
+        if not record.origin.verified or record.phase not in PHASES:
             continue
         try:
-            plan = stored_plan(one.plan_json, machine)
+            plan = stored_plan(record.plan_json, machine)
         except PlanError as error:
-            report(f"the {one.phase} plan of {one.model_key} cannot be read and is left out: {error}")
+            report(f"the {record.phase} plan of {record.model_key} cannot be read and is left out: {error}")
             continue
-        found[one.model_key][plan.phase] = plan
-    return dict(found)
+        newest[record.model_key][plan.phase] = plan
+    return dict(newest)
 
 
 def _objectives(plans: Sequence[PlanRecord]) -> dict[str, dict[str, Mapping[str, float]]]:
     from phasewise.tuner.plans import PHASES
 
-    found: dict[str, dict[str, Mapping[str, float]]] = defaultdict(dict)
-    for one in plans:
-        if one.origin.verified and one.phase in PHASES:
-            found[one.model_key][one.phase] = one.objectives
-    return dict(found)
+    objectives: dict[str, dict[str, Mapping[str, float]]] = defaultdict(dict)
+    for record in plans:
+        if record.origin.verified and record.phase in PHASES:
+            objectives[record.model_key][record.phase] = record.objectives
+    return dict(objectives)
 
 
 def _roofline(machine: Machine, schedules: Sequence[ScheduleFacts], report: Report) -> Roofline:
@@ -245,5 +245,5 @@ def _roofline(machine: Machine, schedules: Sequence[ScheduleFacts], report: Repo
 
     cores = [core[0] for core in machine.allowed_cores()]
     report(f"measuring the limits of {counted(len(cores), 'core')}")
-    formats = sorted({one.problem.format for one in schedules if one.weight_bytes})
-    return measure_roofline(cores, formats, max(one.weight_bytes for one in schedules) or 1 << 26)
+    formats = sorted({facts.problem.format for facts in schedules if facts.weight_bytes})
+    return measure_roofline(cores, formats, max(facts.weight_bytes for facts in schedules) or 1 << 26)

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 def worth_fields(worth: Worth) -> dict[str, Any]:
     """All of it. `gain` is over the kernels' own schedules; 1 where the default stayed."""
     return {
-        "products": [_product_fields(one) for one in worth.products],
-        "models": [_model_fields(one) for one in worth.models],
+        "products": [_product_fields(gains) for gains in worth.products],
+        "models": [_model_fields(speed) for speed in worth.models],
         "nothing_gained": {
-            "products": [_product_fields(one) for one in worth.nothing_gained],
-            "models": [_model_fields(one) for one in worth.models_without_gain],
+            "products": [_product_fields(gains) for gains in worth.nothing_gained],
+            "models": [_model_fields(speed) for speed in worth.models_without_gain],
         },
         "not_measured": [
             {"machine": _machine_fields(machine), "model": model, "decode_sequences": list(missing)}
@@ -30,31 +30,31 @@ def _machine_fields(machine: MachineKey) -> dict[str, str]:
     return {"core": machine.core_sig, "placement": machine.placement_sig}
 
 
-def _product_fields(one: ProductGains) -> dict[str, Any]:
-    first, last = one.rows
+def _product_fields(gains: ProductGains) -> dict[str, Any]:
+    first, last = gains.rows
     return {
-        "machine": _machine_fields(one.machine),
-        "measured_here": one.verified,
-        "kernels": one.kernels,
-        "format": one.format,
+        "machine": _machine_fields(gains.machine),
+        "measured_here": gains.verified,
+        "kernels": gains.kernels,
+        "format": gains.format,
         "rows": {"first": first, "last": last},
-        "products": one.products,
-        "tuned": one.tuned,
-        "gain": one.gain,
-        "gain_low": one.gain_low,
-        "gain_high": one.gain_high,
-        "most": one.most,
+        "products": gains.products,
+        "tuned": gains.tuned,
+        "gain": gains.gain,
+        "gain_low": gains.gain_low,
+        "gain_high": gains.gain_high,
+        "most": gains.most,
     }
 
 
-def _model_fields(one: ModelSpeed) -> dict[str, Any]:
+def _model_fields(speed: ModelSpeed) -> dict[str, Any]:
     return {
-        "machine": _machine_fields(one.machine),
-        "measured_here": one.verified,
-        "model": one.model_key,
-        "step": asdict(one.step),
-        "before_tokens_per_s": one.before_tokens_per_s,
-        "after_tokens_per_s": one.after_tokens_per_s,
-        "gain": one.gain,
-        "comparison": None if one.comparison is None else asdict(one.comparison),
+        "machine": _machine_fields(speed.machine),
+        "measured_here": speed.verified,
+        "model": speed.model_key,
+        "step": asdict(speed.step),
+        "before_tokens_per_s": speed.before_tokens_per_s,
+        "after_tokens_per_s": speed.after_tokens_per_s,
+        "gain": speed.gain,
+        "comparison": None if speed.comparison is None else asdict(speed.comparison),
     }

@@ -35,18 +35,18 @@ _MOST_TRIALS = 12
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 760.0, 380.0, 64.0, 48.0, 40.0, 16.0
 
 
-def page(found: DatabaseReport, program_version: str, now_s: float) -> str:
+def page(report: DatabaseReport, program_version: str, now_s: float) -> str:
     """The whole document. `now_s`: Unix time of its making."""
-    made = datetime.fromtimestamp(now_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    date = datetime.fromtimestamp(now_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
     body = "\n".join(
         [
             "<h1>What phasewise knows of this machine</h1>",
-            f'<p class="faint">Made {made} by phasewise {_e(program_version)}, from the tuning database.</p>',
-            *_worth(found.worth),
-            *_machine(found),
-            *_schedules(found),
-            *_studies(found.studies),
-            *_history(found),
+            f'<p class="faint">Made {date} by phasewise {_e(program_version)}, from the tuning database.</p>',
+            *_worth(report.worth),
+            *_machine(report),
+            *_schedules(report),
+            *_studies(report.studies),
+            *_history(report),
         ]
     )
     return (
@@ -65,66 +65,66 @@ def _worth(worth: Worth) -> Iterator[str]:
     yield "<p>A gain is the default's time over the tuned one's, from duels in pairs of turns; a product that kept the "
     yield "default counts as 1. Means are geometric, over all that was tried; an interval's ends are the means of the "
     yield "duels' own. A whole model's speed is told in tokens/s, by the default schedules before and tuned ones after; its gain is the median ratio within a pair of turns.</p>"
-    for one in worth_by_machine(worth):
-        told = " (imported: measured elsewhere)" if one.is_imported else ""
-        core = one.machine.core_sig.replace("+", " ")
-        yield f'<h3>{_e(one.machine.placement_sig)}{told}</h3><p class="faint">{_e(core)}</p>'
-        if one.models:
-            yield from _table(MODEL_COLUMNS, one.models, n_words=2)
-        if one.products:
-            yield from _table(PRODUCT_COLUMNS, one.products, n_words=2)
-        yield f"<ul>{''.join(f'<li>{_e(remark)}</li>' for remark in one.remarks)}</ul>"
+    for machine_worth in worth_by_machine(worth):
+        told = " (imported: measured elsewhere)" if machine_worth.is_imported else ""
+        core = machine_worth.machine.core_sig.replace("+", " ")
+        yield f'<h3>{_e(machine_worth.machine.placement_sig)}{told}</h3><p class="faint">{_e(core)}</p>'
+        if machine_worth.models:
+            yield from _table(MODEL_COLUMNS, machine_worth.models, n_words=2)
+        if machine_worth.products:
+            yield from _table(PRODUCT_COLUMNS, machine_worth.products, n_words=2)
+        yield f"<ul>{''.join(f'<li>{_e(remark)}</li>' for remark in machine_worth.remarks)}</ul>"
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], n_words: int) -> Iterator[str]:
     heads = [
-        f"<th>{_e(name)}</th>" if at < n_words else f'<th class="n">{_e(name)}</th>'
-        for at, name in enumerate(columns)
+        f"<th>{_e(name)}</th>" if index < n_words else f'<th class="n">{_e(name)}</th>'
+        for index, name in enumerate(columns)
     ]
     yield f'<div class="scroll"><table><thead><tr>{"".join(heads)}</tr></thead><tbody>'
     yield from (_row(cells, n_words=n_words) for cells in rows)
     yield "</tbody></table></div>"
 
 
-def _machine(found: DatabaseReport) -> Iterator[str]:
+def _machine(report: DatabaseReport) -> Iterator[str]:
     yield "<h2>Machine and plans</h2>"
-    if not found.plans:
-        yield draw_svg(found.machine)
+    if not report.plans:
+        yield draw_svg(report.machine)
         yield "<p>No plan is stored for this machine: the default ones are used. tune-config finds others.</p>"
-    for model, plans in found.plans.items():
+    for model, plans in report.plans.items():
         yield f"<h3>{_e(model)}</h3>"
-        yield picture_of_plans(found.machine, plans)
+        yield picture_of_plans(report.machine, plans)
         yield "<ul>"
         for phase, plan in plans.items():
-            reached = found.objectives[model].get(phase, {})
+            reached = report.objectives[model].get(phase, {})
             told = ", ".join(f"{name} {number(value, 4)}" for name, value in sorted(reached.items()))
             yield f"<li>{_e(plan.describe())}{f'; measured: {_e(told)}' if told else ''}</li>"
         yield "</ul>"
 
 
-def _schedules(found: DatabaseReport) -> Iterator[str]:
+def _schedules(report: DatabaseReport) -> Iterator[str]:
     yield "<h2>Schedules in use</h2>"
-    if not found.schedules:
+    if not report.schedules:
         yield "<p>None was tuned: every product runs by its default schedule. tune-kernels finds others.</p>"
         return
-    roofline = found.roofline
+    roofline = report.roofline
     if roofline is not None:
         yield "<p>The limits were measured while this report was made; the times are older. A share above 100 % "
         yield "means that the machine was faster then.</p>"
-    yield roofline_plot(found.schedules, roofline)
+    yield roofline_plot(report.schedules, roofline)
     yield '<div class="scroll"><table><thead><tr><th>format</th><th class="n">n x k</th><th class="n">m</th>'
     yield '<th class="n">time, us</th><th class="n">GFLOP/s</th><th class="n">GB/s of weights</th>'
     yield '<th class="n">of the limit</th><th class="n">gain over the one before</th><th class="n">95 % interval</th>'
     yield '<th class="n">pairs</th><th>schedule</th></tr></thead><tbody>'
-    for one in found.schedules:
-        yield _row(_schedule_cells(one, roofline), n_words=1)
+    for facts in report.schedules:
+        yield _row(_schedule_cells(facts, roofline), n_words=1)
     yield "</tbody></table></div>"
 
 
-def _schedule_cells(one: ScheduleFacts, roofline: Roofline | None) -> list[str]:
-    problem, sample = one.problem, one.measurement.sample
-    share = _share(one, roofline)
-    duel = one.promotion.comparison if one.promotion else None
+def _schedule_cells(facts: ScheduleFacts, roofline: Roofline | None) -> list[str]:
+    problem, sample = facts.problem, facts.measurement.sample
+    share = _share(facts, roofline)
+    duel = facts.promotion.comparison if facts.promotion else None
     schedule = sample.schedule
     words = (
         f"tile {schedule.mr}x{16 * schedule.panels}, block {schedule.block_m}x{schedule.block_n}x"
@@ -136,8 +136,8 @@ def _schedule_cells(one: ScheduleFacts, roofline: Roofline | None) -> list[str]:
         f"{problem.n} x {problem.k}",
         str(problem.m),
         f"{sample.estimate_ns / 1000:.1f}",
-        f"{one.flops / 1e9:.1f}" if one.weight_bytes else "",
-        f"{one.bytes_per_s / 1e9:.1f}" if one.weight_bytes else "",
+        f"{facts.flops / 1e9:.1f}" if facts.weight_bytes else "",
+        f"{facts.bytes_per_s / 1e9:.1f}" if facts.weight_bytes else "",
         "" if share is None else percent(share),
         "" if duel is None else f"{duel.gain:.3f}",
         "" if duel is None else f"{duel.gain_low:.3f} to {duel.gain_high:.3f}",
@@ -146,20 +146,23 @@ def _schedule_cells(one: ScheduleFacts, roofline: Roofline | None) -> list[str]:
     ]
 
 
-def _share(one: ScheduleFacts, roofline: Roofline | None) -> float | None:
-    if roofline is None or not one.weight_bytes:
+def _share(facts: ScheduleFacts, roofline: Roofline | None) -> float | None:
+    if roofline is None or not facts.weight_bytes:
         return None
-    problem = one.problem
-    bound_ns = roofline.bound_ns(problem.format, problem.n, problem.k, problem.m, one.weight_bytes)
-    return share_of_limit(bound_ns / one.measurement.sample.estimate_ns)
+    problem = facts.problem
+    bound_ns = roofline.bound_ns(problem.format, problem.n, problem.k, problem.m, facts.weight_bytes)
+    return share_of_limit(bound_ns / facts.measurement.sample.estimate_ns)
 
 
 def roofline_plot(schedules: Sequence[ScheduleFacts], roofline: Roofline | None) -> str:
     """GFLOP/s over FLOP per byte of weight, both logarithmic; the limits as lines."""
-    known = [one for one in schedules if one.weight_bytes]
-    if not known:
+    with_weights = [facts for facts in schedules if facts.weight_bytes]
+    if not with_weights:
         return ""
-    points = [(one.n_flops / one.weight_bytes, one.flops / 1e9, one.problem.format) for one in known]
+    points = [
+        (facts.n_flops / facts.weight_bytes, facts.flops / 1e9, facts.problem.format)
+        for facts in with_weights
+    ]
     limits = _limits(roofline, max(x for x, _, _ in points))
     ys = [y for _, y, _ in points] + [y for line in limits.values() for _, y in line]
     xs = [x for x, _, _ in points] + [x for line in limits.values() for x, _ in line]
@@ -220,13 +223,13 @@ class _Log:
 
 def _axes(across: _Log, upwards: _Log) -> Iterator[str]:
     for x in across.marks():
-        at = across.place(x)
-        yield f'<line x1="{at:.1f}" y1="{_TOP}" x2="{at:.1f}" y2="{_HEIGHT - _BOTTOM}" stroke="#dcdfe3"/>'
-        yield text(at - 8, _HEIGHT - _BOTTOM + 16, number(x), "d")
+        left = across.place(x)
+        yield f'<line x1="{left:.1f}" y1="{_TOP}" x2="{left:.1f}" y2="{_HEIGHT - _BOTTOM}" stroke="#dcdfe3"/>'
+        yield text(left - 8, _HEIGHT - _BOTTOM + 16, number(x), "d")
     for y in upwards.marks():
-        at = upwards.place(y)
-        yield f'<line x1="{_LEFT}" y1="{at:.1f}" x2="{_WIDTH - _RIGHT}" y2="{at:.1f}" stroke="#dcdfe3"/>'
-        yield text(8, at + 4, number(y), "d")
+        top = upwards.place(y)
+        yield f'<line x1="{_LEFT}" y1="{top:.1f}" x2="{_WIDTH - _RIGHT}" y2="{top:.1f}" stroke="#dcdfe3"/>'
+        yield text(8, top + 4, number(y), "d")
     yield text(_WIDTH / 2 - 110, _HEIGHT - 10, "operations for each byte of the weight", "s")
     yield text(8, _TOP - 10, "GFLOP/s", "s")
 
@@ -238,42 +241,42 @@ def _studies(studies: Sequence[StudyFacts]) -> Iterator[str]:
     for study in studies:
         best = study.best
         yield f"<h3>{_e(study.model)}, {_e(study.phase)}, {_e(study.objective)}</h3>"
-        counts = ", ".join(f"{n} {state}" for state, n in _counted(one.state for one in study.trials))
+        counts = ", ".join(f"{n} {state}" for state, n in _counted(trial.state for trial in study.trials))
         told = "" if best is None else f"; the best, number {best.number}, costs {best.cost_ms:.3f} ms"
         yield f'<p class="faint">{counted(len(study.trials), "trial")}: {counts}{told}</p>'
-        known = [one for one in study.trials if one.cost_ms is not None]
+        costed = [trial for trial in study.trials if trial.cost_ms is not None]
         yield '<table><thead><tr><th>tree</th><th class="n">trial</th><th class="n">cost, ms</th><th>state</th>'
         yield "<th>ranks and cores</th></tr></thead><tbody>"
-        for one in sorted(known, key=lambda trial: trial.cost_ms or 0.0)[:_MOST_TRIALS]:
-            words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in one.parameters.items())
-            cells = [one.tree, str(one.number), f"{one.cost_ms:.3f}", one.state, words]
+        for trial in sorted(costed, key=lambda run: run.cost_ms or 0.0)[:_MOST_TRIALS]:
+            words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in trial.parameters.items())
+            cells = [trial.tree, str(trial.number), f"{trial.cost_ms:.3f}", trial.state, words]
             yield _row(cells, n_words=1, words_at=(3, 4))
         yield "</tbody></table>"
 
 
-def _history(found: DatabaseReport) -> Iterator[str]:
+def _history(report: DatabaseReport) -> Iterator[str]:
     yield "<h2>History</h2>"
     yield '<table><thead><tr><th>version</th><th class="n">measurements</th><th class="n">schedules taken into use</th>'
     yield '<th class="n">plans</th><th>from</th><th>to</th></tr></thead><tbody>'
-    for one in found.history:
+    for facts in report.history:
         days = [
             datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:%M")
-            for ms in (one.first_ms, one.last_ms)
+            for ms in (facts.first_ms, facts.last_ms)
         ]
-        cells = [one.version, str(one.measurements), str(one.promotions), str(one.plans), *days]
+        cells = [facts.version, str(facts.measurements), str(facts.promotions), str(facts.plans), *days]
         yield _row(cells, n_words=1, words_at=(4, 5))
     yield "</tbody></table>"
-    if found.others:
-        yield f"<p>The database has {counted(found.others, 'measurement')} of other kinds of machines, not shown.</p>"
+    if report.others:
+        yield f"<p>The database has {counted(report.others, 'measurement')} of other kinds of machines, not shown.</p>"
 
 
 def _row(cells: Sequence[str], n_words: int, words_at: Sequence[int] = (10,)) -> str:
     """A row of a table: the first cells are words, the others numbers but for those at `words_at`."""
-    made = [
-        f"<td>{_e(cell)}</td>" if at < n_words or at in words_at else f'<td class="n">{_e(cell)}</td>'
-        for at, cell in enumerate(cells)
+    tags = [
+        f"<td>{_e(cell)}</td>" if index < n_words or index in words_at else f'<td class="n">{_e(cell)}</td>'
+        for index, cell in enumerate(cells)
     ]
-    return f"<tr>{''.join(made)}</tr>"
+    return f"<tr>{''.join(tags)}</tr>"
 
 
 def _counted(states: Iterable[str]) -> list[tuple[str, int]]:

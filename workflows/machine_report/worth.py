@@ -84,15 +84,15 @@ class Worth:
     @property
     def nothing_gained(self) -> Sequence[ProductGains]:
         """Groups of which every product kept the default."""
-        return [one for one in self.products if not one.tuned]
+        return [gains for gains in self.products if not gains.tuned]
 
     @property
     def models_without_gain(self) -> Sequence[ModelSpeed]:
         """Steps whose speed is not shown to be higher: the interval holds 1 or is below it."""
         return [
-            one
-            for one in self.models
-            if (one.gain if one.comparison is None else one.comparison.gain_low) <= 1.0
+            speed
+            for speed in self.models
+            if (speed.gain if speed.comparison is None else speed.comparison.gain_low) <= 1.0
         ]
 
 
@@ -105,8 +105,8 @@ def worth_of(store: Store, is_default: IsDefault = lambda *_: False) -> Worth:
     in_use: dict[tuple[Key, bool], _Standing] = {}
     newest: dict[tuple[MachineKey, str], str] = {}
     for promotion in store.all_promotions():
-        at = (_key_of(promotion), promotion.origin.verified)
-        in_use[at] = _after(in_use.get(at), promotion, is_default)
+        standing_key = (_key_of(promotion), promotion.origin.verified)
+        in_use[standing_key] = _after(in_use.get(standing_key), promotion, is_default)
         machine, family = promotion.origin.machine, _kernels_of(promotion.kernel_abi)
         newest[machine, family] = promotion.kernel_abi
     groups: dict[_Group, list[_Gain]] = defaultdict(list)
@@ -123,7 +123,7 @@ def worth_of(store: Store, is_default: IsDefault = lambda *_: False) -> Worth:
         groups[group].append(gain)
     speeds = list(_speeds(store.all_step_times()))
     ordered = sorted(groups.items(), key=lambda item: repr(item[0]))
-    return Worth([_gains_of(group, found) for group, found in ordered], speeds, _unmeasured(speeds))
+    return Worth([_gains_of(group, gains) for group, gains in ordered], speeds, _unmeasured(speeds))
 
 
 class _Group(NamedTuple):
@@ -179,27 +179,27 @@ def _kernels_of(kernel_abi: str) -> str:
 
 
 def _rows_of(m: int) -> int:
-    return next(at for at, (_, last) in enumerate(ROWS) if last is None or m <= last)
+    return next(index for index, (_, last) in enumerate(ROWS) if last is None or m <= last)
 
 
-def _gains_of(group: _Group, found: Sequence[_Gain]) -> ProductGains:
+def _gains_of(group: _Group, gains: Sequence[_Gain]) -> ProductGains:
     return ProductGains(
         machine=group.machine,
         kernels=group.kernels,
         format=group.format,
         rows=ROWS[group.rows],
-        products=len(found),
-        tuned=sum(one != _Gain() for one in found),
-        gain=_mean(one.gain for one in found),
-        gain_low=_mean(one.low for one in found),
-        gain_high=_mean(one.high for one in found),
-        most=max(one.gain for one in found),
+        products=len(gains),
+        tuned=sum(gain != _Gain() for gain in gains),
+        gain=_mean(gain.gain for gain in gains),
+        gain_low=_mean(gain.low for gain in gains),
+        gain_high=_mean(gain.high for gain in gains),
+        most=max(gain.gain for gain in gains),
         verified=not group.is_imported,
     )
 
 
 def _mean(ratios: Iterable[float]) -> float:
-    logarithms = [math.log(max(one, 1e-9)) for one in ratios]
+    logarithms = [math.log(max(ratio, 1e-9)) for ratio in ratios]
     return math.exp(math.fsum(logarithms) / len(logarithms))
 
 
@@ -221,7 +221,7 @@ def _speeds(rows: Iterable[StepTime]) -> Iterator[ModelSpeed]:
             kind = (speed.machine, speed.model_key, step.phase, step.sequences, speed.verified)
             if kind not in chosen or rank > chosen[kind][0]:
                 chosen[kind] = (rank, speed)
-    yield from (speed for _, speed in sorted(chosen.values(), key=lambda one: _place_of(one[1])))
+    yield from (speed for _, speed in sorted(chosen.values(), key=lambda ranked: _place_of(ranked[1])))
 
 
 def _rank_of(before: StepTime, after: StepTime) -> tuple[float, ...]:
@@ -253,11 +253,13 @@ def _place_of(speed: ModelSpeed) -> str:
 
 
 def _unmeasured(speeds: Sequence[ModelSpeed]) -> dict[tuple[MachineKey, str], list[int]]:
-    known: dict[tuple[MachineKey, str], set[int]] = defaultdict(set)
-    for one in speeds:
-        known[one.machine, one.model_key] |= {one.step.sequences} if one.step.phase == "decode" else set()
+    measured: dict[tuple[MachineKey, str], set[int]] = defaultdict(set)
+    for speed in speeds:
+        measured[speed.machine, speed.model_key] |= (
+            {speed.step.sequences} if speed.step.phase == "decode" else set()
+        )
     return {
-        key: [n for n in SEQUENCES if n not in found]
-        for key, found in known.items()
-        if found != set(SEQUENCES)
+        key: [n for n in SEQUENCES if n not in counts]
+        for key, counts in measured.items()
+        if counts != set(SEQUENCES)
     }

@@ -29,66 +29,78 @@ class MachineWorth(NamedTuple):
 def worth_by_machine(worth: Worth) -> Iterator[MachineWorth]:
     """In the order of the database's machines, those measured here first."""
     groups: dict[tuple[MachineKey, bool], tuple[list[ProductGains], list[ModelSpeed]]] = {}
-    for (machine, verified), products in groupby(worth.products, lambda one: (one.machine, one.verified)):
+    for (machine, verified), products in groupby(
+        worth.products, lambda gains: (gains.machine, gains.verified)
+    ):
         groups.setdefault((machine, not verified), ([], []))[0].extend(products)
-    for one in worth.models:
-        groups.setdefault((one.machine, not one.verified), ([], []))[1].append(one)
+    for speed in worth.models:
+        groups.setdefault((speed.machine, not speed.verified), ([], []))[1].append(speed)
     for (machine, is_imported), (products_of, models) in sorted(
         groups.items(), key=lambda item: (item[0][1], repr(item[0][0]))
     ):
         missing = {
-            name: found for (other, name), found in worth.unmeasured.items() if other == machine and models
+            name: sequences
+            for (other, name), sequences in worth.unmeasured.items()
+            if other == machine and models
         }
         yield MachineWorth(
             machine,
             is_imported,
-            [_product_row(one) for one in products_of],
-            [_model_row(one) for one in models],
+            [_product_row(gains) for gains in products_of],
+            [_model_row(speed) for speed in models],
             [*_remarks(products_of, models, missing)],
         )
 
 
-def _product_row(one: ProductGains) -> tuple[str, ...]:
-    first, last = one.rows
+def _product_row(gains: ProductGains) -> tuple[str, ...]:
+    first, last = gains.rows
     rows = f"{first}" if first == last else f"{first} up" if last is None else f"{first}-{last}"
     return (
-        *(one.kernels, one.format, rows, f"{one.tuned}/{one.products}", f"{one.gain:.3f}"),
-        f"{one.gain_low:.3f}-{one.gain_high:.3f}" if one.tuned else "none",
-        f"{one.most:.2f}",
+        *(gains.kernels, gains.format, rows, f"{gains.tuned}/{gains.products}", f"{gains.gain:.3f}"),
+        f"{gains.gain_low:.3f}-{gains.gain_high:.3f}" if gains.tuned else "none",
+        f"{gains.most:.2f}",
     )
 
 
-def _model_row(one: ModelSpeed) -> tuple[str, ...]:
-    step = one.step
+def _model_row(speed: ModelSpeed) -> tuple[str, ...]:
+    step = speed.step
     what = f"prompt of {step.tokens}" if step.phase == "prefill" else f"decode x {step.sequences}"
-    found = one.comparison
+    comparison = speed.comparison
     interval = "not in pairs"
-    if found is not None:
-        interval = f"{found.gain_low:.3f}-{found.gain_high:.3f}" if found.gain_low > 0 else "too few pairs"
-    gain = one.gain if found is None else found.gain
-    rates = (number(one.before_tokens_per_s, 4), number(one.after_tokens_per_s, 4))
-    return (one.model_key, what, *rates, f"{gain:.3f}", interval)
+    if comparison is not None:
+        interval = (
+            f"{comparison.gain_low:.3f}-{comparison.gain_high:.3f}"
+            if comparison.gain_low > 0
+            else "too few pairs"
+        )
+    gain = speed.gain if comparison is None else comparison.gain
+    rates = (number(speed.before_tokens_per_s, 4), number(speed.after_tokens_per_s, 4))
+    return (speed.model_key, what, *rates, f"{gain:.3f}", interval)
 
 
 def _remarks(
     products: Sequence[ProductGains], models: Sequence[ModelSpeed], missing: dict[str, Sequence[int]]
 ) -> Iterator[str]:
-    count, tuned = sum(one.products for one in products), sum(one.tuned for one in products)
+    count, tuned = sum(gains.products for gains in products), sum(gains.tuned for gains in products)
     if count:
         weighed = 1.0
-        for one in products:
-            weighed *= one.gain ** (one.products / count)
+        for gains in products:
+            weighed *= gains.gain ** (gains.products / count)
         yield (
             f"{tuned} of {counted(count, 'product')} run by a tuned schedule, {count - tuned} by the default:"
             f" {multiple(weighed, 3)} in the mean over all of them."
         )
-    idle = [f"{one.kernels} {one.format}, rows {_product_row(one)[2]}" for one in products if not one.tuned]
+    idle = [
+        f"{gains.kernels} {gains.format}, rows {_product_row(gains)[2]}"
+        for gains in products
+        if not gains.tuned
+    ]
     if idle:
         yield f"Nothing was gained: {'; '.join(idle)}."
     even = [
-        _model_row(one)[0] + ", " + _model_row(one)[1]
-        for one in models
-        if (one.gain if one.comparison is None else one.comparison.gain_low) <= 1.0
+        _model_row(speed)[0] + ", " + _model_row(speed)[1]
+        for speed in models
+        if (speed.gain if speed.comparison is None else speed.comparison.gain_low) <= 1.0
     ]
     if even:
         yield f"No gain is shown for the whole model: {'; '.join(even)}."
