@@ -70,8 +70,8 @@ def _tuned(db: str | None, machine: Machine) -> TunedCounts:
     from phasewise.kerneldb.store import open_store
 
     with open_store(db) as store:
-        timings = sum(one.verified + one.imported for one in store.key_counts(core_sig=core))
-        plans = sum(one.origin.machine.core_sig == core for one in store.plans())
+        timings = sum(count.verified + count.imported for count in store.key_counts(core_sig=core))
+        plans = sum(plan.origin.machine.core_sig == core for plan in store.plans())
         products = count_products(store, core, kernel_abis())
     return TunedCounts(location.name, plans, timings, products, shipped)
 
