@@ -47,7 +47,7 @@ def _parts(record: Any) -> tuple[RecordField, ...]:
 
 def _record_in(hint: Any) -> type | None:
     """The record of a hint, such as Schedule of `Schedule | None`."""
-    return next((one for one in (hint, *get_args(hint)) if is_dataclass(one)), None)  # type: ignore[return-value]
+    return next((candidate for candidate in (hint, *get_args(hint)) if is_dataclass(candidate)), None)  # type: ignore[return-value]
 
 
 def flattened(record: object) -> dict[str, Any]:

@@ -237,10 +237,10 @@ def check_file(file: Path) -> bool:
     process's POSIX locks on it, SQLite's too, and then another process may take the write-ahead log away.
     """
     try:
-        found = file.stat()
-        if not stat.S_ISREG(found.st_mode):
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise ForeignDatabaseError(f"database {file} is not a file")
-        head = b"" if _is_open_here(found) else _head(file)
+        head = b"" if _is_open_here(status) else _head(file)
     except OSError as error:
         raise KernelDbError(f"database {file} cannot be read: {error.strerror}") from None
     if head and head != _SQLITE_MAGIC:

@@ -110,12 +110,12 @@ def _made(record: Any, *values: Any) -> Any:
 def count_by_key(session: Session, report: Report, *where: ColumnElement[bool]) -> Iterator[KeyCount]:
     """Every key that has measurements, ordered by machine; one that breaks its bounds is reported."""
     problems = problems_by_id(session)
-    found: dict[tuple[Any, ...], Counter[bool]] = {}
+    counts_by_key: dict[tuple[Any, ...], Counter[bool]] = {}
     for *key, verified, count in session.execute(queries.counts_by_key(*where)):
-        found.setdefault(tuple(key), Counter())[bool(verified)] += count
-    for (core, placement, abi, problem_id), counts in found.items():
+        counts_by_key.setdefault(tuple(key), Counter())[bool(verified)] += count
+    for (core, placement, abi, problem_id), counts in counts_by_key.items():
         machine, problem = _made(MachineKey, core, placement), problems.get(problem_id)
-        broken = [one for one in (machine, problem) if not isinstance(one, MachineKey | Problem)]
+        broken = [part for part in (machine, problem) if not isinstance(part, MachineKey | Problem)]
         if broken:
             report(f"timings of one problem are left out: {broken[0]}")
             continue

@@ -74,31 +74,31 @@ def waiting_hints(
         HintTrust.IMPORTED: store.promoted_measurements(machine, verified=False),
         HintTrust.SHIPPED: [row for row in shipped if row.origin.machine == machine],
     }
-    found = [
+    hints = [
         Hint(row, trust)
         for trust, rows in sources.items()
         for row in rows
         if row.problem not in judged and same_kernels(row.kernel_abi, kernel_abi)
     ]
-    found.sort(
-        key=lambda one: (
-            one.trust,
-            one.measurement.kernel_abi != kernel_abi,
-            -one.measurement.origin.created_at_ms,
+    hints.sort(
+        key=lambda hint: (
+            hint.trust,
+            hint.measurement.kernel_abi != kernel_abi,
+            -hint.measurement.origin.created_at_ms,
         )
     )
     arithmetics: dict[object, tuple[str, int]] = {}
     best: dict[Problem, Hint] = {}
-    for one in found:
-        problem, schedule = one.problem, one.schedule
+    for hint in hints:
+        problem, schedule = hint.problem, hint.schedule
         weight = (problem.family, problem.format, problem.n, problem.k)
         own_way = (schedule.compute_path, schedule.k_parts)
         if arithmetics.setdefault(weight, own_way) == own_way:
-            best.setdefault(problem, one)
+            best.setdefault(problem, hint)
     return {
-        problem: one
-        for problem, one in best.items()
-        if not _was_timed(store, problem, one.schedule, machine, kernel_abi)
+        problem: hint
+        for problem, hint in best.items()
+        if not _was_timed(store, problem, hint.schedule, machine, kernel_abi)
     }
 
 
@@ -109,12 +109,12 @@ def _was_timed(
     return any(row.origin.verified and row.sample.schedule == schedule for row in rows)
 
 
-def same_kernels(one: str, other: str) -> bool:
+def same_kernels(kernel_abi: str, other: str) -> bool:
     """True of two builds of one family for one instruction set, e.g. `gemm-avx2-5f1c9e2b7a04` and another."""
-    return one.rpartition("-")[0] == other.rpartition("-")[0]
+    return kernel_abi.rpartition("-")[0] == other.rpartition("-")[0]
 
 
 def counts_told(hints: Iterable[Hint]) -> str:
     """E.g. `12 of another build of the kernels, 3 imported`; empty where there are none."""
-    counts = Counter(one.trust for one in hints)
+    counts = Counter(hint.trust for hint in hints)
     return ", ".join(f"{counts[trust]} {trust.describe()}" for trust in HintTrust if counts[trust])

@@ -384,10 +384,10 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    by_name = dict(pairs)
+    if len(by_name) != len(pairs):
         raise RecordError("a name stands twice in one object")
-    return found
+    return by_name
 
 
 def _no_constant(name: str) -> None:
@@ -432,7 +432,7 @@ def _names(record: Any) -> frozenset[str]:
 def _reader(record: Any) -> Callable[[Mapping[str, Any]], Any]:
     """The function that makes a record of the fields that a file has of it; unverified."""
     readers = [(part.name, _value_reader(part)) for part in parts(record)]
-    return lambda found: record(**{name: read(found) for name, read in readers})
+    return lambda fields: record(**{name: read(fields) for name, read in readers})
 
 
 def _value_reader(part: RecordField) -> Callable[[Mapping[str, Any]], Any]:
@@ -440,20 +440,20 @@ def _value_reader(part: RecordField) -> Callable[[Mapping[str, Any]], Any]:
     if name == "verified":
         return lambda _: False
     if record is None:
-        return lambda found: as_tuples(value) if type(value := found.get(name)) is list else value
+        return lambda fields: as_tuples(value) if type(value := fields.get(name)) is list else value
     if record in _BESIDE:
         return _reader(record)
     called = "a schedule" if record is Schedule else f"a {name}"
     names, fields_of = _names(record), tuple(field.name for field in parts(record))
     has_build = "kernel_abi" in fields_of
 
-    def read(found: Mapping[str, Any]) -> Any:
-        value = found.get(name)
+    def read(fields: Mapping[str, Any]) -> Any:
+        value = fields.get(name)
         if value is None and name == "incumbent":
             return None
         inner = _object(called, value, names)
         if has_build:
-            inner = {"kernel_abi": found.get("kernel_abi"), **inner}
+            inner = {"kernel_abi": fields.get("kernel_abi"), **inner}
         try:
             return shared(record, *map(inner.get, fields_of))
         except TypeError:  # a value that no cache can look up: a list, or what the record refuses

@@ -18,8 +18,8 @@ FILE = "reference_build.json"
 @cache
 def reference_names() -> frozenset[str]:
     """All of every machine, instruction set and family; none in a checkout that no release was made of."""
-    known = json.loads((files("phasewise.kerneldb") / FILE).read_text())
-    return frozenset(name for names in known.values() for name in names)
+    names_by_machine = json.loads((files("phasewise.kerneldb") / FILE).read_text())
+    return frozenset(name for names in names_by_machine.values() for name in names)
 
 
 def is_reference_build(kernel_abis: Collection[str]) -> bool | None:

@@ -60,13 +60,13 @@ class RemoteIndex:
 
     def with_bundles(self, more: Iterable[Bundle]) -> RemoteIndex:
         """The next index, with these too; the same one where it has them all."""
-        found = tuple(sorted({*self.bundles, *more}))
-        return self if found == self.bundles else RemoteIndex(self.serial + 1, found)
+        bundles = tuple(sorted({*self.bundles, *more}))
+        return self if bundles == self.bundles else RemoteIndex(self.serial + 1, bundles)
 
     def to_bytes(self) -> bytes:
         """The index as a file."""
         fields = {"file": FILE, "version": VERSION, "serial": self.serial}
-        bundles = [asdict(one) for one in self.bundles]
+        bundles = [asdict(bundle) for bundle in self.bundles]
         return (json.dumps({**fields, "bundles": bundles}, indent=1, sort_keys=True) + "\n").encode()
 
 

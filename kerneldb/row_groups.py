@@ -45,8 +45,8 @@ def conditions(
         keys = sorted(tuple(row) for row in session.execute(select(*columns).distinct()))
     else:
         columns = [*queries.key_of(model)]
-        found = _problem_keys(session, columns, wanted, report)
-        keys = [values for _, values in sorted(found, key=lambda key: key[0])]
+        problem_keys = _problem_keys(session, columns, wanted, report)
+        keys = [values for _, values in sorted(problem_keys, key=lambda key: key[0])]
     return (tuple(a == b for a, b in zip(columns, values, strict=True)) for values in keys)
 
 
@@ -59,8 +59,8 @@ def _problem_keys(
         number: problem if isinstance(problem, RecordError) else astuple(problem)
         for number, problem in problems.items()
     }
-    found: Any = session.execute(select(*columns).distinct())
-    for values in found:
+    groups: Any = session.execute(select(*columns).distinct())
+    for values in groups:
         core, placement, abi, problem_id = values
         place = places[problem_id]
         try:

@@ -134,11 +134,11 @@ def add_measurements(session: Session, measurements: Sequence[Measurement]) -> N
     """
     if not measurements:
         return
-    problems = _ids_of(session, ProblemRow, [one.problem for one in measurements])
-    schedules = _ids_of(session, ScheduleRow, [one.sample.schedule for one in measurements])
+    problems = _ids_of(session, ProblemRow, [measurement.problem for measurement in measurements])
+    schedules = _ids_of(session, ScheduleRow, [measurement.sample.schedule for measurement in measurements])
     rows = []
-    for one in measurements:
-        columns = flattened(one)
+    for measurement in measurements:
+        columns = flattened(measurement)
         columns["problem_id"] = problems[columns.pop("problem")]
         columns["schedule_id"] = schedules[columns.pop("schedule")]
         rows.append(columns)
@@ -209,9 +209,9 @@ def _id_of(session: Session, record: Problem | Schedule) -> int:
 def _find_or_insert(session: Session, model: type[ProblemRow | ScheduleRow], key: dict[str, Any]) -> int:
     """Another process may insert it between the look and the insertion."""
     query = select(model.id).filter_by(**key)
-    found = session.scalar(query)
-    if found is not None:
-        return found
+    row_id = session.scalar(query)
+    if row_id is not None:
+        return row_id
     row = model(**key)
     try:
         with session.begin_nested():

@@ -68,23 +68,23 @@ def read_revision(connection: Connection, name: str) -> str | None:
     if not connection.dialect.has_table(connection, VERSION_TABLE):
         _refuse_foreign_tables(connection, name)
         return None
-    found: Sequence[Any] = connection.scalars(
+    stated: Sequence[Any] = connection.scalars(
         select(column("version_num")).select_from(table(VERSION_TABLE))
     ).all()
-    if len(found) != 1:
+    if len(stated) != 1:
         raise DamagedDatabaseError(
-            f"database {name} states {len(found)} schema revisions instead of one; restore a copy"
+            f"database {name} states {len(stated)} schema revisions instead of one; restore a copy"
         )
-    if found[0] in REVISIONS:
+    if stated[0] in REVISIONS:
         if further_guards:
             raise _computing(name, "trigger", further_guards[0])
-        return str(found[0])
-    if _oldest_reader(connection, str(found[0])) not in REVISIONS:
+        return str(stated[0])
+    if _oldest_reader(connection, str(stated[0])) not in REVISIONS:
         raise DatabaseTooNewError(
-            f"database {name} has schema {found[0]!s:.40}, newer than this phasewise knows ({HEAD}): "
+            f"database {name} has schema {stated[0]!s:.40}, newer than this phasewise knows ({HEAD}): "
             "upgrade phasewise, or name another database with --db"
         )
-    return f"{found[0]!s:.40}"
+    return f"{stated[0]!s:.40}"
 
 
 def _oldest_reader(connection: Connection, revision: str) -> str | None:
@@ -99,14 +99,14 @@ def _oldest_reader(connection: Connection, revision: str) -> str | None:
 def _state_oldest_reader(connection: Connection) -> None:
     if not _has_statement(connection):
         connection.execute(text(f"ALTER TABLE {VERSION_TABLE} ADD COLUMN {_READABLE_FROM} VARCHAR(80)"))
-    oldest = [one for one in REVISIONS if one in BREAKING][-1]
+    oldest = [revision for revision in REVISIONS if revision in BREAKING][-1]
     connection.execute(
         text(f"UPDATE {VERSION_TABLE} SET {_READABLE_FROM} = :stated"), {"stated": f"{HEAD}:{oldest}"}
     )
 
 
 def _has_statement(connection: Connection) -> bool:
-    return _READABLE_FROM in {one["name"] for one in inspect(connection).get_columns(VERSION_TABLE)}
+    return _READABLE_FROM in {facts["name"] for facts in inspect(connection).get_columns(VERSION_TABLE)}
 
 
 _GUARDED = (
@@ -181,10 +181,10 @@ _VIEWS = """
 def _refuse_views(connection: Connection, name: str) -> None:
     """A view or a foreign table with the name of a table of ours can have rows without end."""
     ours = [VERSION_TABLE, *Base.metadata.tables]
-    found = connection.scalar(text(_VIEWS), {"names": ours})
-    if found is not None:
+    view = connection.scalar(text(_VIEWS), {"names": ours})
+    if view is not None:
         raise ForeignDatabaseError(
-            f"database {name} has a view {found!s:.60}, which no database of phasewise has: do not use it"
+            f"database {name} has a view {view!s:.60}, which no database of phasewise has: do not use it"
         )
 
 

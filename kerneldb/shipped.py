@@ -33,11 +33,11 @@ def _all() -> tuple[Measurement, ...]:
     folder = files("phasewise.kerneldb") / FOLDER
     if not folder.is_dir():
         return ()
-    found: list[Measurement] = []
-    for file in sorted(folder.iterdir(), key=lambda one: one.name):
+    measurements: list[Measurement] = []
+    for file in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if file.name.endswith(SUFFIX):
-            found += read_shipped(file.read_bytes(), file.name)
-    return tuple(found)
+            measurements += read_shipped(file.read_bytes(), file.name)
+    return tuple(measurements)
 
 
 def read_shipped(content: bytes, name: str) -> list[Measurement]:

@@ -307,16 +307,16 @@ class Store:
 
     def _missing(self, session: Session, rows: Iterable[Shared]) -> Iterator[Shared]:
         """Rows of a key at a time are compared with what the key has of the same instants."""
-        known: set[Shared] = set()
+        stored_contents: set[Shared] = set()
         for _, same_key in groupby(rows, _key_of):
             group = [*same_key]
             instants = {row.origin.created_at_ms for row in group}
             record = type(group[0])
             stored = session.execute(_same_key_as(group[0], instants))
-            known |= {_content_of(row) for row in self._built(record, stored)}
+            stored_contents |= {_content_of(row) for row in self._built(record, stored)}
             for row in group:
-                if _content_of(row) not in known:
-                    known.add(_content_of(row))
+                if _content_of(row) not in stored_contents:
+                    stored_contents.add(_content_of(row))
                     yield row
 
     def delete_builds(self, stale_builds: Collection[str], *, dry_run: bool) -> Mapping[str, int]:
@@ -357,18 +357,18 @@ class Store:
         where = [] if machine is None else [queries.of_machine(MeasurementRow, machine)]
         where.append(MeasurementRow.kernel_abi.not_in(except_builds))
         with self._reading() as session:
-            found = summaries.losers(session, keep_schedules, *where)
+            losers = summaries.losers(session, keep_schedules, *where)
         n_summarised = 0
-        for numbers in batched(found.best, summaries.ROWS_AT_ONCE):
+        for numbers in batched(losers.best, summaries.ROWS_AT_ONCE):
             with self._reading() if dry_run else self.writing() as session:
                 n_summarised += summaries.summarise(session, numbers, dry_run=dry_run)
-        for numbers in batched(() if dry_run else found.others, summaries.ROWS_AT_ONCE):
+        for numbers in batched(() if dry_run else losers.others, summaries.ROWS_AT_ONCE):
             with self.writing() as session:
                 session.execute(
                     delete(MeasurementRow).where(MeasurementRow.id.in_(numbers)),
                     execution_options={"synchronize_session": False},
                 )
-        return Summarised(len(found.others), n_summarised)
+        return Summarised(len(losers.others), n_summarised)
 
     def add_plan(self, plan: PlanRecord) -> None:
         """Append a plan; from now on it is the newest of its key."""
@@ -425,13 +425,13 @@ class Store:
 
     def user_timings(self, problem: UserProblem, core_sig: str) -> list[UserTiming]:
         """Every verified timing of a user's kernel on a shape on this kind of core, oldest first."""
-        found = self._records(
+        timings = self._records(
             UserTiming,
             UserKernelTimingRow.core_sig == core_sig,
             UserKernelTimingRow.kernel_abi == problem.kernel_abi,
             UserKernelTimingRow.verified,
         )
-        return [one for one in found if one.problem == problem]
+        return [timing for timing in timings if timing.problem == problem]
 
     def add_user_promotion(self, promotion: UserPromotion) -> None:
         """Append it; from now on it is the newest of its key."""

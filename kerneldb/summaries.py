@@ -71,10 +71,10 @@ def summary_of(samples_ns: Sequence[int]) -> list[int]:
 
 def losers(session: Session, keep: int, *where: ColumnElement[bool]) -> Losers:
     """The rows behind the `keep` fastest schedules of each key; eight bytes of memory for each."""
-    found = Losers()
+    losing = Losers()
     for number, rank in session.execute(queries.of_losers(keep, *where).execution_options(yield_per=10_000)):
-        (found.best if rank == 1 else found.others).append(number)
-    return found
+        (losing.best if rank == 1 else losing.others).append(number)
+    return losing
 
 
 def summarise(session: Session, numbers: Sequence[int], *, dry_run: bool) -> int:

@@ -64,22 +64,25 @@ def standings(store: Store, core_sig: str | None = None) -> dict[Key, Preference
     of core.
     """
     in_use = store.promoted_keys()
-    found = {one.key: _standing(one, one.key in in_use) for one in store.key_counts(core_sig=core_sig)}
-    return dict(sorted(found.items(), key=lambda item: _order_of(item[0])))
+    reasons = {
+        key_count.key: _standing(key_count, key_count.key in in_use)
+        for key_count in store.key_counts(core_sig=core_sig)
+    }
+    return dict(sorted(reasons.items(), key=lambda item: _order_of(item[0])))
 
 
-def _standing(one: KeyCount, in_use: bool) -> PreferenceReason:
+def _standing(key_count: KeyCount, in_use: bool) -> PreferenceReason:
     if in_use:
         return PreferenceReason.IN_USE
-    return PreferenceReason.MEASURED if one.verified else PreferenceReason.IMPORTED
+    return PreferenceReason.MEASURED if key_count.verified else PreferenceReason.IMPORTED
 
 
-def preferred(store: Store, known: Mapping[Key, PreferenceReason]) -> Iterator[Preferred]:
+def preferred(store: Store, reasons: Mapping[Key, PreferenceReason]) -> Iterator[Preferred]:
     """The preferred timing of each of these keys of `standings`, read while they are taken."""
-    for key, standing in known.items():
-        found = preferred_of(store, key, standing)
-        if found is not None:
-            yield found
+    for key, standing in reasons.items():
+        best = preferred_of(store, key, standing)
+        if best is not None:
+            yield best
 
 
 def preferred_of(store: Store, key: Key, standing: PreferenceReason) -> Preferred | None:
@@ -217,25 +220,25 @@ def collect_garbage(
     dry_run: only count.
     """
     spared = builds_set_aside(store.promoted_keys(), current_builds)
-    builds = (one.kernel_abi for one in store.stats().builds if one.kernel_abi not in spared)
+    builds = (build.kernel_abi for build in store.stats().builds if build.kernel_abi not in spared)
     stale = [name for name in builds if is_stale(name, current_builds)]
     deleted = Counter(store.delete_builds(stale, dry_run=dry_run))
     if keep_schedules is None:
         return Collected(deleted, 0, spared)
-    found = store.summarise_losers(keep_schedules, except_builds=stale, dry_run=dry_run)
-    deleted["measurement"] += found.deleted
+    lost = store.summarise_losers(keep_schedules, except_builds=stale, dry_run=dry_run)
+    deleted["measurement"] += lost.deleted
     deleted["service_plan"] = store.delete_old_plans(keep_schedules, dry_run=dry_run)
-    return Collected(deleted, found.summarised, spared)
+    return Collected(deleted, lost.summarised, spared)
 
 
 def tidy(store: Store, machine: MachineKey, report: Report) -> None:
     """Summarise what lost where more than TIDY_ABOVE_ROWS timings are of this kind of machine."""
-    if sum(one.verified + one.imported for one in store.key_counts(machine)) <= TIDY_ABOVE_ROWS:
+    if sum(count.verified + count.imported for count in store.key_counts(machine)) <= TIDY_ABOVE_ROWS:
         return
-    found = store.summarise_losers(KEEP_SCHEDULES, machine)
-    if found.deleted or found.summarised:
+    lost = store.summarise_losers(KEEP_SCHEDULES, machine)
+    if lost.deleted or lost.summarised:
         report(
-            f"{counted(found.summarised, 'timing')} of schedules that lost were summarised, {found.deleted} "
+            f"{counted(lost.summarised, 'timing')} of schedules that lost were summarised, {lost.deleted} "
             f"deleted: more than {TIDY_ABOVE_ROWS} are of this kind of machine"
         )
 
@@ -318,11 +321,14 @@ def unverified_candidates(store: Store, here: Here, top: int) -> list[Candidates
     for row in store.all_measurements(here.machine):
         if here.made(row):
             timings.setdefault(row.problem, []).append(row)
-    found = [
+    of_problems = [
         Candidates(problem, _ranked(rows, in_use_there.get(problem), top), in_use_there.get(problem))
         for problem, rows in timings.items()
     ]
-    return sorted((one for one in found if one.timings), key=lambda one: astuple(one.problem))
+    return sorted(
+        (of_problem for of_problem in of_problems if of_problem.timings),
+        key=lambda of_problem: astuple(of_problem.problem),
+    )
 
 
 def _ranked(rows: Sequence[Measurement], in_use_there: Schedule | None, top: int) -> tuple[Measurement, ...]:
@@ -381,7 +387,7 @@ def _verify_one(store: Store, here: Here, bench: Bench, candidates: Candidates) 
             promotions.append(Promotion(problem, schedule, incumbent, comparison, kernel_abi, origin))
             break
     store.add_promotions(promotions)
-    if promotions or not any(one.comparison.is_undecided for one in verdicts):
+    if promotions or not any(verdict.comparison.is_undecided for verdict in verdicts):
         store.add_measurements(Measurement(problem, sample, kernel_abi, origin) for sample in samples)
     return verdicts
 

@@ -96,7 +96,7 @@ def _check_numbers(name: str, numbers: object) -> None:
         raise RecordError(f"{name} must be a list of pairs")
     if len(numbers) > MAX_NUMBERS:
         raise RecordError(f"{name} must be at most {MAX_NUMBERS} names with whole numbers")
-    for one in numbers:
-        if not isinstance(one, tuple) or len(one) != 2 or not isinstance(one[0], str) or len(one[0]) > 32:
+    for pair in numbers:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str) or len(pair[0]) > 32:
             raise RecordError(f"{name} must be names of at most 32 characters with whole numbers")
-        records._check_int(f"{one[0]!s:.32} in {name}", one[1], -(2**31), records.MAX_DIMENSION)
+        records._check_int(f"{pair[0]!s:.32} in {name}", pair[1], -(2**31), records.MAX_DIMENSION)

@@ -33,9 +33,9 @@ class Way:
 
     def holds(self, given: Mapping[str, GivenOption], model_makes_vectors: Callable[[], bool]) -> bool:
         """True where a run with these options is run in this way."""
-        if self.when and not any(_is_set(one, given) for one in self.when):
+        if self.when and not any(_is_set(condition, given) for condition in self.when):
             return False
-        if any(_is_set(one, given) for one in self.unless):
+        if any(_is_set(condition, given) for condition in self.unless):
             return False
         return self.makes_vectors is None or self.makes_vectors == model_makes_vectors()
 
@@ -43,8 +43,8 @@ class Way:
         """The line for options that were written, with those that made it this way."""
         chosen = ", ".join(
             flag
-            for one in self.when
-            if (flag := re.split("[=~]", one)[0]) not in self.where and _is_set(one, given)
+            for condition in self.when
+            if (flag := re.split("[=~]", condition)[0]) not in self.where and _is_set(condition, given)
         )
         have = "has" if len(flags) == 1 else "have"
         return f"{', '.join(flags)} {have} no effect {self.where}{chosen and f' ({chosen})'}: {self.instead}"

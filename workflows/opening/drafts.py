@@ -14,7 +14,7 @@ LOOKUP = "lookup"
 
 
 def find_drafts(
-    name: str | None, found: OpenModel, db: str | None = None, report: Report = silent
+    name: str | None, opened: OpenModel, db: str | None = None, report: Report = silent
 ) -> DraftSource | None:
     """The source of drafts for a model that is open; None where `name` is None: no drafts.
 
@@ -25,17 +25,17 @@ def find_drafts(
         return None
     from phasewise.serving.drafts.opening import DraftSource, check_vocabularies
 
-    recorded = _recorded_ns(found, db)
+    recorded = _recorded_ns(opened, db)
     if name == LOOKUP:
         return DraftSource(recorded_ns=recorded)
     from phasewise.serving.loaders import load_model
 
     draft = load_model(name, "native", report=report)
-    check_vocabularies(draft, found.model)
+    check_vocabularies(draft, opened.model)
     return DraftSource(draft, recorded)
 
 
-def _recorded_ns(found: OpenModel, db: str | None) -> dict[int, float]:
+def _recorded_ns(opened: OpenModel, db: str | None) -> dict[int, float]:
     """Nanoseconds of decode steps by rows, of the plan in use, at the shortest context that was timed."""
     from phasewise.kerneldb.location import locate
     from phasewise.tuner.plans import machine_key, model_key
@@ -48,10 +48,10 @@ def _recorded_ns(found: OpenModel, db: str | None) -> dict[int, float]:
     from phasewise.tuner.config.recorded import configurations
     from phasewise.tuner.topotree import Configuration
 
-    machine, wanted = read_machine(), Configuration(found.plans["decode"].ranks).key
+    machine, wanted = read_machine(), Configuration(opened.plans["decode"].ranks).key
     with open_store(db) as store:
         rows = store.step_times(
-            machine_key(machine), model_key(found.model.name, found.model.format), "decode"
+            machine_key(machine), model_key(opened.model.name, opened.model.format), "decode"
         )
     timed = [row for key, row in configurations(rows, machine) if key == wanted and row.step.tokens == 1]
     shortest = min((row.step.context for row in timed), default=0)

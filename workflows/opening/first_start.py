@@ -45,13 +45,13 @@ class Remote:
         """UsageError where there is no reason to believe the remote."""
         from phasewise.workflows.database.signed_index import Trust
 
-        found = Trust(self.remote_digest, self.remote_signers)
-        if not found.is_given:
+        trust = Trust(self.remote_digest, self.remote_signers)
+        if not trust.is_given:
             raise UsageError(
                 "--remote is believed by --remote-digest, which its owner tells you, or by --remote-signers, "
                 "a file of their public keys"
             )
-        return found
+        return trust
 
 
 def pull_what_fits(remote: Remote, db: str | None, seconds: float, report: Report) -> None:
@@ -76,7 +76,7 @@ def pull_what_fits(remote: Remote, db: str | None, seconds: float, report: Repor
 
 
 def fight_first(
-    found: OpenModel,
+    opened: OpenModel,
     plans: Sequence[Plans],
     weights: Weights,
     db: str | None,
@@ -94,16 +94,16 @@ def fight_first(
     from phasewise.workflows.tune_kernels.hints import fight_hints
 
     deadline_s, lock = time.monotonic() + seconds, user_lock(report)
-    rounds = [one for own in plans for one in _rounds(found, own, machine)]
+    rounds = [tuning_round for own in plans for tuning_round in _rounds(opened, own, machine)]
     with open_store(db, report) as store, lock.working(seconds):
         done = fight_hints(rounds, machine, store, deadline_s - time.monotonic(), lock, report)
-    if not any(one.promoted for one in done):
-        return found
-    return replace(found, schedules=schedules_under(found.plans, weights, db, machine, report))
+    if not any(outcome.promoted for outcome in done):
+        return opened
+    return replace(opened, schedules=schedules_under(opened.plans, weights, db, machine, report))
 
 
 def products_of(
-    found: OpenModel, plans: Sequence[Plans], db: str | None, machine: Machine
+    opened: OpenModel, plans: Sequence[Plans], db: str | None, machine: Machine
 ) -> ProductCounts | None:
     """Numbers of products of the model: tuned, imported, verified; None where there is no database."""
     from phasewise.cython_kernels._native import kernel_abis
@@ -116,17 +116,17 @@ def products_of(
     if locate(db).is_absent:
         return None
     products = {
-        (problem, machine_key(machine, one.cores))
+        (problem, machine_key(machine, tuning_round.cores))
         for own in plans
-        for one in _rounds(found, own, machine)
-        for task in (*one.tasks, *([one.attention] if one.attention else []))
+        for tuning_round in _rounds(opened, own, machine)
+        for task in (*tuning_round.tasks, *([tuning_round.attention] if tuning_round.attention else []))
         for problem in task.problems
     }
     with open_store(db) as store:
         return count_products(store, core_signature(machine), kernel_abis(), products)
 
 
-def _rounds(found: OpenModel, plans: Plans, machine: Machine) -> Sequence[Round]:
+def _rounds(opened: OpenModel, plans: Plans, machine: Machine) -> Sequence[Round]:
     from phasewise.workflows.tune_kernels.run import rounds_of_model
 
-    return rounds_of_model(replace(found, plans=plans), machine, [*plans], MOST_ROWS)
+    return rounds_of_model(replace(opened, plans=plans), machine, [*plans], MOST_ROWS)

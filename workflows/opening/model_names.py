@@ -24,15 +24,19 @@ def _paths(begun: str) -> list[str]:
     head, _, tail = begun.rpartition("/")
     prefix = f"{head}/" if "/" in begun else ""
     try:
-        entries = sorted(os.scandir(Path(prefix).expanduser() if prefix else "."), key=lambda one: one.name)
+        entries = sorted(
+            os.scandir(Path(prefix).expanduser() if prefix else "."), key=lambda entry: entry.name
+        )
     except (OSError, ValueError):
         return []
     hidden = "" if tail.startswith(".") else "."
-    found = [
-        one for one in entries if one.name.startswith(tail) and not (hidden and one.name.startswith(hidden))
+    matching = [
+        entry
+        for entry in entries
+        if entry.name.startswith(tail) and not (hidden and entry.name.startswith(hidden))
     ]
     return [
-        f"{prefix}{one.name}" + ("/" if one.is_dir() else "")
-        for one in found
-        if one.is_dir() or one.name.endswith(SUFFIX)
+        f"{prefix}{entry.name}" + ("/" if entry.is_dir() else "")
+        for entry in matching
+        if entry.is_dir() or entry.name.endswith(SUFFIX)
     ]

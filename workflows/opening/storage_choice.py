@@ -45,7 +45,7 @@ def _measured_choice(table: StorageTable) -> StorageChoice:
     from phasewise.tuner.weights import format_of_kind
 
     def measured(form: WeightForm, n: int, k: int, density: float) -> StorageDecision | None:
-        found = table.verdict(format_of_kind(form.kind, form.group, form.has_mins), n, k, density)
-        return None if found is None else StorageDecision(found.is_sparse, found.why)
+        verdict = table.verdict(format_of_kind(form.kind, form.group, form.has_mins), n, k, density)
+        return None if verdict is None else StorageDecision(verdict.is_sparse, verdict.why)
 
     return StorageChoice("auto", measured)

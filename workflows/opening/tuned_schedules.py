@@ -60,8 +60,11 @@ def _tables(
 
     cores: dict[Phase, tuple[int, ...]] = {phase: plan.ranks[0].cores for phase, plan in plans.items()}
     with open_store(db, report) as store:
-        tables = {one: read_schedules(store, machine, one, report) for one in dict.fromkeys(cores.values())}
-    return {phase: tables[one] for phase, one in cores.items()}
+        tables = {
+            rank_cores: read_schedules(store, machine, rank_cores, report)
+            for rank_cores in dict.fromkeys(cores.values())
+        }
+    return {phase: tables[rank_cores] for phase, rank_cores in cores.items()}
 
 
 def read_schedules(store: Store, machine: Machine, cores: Sequence[int], report: Report) -> ScheduleTable:
@@ -126,8 +129,8 @@ def explain(
                 arithmetic = (own_path, arithmetic[1])
                 ranges = [RowRange(most_rows[phase], None, "prompts in tiles: the default")]
             cut = _cut(ranges, most_rows[phase])
-            found = [_product_use(phase, names, weight, arithmetic, threads[0], rows) for rows in cut]
-            uses += [replace(use, storage=stored[0], storage_why=stored[1]) for use in found]
+            product_uses = [_product_use(phase, names, weight, arithmetic, threads[0], rows) for rows in cut]
+            uses += [replace(use, storage=stored[0], storage_why=stored[1]) for use in product_uses]
         heads = share(model.config.n_kv_heads, threads, 0)[1]
         if heads:
             problem = attention_problem(model, heads, kv_format)
@@ -182,11 +185,11 @@ def _product_use(
     weight: PackedWeight,
     arithmetic: tuple[str | None, int],
     threads: int,
-    found: tuple[int, RowRange],
+    cut: tuple[int, RowRange],
 ) -> ScheduleUse:
     from phasewise.cython_kernels._native import compute_paths, default_schedule
 
-    (path, k_parts), (first_m, rows), paths = arithmetic, found, compute_paths(weight.kind, weight.group)
+    (path, k_parts), (first_m, rows), paths = arithmetic, cut, compute_paths(weight.kind, weight.group)
     return ScheduleUse(
         phase,
         names,
@@ -202,8 +205,8 @@ def _product_use(
     )
 
 
-def _attention_use(phase: Phase, problem: tuple[str, int, int], found: tuple[int, RowRange]) -> ScheduleUse:
-    first_m, rows = found
+def _attention_use(phase: Phase, problem: tuple[str, int, int], cut: tuple[int, RowRange]) -> ScheduleUse:
+    first_m, rows = cut
     kv_format, n, k = problem
     return ScheduleUse(
         phase, "attention", kv_format, n, k, "fma", 1, first_m, rows.last_m, rows.why, rows.schedule

@@ -54,11 +54,14 @@ def _engine(ref: str, wish: CollectWish, report: Report) -> Iterator[OpenEngine]
     from phasewise.serving.ranks.rank_teams import keeping_affinity
     from phasewise.workflows.opening.open_model import Weights, open_model
 
-    found = open_model(ref, Weights(wish.weight_format), wish.threads, wish.db, report)
-    for plan in found.plans.values():
+    opened_model = open_model(ref, Weights(wish.weight_format), wish.threads, wish.db, report)
+    for plan in opened_model.plans.values():
         report(plan.describe())
-    size = EngineSize.for_many(found.model, wish.sequences, None, None)
-    with keeping_affinity(), open_engine(found.model, found.plans, size, schedules=found.schedules) as opened:
+    size = EngineSize.for_many(opened_model.model, wish.sequences, None, None)
+    with (
+        keeping_affinity(),
+        open_engine(opened_model.model, opened_model.plans, size, schedules=opened_model.schedules) as opened,
+    ):
         yield opened
 
 

@@ -50,10 +50,10 @@ def answers(engine: Engine, prompts: Iterable[tuple[int, ...]], settings: Settin
     asked: dict[str, tuple[int, ...]] = {}
     while waiting or engine.has_work:
         while waiting and len(asked) < settings.sequences:
-            at, ids = waiting.popleft()
-            asked[str(at)] = ids
+            number, ids = waiting.popleft()
+            asked[str(number)] = ids
             sampling = SamplingParams(temperature=settings.temperature, seed=_seed(ids))
-            engine.submit(Submit(str(at), ids, settings.max_tokens, sampling))
+            engine.submit(Submit(str(number), ids, settings.max_tokens, sampling))
         for out in engine.step().outs:
             if not isinstance(out, Answer):
                 yield Ended(asked.pop(out.request_id), 0, "error", out.error)
@@ -112,9 +112,9 @@ class AnswerLog:
             )
         wanted = (self._settings.temperature, self._settings.max_tokens)
         return {
-            tuple(one.facts.token_ids)
-            for one in log.examples
-            if (one.facts.temperature, one.facts.max_tokens) == wanted
+            tuple(example.facts.token_ids)
+            for example in log.examples
+            if (example.facts.temperature, example.facts.max_tokens) == wanted
         }
 
 

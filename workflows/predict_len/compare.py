@@ -57,7 +57,7 @@ class Rivals:
 
     def own_points(self, examples: Sequence[Example]) -> dict[str, Given]:
         """Each as it would be used."""
-        longest = max(one.facts.limit for one in examples)
+        longest = max(example.facts.limit for example in examples)
         return {
             OURS: self.ours.give(examples, self.hold),
             S3: self.s3.give(examples),
@@ -95,7 +95,7 @@ class LogReport:
 
     def points_gained(self, point: str) -> float:
         """Ours above S3, in percentage points of accuracy."""
-        accuracy = {one.method: one.accuracy for one in self.scores[point]}
+        accuracy = {scored.method: scored.accuracy for scored in self.scores[point]}
         return 100 * (accuracy[OURS] - accuracy[S3])
 
     def fields(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class LogReport:
             "points": {
                 point: {
                     "points_gained_over_s3": self.points_gained(point),
-                    "methods": [asdict(one) for one in scores],
+                    "methods": [asdict(scored) for scored in scores],
                 }
                 for point, scores in self.scores.items()
             },
@@ -123,12 +123,12 @@ def rivals_of(
     encoder: str | None = None,
 ) -> Rivals:
     """Everything that learns has learnt from `kept`; ours, if given, from what its file says."""
-    longest = max(one.facts.max_tokens or one.output_tokens for one in kept)
+    longest = max(example.facts.max_tokens or example.output_tokens for example in kept)
     options = TrainOptions(seed=seed)
     inner = FixedBuckets.inner_bounds(longest)
     ours = predictor or learn(kept, model_name, seed, encoder)
     classifier = train(kept, model_name, options, bounds=inner)
-    lengths = [one.output_tokens for one in kept]
+    lengths = [example.output_tokens for example in kept]
     bounds = [*inner, longest]
     usual = int(np.bincount(np.minimum(np.searchsorted(bounds, lengths), len(inner))).argmax())
     shuffled = random.Random(seed).sample(lengths, len(lengths))  # logs lie end to end; a window is a mixture
@@ -159,10 +159,10 @@ class Fold(NamedTuple):
 def report_log(name: str, folds: Sequence[Fold]) -> LogReport:
     """All comparisons on one log's answers, those of all folds together."""
     points = [_points(*fold) for fold in folds]
-    examples = [one for fold in folds for one in fold.examples]
+    examples = [example for fold in folds for example in fold.examples]
     scores = {
         point: tuple(
-            score(method, examples, Given.together([one[point][method] for one in points]))
+            score(method, examples, Given.together([fold_points[point][method] for fold_points in points]))
             for method in methods
         )
         for point, methods in points[0].items()
@@ -204,8 +204,8 @@ def _last(given: Given, n: int) -> Given:
 
 def strangers(kept: Sequence[Example], others: Sequence[Example]) -> list[Example]:
     """Examples whose prompts are not among the ones that were learnt from."""
-    known = {one.prompt_key for one in kept}
-    return [one for one in others if one.prompt_key not in known]
+    learnt_keys = {example.prompt_key for example in kept}
+    return [example for example in others if example.prompt_key not in learnt_keys]
 
 
 def with_split(predictor: AnyPredictor, split: Split) -> AnyPredictor:

@@ -58,13 +58,13 @@ def message_prompt(text: ModelText, message: str) -> list[int]:
 
 def read_prompts(paths: Sequence[Path]) -> list[str]:
     """Every prompt once: the lines of text files; of JSON lines `prompt`, `instruction` or `question`."""
-    found: dict[str, None] = {}
+    prompts: dict[str, None] = {}
     for path in paths:
-        for at, line in lines_of(path):
-            found.setdefault(_prompt_of(line, f"{path}, line {at}"))
-    if not found:
+        for number, line in lines_of(path):
+            prompts.setdefault(_prompt_of(line, f"{path}, line {number}"))
+    if not prompts:
         raise PredictorError("there is no prompt in these files")
-    return list(found)
+    return list(prompts)
 
 
 def _prompt_of(line: str, where: str) -> str:
@@ -91,16 +91,16 @@ class Answers(NamedTuple):
 def read_logs(paths: Sequence[Path], model: str | None, report: Report = silent) -> Answers:
     """The logs, whose prompts become tokens of `model`, else of the model that their lines name."""
     given = None if model is None else ModelTokens(model, report)
-    known: dict[str | None, ModelTokens | None] = {}
+    tokens_by_name: dict[str | None, ModelTokens | None] = {}
 
     def encode(text: str, named: str | None) -> list[int]:
-        if given is None and named not in known:
-            known[named] = None if named is None else tokens_here(named, report)
-        found = given or known[named]
-        if found is None:
+        if given is None and named not in tokens_by_name:
+            tokens_by_name[named] = None if named is None else tokens_here(named, report)
+        tokens = given or tokens_by_name[named]
+        if tokens is None:
             whose = "it names no model" if named is None else f"its model {named:.80} is not in the cache"
             raise PredictorError(f"it has the prompt's text, and {whose}: give one with --model")
-        return found.prompt(text)
+        return tokens.prompt(text)
 
     logs = [read_log(path, encode) for path in paths]
     names = sorted(frozenset().union(*(log.model_names for log in logs)))
@@ -109,7 +109,7 @@ def read_logs(paths: Sequence[Path], model: str | None, report: Report = silent)
             f"these logs hold answers of several models ({', '.join(names[:4])}): take one's"
         )
     if names:
-        return Answers(logs, names[0], given or known.get(names[0]) or tokens_here(names[0], report))
+        return Answers(logs, names[0], given or tokens_by_name.get(names[0]) or tokens_here(names[0], report))
     if given is None:
         raise PredictorError("these logs do not say whose answers they hold: name it with --model")
     return Answers(logs, given.model_name, given)
@@ -123,7 +123,9 @@ def tokens_here(name: str, report: Report = silent) -> ModelTokens | None:
 
     root = cache_root()
     is_here_now = name in KNOWN and is_here(KNOWN[name], root)
-    is_fetched = "/" in name and any(one.name == name and one.is_whole for one in stored_models(root))
+    is_fetched = "/" in name and any(
+        stored.name == name and stored.is_whole for stored in stored_models(root)
+    )
     return ModelTokens(name, report) if is_here_now or is_fetched else None
 
 

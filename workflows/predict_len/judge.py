@@ -49,26 +49,28 @@ class Judged:
 
 def judge_predictions(logs: Sequence[Path], wish: EvalWish, report: Report = silent) -> Judged:
     """Every method learnt from the same answers, judged by others. PredictorError, UsageError."""
-    found, name, tokens = read_logs(logs, wish.model, report)
+    answer_logs, name, tokens = read_logs(logs, wish.model, report)
     ours = None if wish.predictor is None else load_predictor(wish.predictor)
-    encoder = _encoder_of(ours, [one for log in found for one in log.examples], wish, tokens, report)
+    encoder = _encoder_of(
+        ours, [example for log in answer_logs for example in log.examples], wish, tokens, report
+    )
     if encoder is not None:
-        found = [log._replace(examples=encoder.read_all(log.examples)) for log in found]
+        answer_logs = [log._replace(examples=encoder.read_all(log.examples)) for log in answer_logs]
     reads = None if encoder is None else encoder.ref
     if wish.folds is not None:
         if ours is not None or wish.drift:
             raise UsageError("--folds trains anew for each fold: leave --predictor and --drift out")
-        examples = {str(path): log.examples for path, log in zip(logs, found, strict=True)}
+        examples = {str(path): log.examples for path, log in zip(logs, answer_logs, strict=True)}
         reports = judge_by_folds(examples, name, wish, reads, report)
         return Judged(name, Split(1 / wish.folds, wish.seed), reports)
     chosen = Split(wish.split, wish.seed) if ours is None else _split_of(ours, wish, report)
-    halves = [chosen.of(log.examples) for log in found]
-    learnt = halves[0][0] if wish.drift else [one for kept, _ in halves for one in kept]
+    halves = [chosen.of(log.examples) for log in answer_logs]
+    learnt = halves[0][0] if wish.drift else [example for kept, _ in halves for example in kept]
     rivals = _rivals(learnt, name, wish, ours, reads, report)
     if wish.drift:
-        if len(found) < 2:
+        if len(answer_logs) < 2:
             raise UsageError("--drift needs two logs or more")
-        after = strangers(learnt, [one for log in found[1:] for one in log.examples])
+        after = strangers(learnt, [example for log in answer_logs[1:] for example in log.examples])
         title = f"{', '.join(map(str, logs[1:]))} after {logs[0]}"
         return Judged(name, chosen, [report_drift(title, halves[0][1], after, rivals)])
     outs = [strangers(learnt, out) for _, out in halves]
@@ -89,13 +91,13 @@ def judge_by_folds(
     """
     assert wish.folds is not None
     folds: dict[str, list[Fold]] = {name: [] for name in logs}
-    for at in range(wish.folds):
-        parts = {name: part_of_folds(own, at, wish.folds, wish.seed) for name, own in logs.items()}
+    for fold_index in range(wish.folds):
+        parts = {name: part_of_folds(own, fold_index, wish.folds, wish.seed) for name, own in logs.items()}
         if not all(kept and out for kept, out in parts.values()):
             raise PredictorError(
                 f"a log does not divide into {counted(wish.folds, 'fold')} of prompts: collect more"
             )
-        learnt = [one for kept, _ in parts.values() for one in kept]
+        learnt = [example for kept, _ in parts.values() for example in kept]
         rivals = _rivals(learnt, model_name, wish, None, encoder, report)
         for name, (_, out) in parts.items():
             folds[name].append(Fold(out, rivals))
@@ -110,11 +112,11 @@ def _rivals(
     encoder: str | None,
     report: Report,
 ) -> Rivals:
-    found = rivals_of(examples, model_name, 1 - wish.overflow, wish.seed, ours, encoder)
-    predictor = found.ours.predictor
+    rivals = rivals_of(examples, model_name, 1 - wish.overflow, wish.seed, ours, encoder)
+    predictor = rivals.ours.predictor
     if isinstance(predictor, EncodedPredictor) and not predictor.is_useful:
         report(f"warning: {learnt_too_little(predictor)}")
-    return found
+    return rivals
 
 
 def _encoder_of(
@@ -156,25 +158,25 @@ def predict_length(
 ) -> dict[str, Any]:
     """The length of `model`'s answer to a user's message, in tokens. ModelError, PredictorError."""
     tokens = ModelTokens(model, report)
-    known = load_predictor(predictor_file(predictor, tokens.model_name))
-    if isinstance(known, EncodedPredictor) and not known.is_useful:
-        report(f"warning: {learnt_too_little(known)}")
+    estimator = load_predictor(predictor_file(predictor, tokens.model_name))
+    if isinstance(estimator, EncodedPredictor) and not estimator.is_useful:
+        report(f"warning: {learnt_too_little(estimator)}")
     facts = PromptFacts(tokens.prompt(message), temperature, max_tokens, text=message)
-    encoder = find_encoder(known.encoder, report) if isinstance(known, EncodedPredictor) else None
+    encoder = find_encoder(estimator.encoder, report) if isinstance(estimator, EncodedPredictor) else None
     if encoder is not None:
         facts = encoder.read(facts)
-    forecasts = {hold: known.forecast(facts, known.price(hold)) for hold in SHARES_TOLD}
-    one = forecasts[0.5]
+    forecasts = {hold: estimator.forecast(facts, estimator.price(hold)) for hold in SHARES_TOLD}
+    forecast_at_half = forecasts[0.5]
     fields: dict[str, Any] = {
         "model": tokens.model_name,
         "prompt_tokens": len(facts.token_ids),
-        "mean_tokens": round(one.mean_tokens, 1),
-        "likely_tokens": one.likely_tokens,
-        "uncertainty": round(one.uncertainty, 4),
+        "mean_tokens": round(forecast_at_half.mean_tokens, 1),
+        "likely_tokens": forecast_at_half.likely_tokens,
+        "uncertainty": round(forecast_at_half.uncertainty, 4),
         "room_tokens": {f"{hold:g}": forecast.room_tokens for hold, forecast in forecasts.items()},
     }
     if timed:
-        fields["median_us"] = _median_us(known, facts, encoder)
+        fields["median_us"] = _median_us(estimator, facts, encoder)
     return fields
 
 

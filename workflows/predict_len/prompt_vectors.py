@@ -52,9 +52,9 @@ class PromptEncoder:
 
         with self._lock:
             text, embedder = self._loaded
-            found = embedder.embed(text.tokens(texts, truncate=True))
-        check_numbers(found)
-        return found
+            vectors = embedder.embed(text.tokens(texts, truncate=True))
+        check_numbers(vectors)
+        return vectors
 
     def read(self, facts: PromptFacts) -> PromptFacts:
         """The facts with their vector. PredictorError where nothing tells the text."""
@@ -69,14 +69,18 @@ class PromptEncoder:
 
     def read_all(self, examples: Sequence[Example]) -> list[Example]:
         """The same for every example; each text once."""
-        known: dict[str, PromptFacts] = {}
-        found = []
-        for one in examples:
-            key = one.facts.text if one.facts.text is not None else repr(tuple(one.facts.token_ids))
-            if key not in known:
-                known[key] = self.read(one.facts)
-            found.append(replace(one, facts=one.facts._replace(vector=known[key].vector)))
-        return found
+        facts_by_key: dict[str, PromptFacts] = {}
+        with_vectors = []
+        for example in examples:
+            key = (
+                example.facts.text if example.facts.text is not None else repr(tuple(example.facts.token_ids))
+            )
+            if key not in facts_by_key:
+                facts_by_key[key] = self.read(example.facts)
+            with_vectors.append(
+                replace(example, facts=example.facts._replace(vector=facts_by_key[key].vector))
+            )
+        return with_vectors
 
 
 def find_encoder(wanted: str, report: Report = silent, text_of: TextOf | None = None) -> PromptEncoder | None:
@@ -100,17 +104,17 @@ def find_encoder_to_learn(
 
     `auto` is none where it could not learn: too few answers, or token ids whose text nobody knows.
     """
-    found = find_encoder(wanted, report, text_of)
-    if wanted != AUTO or found is None:
-        return found
+    encoder = find_encoder(wanted, report, text_of)
+    if wanted != AUTO or encoder is None:
+        return encoder
     from phasewise.tuner.predictor.encoded import FEWEST_EXAMPLES
 
     alone = "prompts are read as tokens alone"
     if n_learnt < FEWEST_EXAMPLES:
-        least = f"{FEWEST_EXAMPLES} are needed for {found.ref}"
+        least = f"{FEWEST_EXAMPLES} are needed for {encoder.ref}"
         report(f"{counted(n_learnt, 'answer')} to learn from, and {least}: {alone}")
         return None
-    if text_of is None and any(one.facts.text is None for one in examples):
+    if text_of is None and any(example.facts.text is None for example in examples):
         report(f"the log has token ids, and their model is not in the cache: {alone}; --model names it")
         return None
-    return found
+    return encoder

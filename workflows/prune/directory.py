@@ -148,14 +148,14 @@ def write_tensors(path: Path, tensors: Iterable[Tensor], most: int) -> None:
     The header comes first and says how large tensors are: room is left for it until they are.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    room, at = HEADER_BYTES_A_TENSOR * (most + 1), 0
+    room, offset = HEADER_BYTES_A_TENSOR * (most + 1), 0
     with path.open("wb") as file:
         file.seek(8 + room)
         for tensor in tensors:
             data = np.ascontiguousarray(tensor.array).tobytes()
-            places = {"shape": list(tensor.array.shape), "data_offsets": [at, at + len(data)]}
+            places = {"shape": list(tensor.array.shape), "data_offsets": [offset, offset + len(data)]}
             header[tensor.name] = {"dtype": tensor.dtype, **places}
-            at += file.write(data)
+            offset += file.write(data)
         text = json.dumps(header, separators=(",", ":")).encode()
         if len(text) > room:
             raise WorkflowError(f"{len(header) - 1} tensors have names of more than {room} bytes")

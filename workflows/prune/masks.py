@@ -128,16 +128,16 @@ def _prune_block(w: Array, inverse: Array, pattern: Pattern) -> Array:
 
 def outlier_share(scores: Sequence[Array]) -> float:
     """The share of a layer's scores that are outliers of their matrix."""
-    found = sum(int((one > OUTLIER * one.mean()).sum()) for one in scores)
-    return found / sum(one.size for one in scores)
+    n_outliers = sum(int((matrix > OUTLIER * matrix.mean()).sum()) for matrix in scores)
+    return n_outliers / sum(matrix.size for matrix in scores)
 
 
 def owl_shares(outliers: Sequence[float], share: float) -> list[float]:
     """The share of zeros of each layer, from its share of outliers; their mean is `share`."""
-    found = np.asarray(outliers)
-    width = found.max() - found.min()
+    outlier_shares = np.asarray(outliers)
+    width = outlier_shares.max() - outlier_shares.min()
     if width == 0:
-        return [share] * len(found)
-    kept = (found - found.min()) / width * 2 * SPREAD
+        return [share] * len(outlier_shares)
+    kept = (outlier_shares - outlier_shares.min()) / width * 2 * SPREAD
     shares = share - (kept - kept.mean())
-    return [float(one) for one in np.clip(shares, 0.0, 1.0)]
+    return [float(layer_share) for layer_share in np.clip(shares, 0.0, 1.0)]

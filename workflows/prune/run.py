@@ -115,12 +115,12 @@ def parse_pattern(text: str) -> Pattern:
     try:
         if not colon:
             return Pattern(float(text))
-        found = Pattern(int(zeros) / int(of), int(zeros), int(of))
+        pattern = Pattern(int(zeros) / int(of), int(zeros), int(of))
     except (ValueError, ZeroDivisionError):
         raise UsageError(f"--sparsity {text}: a share such as 0.5, or 2:4, expected") from None
-    if not 0 < found.zeros < found.of <= 32:
+    if not 0 < pattern.zeros < pattern.of <= 32:
         raise UsageError(f"--sparsity {text}: fewer zeros than weights in a group of at most 32 expected")
-    return found
+    return pattern
 
 
 def prune(settings: PruneSettings, report: Report = silent, progress: Report = silent) -> Pruned:
@@ -138,12 +138,12 @@ def prune(settings: PruneSettings, report: Report = silent, progress: Report = s
         chosen = _choose(settings, source, activations, report)
         sparsity = _sparsity_config(settings) if settings.storage == "bitmask" else None
         write_texts(source, directory, sparsity)
-        found = _write(settings, source, chosen, activations, directory / "model.safetensors", progress)
+        pruned = _write(settings, source, chosen, activations, directory / "model.safetensors", progress)
     before = after = None
     if settings.evaluation is not None:
         before = _perplexity(settings.model, settings.evaluation, report, progress)
         after = _perplexity(str(settings.out), settings.evaluation, report, progress)
-    return replace(found, perplexity_before=before, perplexity_after=after)
+    return replace(pruned, perplexity_before=before, perplexity_after=after)
 
 
 def _calibrate(settings: PruneSettings, report: Report, progress: Report) -> Activations | None:

@@ -31,20 +31,20 @@ class Hour:
     @property
     def longest(self) -> int:
         """Tokens of the longest request."""
-        return max(one.prompt_tokens + one.output_tokens for one in self.arrivals)
+        return max(arrival.prompt_tokens + arrival.output_tokens for arrival in self.arrivals)
 
     def fitted(self, context_tokens: int) -> Hour:
         """With requests cut to what a model can hold."""
         from phasewise.tuner.config.lengths import RequestLengths
 
         lengths = fitted(
-            tuple(RequestLengths(one.prompt_tokens, one.output_tokens) for one in self.arrivals),
+            tuple(RequestLengths(arrival.prompt_tokens, arrival.output_tokens) for arrival in self.arrivals),
             context_tokens,
         )
         return Hour(
             tuple(
-                one._replace(prompt_tokens=cut.prompt_tokens, output_tokens=cut.output_tokens)
-                for one, cut in zip(self.arrivals, lengths, strict=True)
+                arrival._replace(prompt_tokens=cut.prompt_tokens, output_tokens=cut.output_tokens)
+                for arrival, cut in zip(self.arrivals, lengths, strict=True)
             )
         )
 
@@ -52,11 +52,11 @@ class Hour:
 def read_hour(path: str | os.PathLike[str], report: Report) -> Hour:
     """The last hour of a `--length-log`, or of any other trace with arrivals. TraceError, one line."""
     trace = read_trace(path)
-    if any(one.arrival_s is None for one in trace):
+    if any(request.arrival_s is None for request in trace):
         raise TraceError(f"{os.fspath(path)} states no arrivals: a server's --length-log has them")
-    ordered = sorted(trace, key=lambda one: one.arrival_s or 0.0)
+    ordered = sorted(trace, key=lambda request: request.arrival_s or 0.0)
     end_s = ordered[-1].arrival_s or 0.0
-    last = [one for one in ordered if (one.arrival_s or 0.0) >= end_s - HOUR_S]
+    last = [request for request in ordered if (request.arrival_s or 0.0) >= end_s - HOUR_S]
     if len(last) > MOST_REQUESTS:
         report(f"the last {MOST_REQUESTS} of {counted(len(last), 'request')} of the hour are rehearsed")
         last = last[-MOST_REQUESTS:]
@@ -66,8 +66,8 @@ def read_hour(path: str | os.PathLike[str], report: Report) -> Hour:
 def _from_first(trace: Trace) -> tuple[Arrival, ...]:
     first_s = trace[0].arrival_s or 0.0
     return tuple(
-        Arrival(index, (one.arrival_s or 0.0) - first_s, one.prompt_tokens, one.output_tokens)
-        for index, one in enumerate(trace)
+        Arrival(index, (request.arrival_s or 0.0) - first_s, request.prompt_tokens, request.output_tokens)
+        for index, request in enumerate(trace)
     )
 
 
@@ -89,8 +89,8 @@ def busiest_part(
         tokens -= begin.prompt_tokens + begin.output_tokens
     begin_s = arrivals[best[0]].at_s
     part = [
-        one._replace(request_id=index, at_s=one.at_s - begin_s)
-        for index, one in enumerate(arrivals[slice(*best)])
+        arrival._replace(request_id=index, at_s=arrival.at_s - begin_s)
+        for index, arrival in enumerate(arrivals[slice(*best)])
     ]
     low, high = 1, len(part)
     while low < high:  # the most that end in time

@@ -9,19 +9,21 @@ if TYPE_CHECKING:
     from phasewise.workflows.rehearse.run import Rehearsal
 
 
-def rehearsal_fields(found: Rehearsal) -> dict[str, Any]:
+def rehearsal_fields(rehearsal: Rehearsal) -> dict[str, Any]:
     """All of it. Gains are over today's settings, of the objective's metric; above 1 is better."""
-    check = found.check
+    check = rehearsal.check
     return {
-        "objective": found.objective.kind,
-        "steps": found.source,
-        "requests": len(found.hour.arrivals),
-        "span_s": found.hour.span_s,
-        "today": asdict(found.today),
-        "proposed": asdict(found.proposed),
-        "options": found.proposed.options(found.today),
-        "expected_gain": asdict(found.expected) if found.proposed != found.today else None,
+        "objective": rehearsal.objective.kind,
+        "steps": rehearsal.source,
+        "requests": len(rehearsal.hour.arrivals),
+        "span_s": rehearsal.hour.span_s,
+        "today": asdict(rehearsal.today),
+        "proposed": asdict(rehearsal.proposed),
+        "options": rehearsal.proposed.options(rehearsal.today),
+        "expected_gain": asdict(rehearsal.expected) if rehearsal.proposed != rehearsal.today else None,
         "check": None if check is None else {**asdict(check), "error": check.error},
-        "tried": [{**asdict(way), "gain": merit / found.today_merit} for way, merit in found.tried.items()],
-        "remarks": list(found.remarks),
+        "tried": [
+            {**asdict(way), "gain": merit / rehearsal.today_merit} for way, merit in rehearsal.tried.items()
+        ],
+        "remarks": list(rehearsal.remarks),
     }

@@ -51,7 +51,7 @@ def _recorded(wish: Wish, machine: Machine, shape: ModelShape) -> list[TimedStep
                     f"no {phase} step of {name} on this kind of machine is recorded: run phasewise "
                     "tune-config there, or leave --evaluator out to time steps here"
                 )
-            chosen = max(counts, key=lambda one: (one[0] == "tuned", counts[one]))
+            chosen = max(counts, key=lambda pair: (pair[0] == "tuned", counts[pair]))
             steps += [
                 TimedStep(phase, step.tokens, step.sequences, step.context, row.estimate_ns / 1e9)
                 for row in rows

@@ -26,8 +26,8 @@ def replayed(
     No HTTP and no other process has a part in it. WorkflowError where one of them fails.
     """
     rng, engine = random.Random(0), opened.engine
-    requests = [_request(one, rng, engine.vocabulary.size) for one in arrivals]
-    lives = {request.request_id: Life(one) for request, one in zip(requests, arrivals, strict=True)}
+    requests = [_request(arrival, rng, engine.vocabulary.size) for arrival in arrivals]
+    lives = {request.request_id: Life(arrival) for request, arrival in zip(requests, arrivals, strict=True)}
     waiting = list(zip(requests, arrivals, strict=True))[::-1]
     start_s = clock()
     while waiting or engine.has_work:

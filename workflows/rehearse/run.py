@@ -118,21 +118,21 @@ def rehearse(log: Path, wish: Wish, started_s: float, lock: MeasurementLock, rep
         return _proposed(hour, today, timed, room, wish, is_over, report)
     from phasewise.workflows.opening.open_model import Weights, open_model
 
-    found = open_model(wish.model, Weights(wish.weight_format), db=wish.db, report=report)
-    hour = hour.fitted(found.model.config.context_length)
-    plans = _plans_of(found)
+    opened_model = open_model(wish.model, Weights(wish.weight_format), db=wish.db, report=report)
+    hour = hour.fitted(opened_model.model.config.context_length)
+    plans = _plans_of(opened_model)
     with lock.turn(wish.budget_s):
         report("timing the model's steps ...")
         timed = {}
-        for name, one in plans.items():
-            with _engine(one, today, hour) as opened:
+        for name, planned_model in plans.items():
+            with _engine(planned_model, today, hour) as opened:
                 share = TIMED_SHARE * (len(timed) + 1) / len(plans)
                 timed[name] = timed_steps(opened, is_over=partial(is_over, share))
                 room = ServerRoom(opened.size.kv.slots, opened.size.limits.max_sequences)
-        made = _proposed(hour, today, timed, room, wish, is_over, report)
-        if made.proposed == made.today:
-            return made
-        return replace(made, check=_checked(made, plans, timed, room, deadline_s, report))
+        rehearsal = _proposed(hour, today, timed, room, wish, is_over, report)
+        if rehearsal.proposed == rehearsal.today:
+            return rehearsal
+        return replace(rehearsal, check=_checked(rehearsal, plans, timed, room, deadline_s, report))
 
 
 def todays_way() -> ServerWay:
@@ -150,29 +150,29 @@ def todays_way() -> ServerWay:
     )
 
 
-def _plans_of(found: OpenModel) -> dict[str, OpenModel]:
+def _plans_of(opened_model: OpenModel) -> dict[str, OpenModel]:
     """The plans in use, and beside stored ones the default plans."""
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import default_plan
 
     machine = read_machine()
-    defaults = {phase: default_plan(machine, phase) for phase in found.plans}
-    if all(plan.ranks == defaults[phase].ranks for phase, plan in found.plans.items()):
-        return {IN_USE: found}
-    return {IN_USE: found, DEFAULT_PLAN: replace(found, plans=defaults)}
+    defaults = {phase: default_plan(machine, phase) for phase in opened_model.plans}
+    if all(plan.ranks == defaults[phase].ranks for phase, plan in opened_model.plans.items()):
+        return {IN_USE: opened_model}
+    return {IN_USE: opened_model, DEFAULT_PLAN: replace(opened_model, plans=defaults)}
 
 
-def _engine(found: OpenModel, way: ServerWay, hour: Hour) -> OpenEngine:
+def _engine(opened_model: OpenModel, way: ServerWay, hour: Hour) -> OpenEngine:
     from phasewise.serving.engine.engine_size import EngineSize
     from phasewise.serving.engine.open_engine import open_engine
     from phasewise.serving.scheduling.scheduler_terms import DEFAULT_SEQUENCES
 
-    size = EngineSize.for_many(found.model, DEFAULT_SEQUENCES, None, None)
+    size = EngineSize.for_many(opened_model.model, DEFAULT_SEQUENCES, None, None)
     limits = replace(size.limits, prefix_reuse=False, max_batch_tokens=way.batch_tokens)
     size = replace(
         size, limits=limits, kv=replace(size.kv, touched=True), kv_policy=way.kv_policy, tpot_ms=way.tpot_ms
     )
-    return open_engine(found.model, found.plans, size, schedules=found.schedules)
+    return open_engine(opened_model.model, opened_model.plans, size, schedules=opened_model.schedules)
 
 
 def _proposed(
@@ -198,16 +198,16 @@ def _proposed(
 
 
 def _remarks(timed: Timed) -> list[str]:
-    found = [
+    remarks = [
         "drafts are not rehearsed: a log does not say which drafts its answers would have accepted",
         "pools are not rehearsed: `serve --pools auto` takes them from tuned plans, `simulate` compares them",
         "every prompt is computed whole: beginnings that a server would reuse are not",
     ]
     if DEFAULT_PLAN not in timed:
-        found.insert(
+        remarks.insert(
             0, "no plan but the default one is stored: tune-config without --rehearse looks for others"
         )
-    return found
+    return remarks
 
 
 def _interval(
@@ -225,7 +225,7 @@ def _interval(
 
 
 def _checked(
-    made: Rehearsal,
+    rehearsal: Rehearsal,
     plans: dict[str, OpenModel],
     timed: Timed,
     room: ServerRoom,
@@ -237,17 +237,17 @@ def _checked(
     if window_s < LEAST_WINDOW_S:
         report("no time is left to check the proposal: give a larger --budget")
         return None
-    stage = Stage({name: steps_of(rows) for name, rows in timed.items()}, room, made.objective)
-    ways = (made.today, made.proposed)
+    stage = Stage({name: steps_of(rows) for name, rows in timed.items()}, room, rehearsal.objective)
+    ways = (rehearsal.today, rehearsal.proposed)
 
     def ends_s(part: Sequence[Arrival]) -> float:
         return max(life.end_s for way in ways for life in stage.lives(way, part))
 
-    part = busiest_part(made.hour, window_s, ends_s)
+    part = busiest_part(rehearsal.hour, window_s, ends_s)
     report(f"checking by a run of {counted(len(part), 'request')}, twice {window_s:.0f} s at most ...")
     merits = []
     for way in ways:
-        with _engine(plans[way.plans], way, made.hour) as opened:
-            merits.append(merit(made.objective, replayed(opened, part)))
-    predicted = stage.merit(made.proposed, part) / stage.merit(made.today, part)
+        with _engine(plans[way.plans], way, rehearsal.hour) as opened:
+            merits.append(merit(rehearsal.objective, replayed(opened, part)))
+    predicted = stage.merit(rehearsal.proposed, part) / stage.merit(rehearsal.today, part)
     return Check(len(part), window_s, predicted, merits[1] / merits[0])

@@ -46,7 +46,7 @@ def timed_steps(
         if n_done >= LEAST_RUNS and is_over():
             break
         steps = _run(opened, rng, sequences, n_tokens, DECODE_STEPS)
-        timed += [one for one in steps if one.phase == "decode" or sequences == 1]
+        timed += [step for step in steps if step.phase == "decode" or sequences == 1]
     return timed
 
 
@@ -54,9 +54,9 @@ def _run(
     opened: OpenEngine, rng: random.Random, sequences: int, n_prompt: int, n_answer: int
 ) -> list[TimedStep]:
     engine = opened.engine
-    for at in range(sequences):
+    for number in range(sequences):
         prompt = tuple(rng.randrange(engine.vocabulary.size) for _ in range(n_prompt))
-        engine.submit(Submit(f"{at}", prompt, n_answer, ignore_eos=True))
+        engine.submit(Submit(f"{number}", prompt, n_answer, ignore_eos=True))
     timed = []
     n_before, n_decoded = 0, 0
     chunk = CHUNK_TOKENS if n_prompt > CHUNK_TOKENS else None

@@ -106,10 +106,10 @@ def merit(objective: Objective, lives: Sequence[Life]) -> float:
 
 def _neighbours(way: ServerWay, plans: Sequence[str]) -> Iterator[list[ServerWay]]:
     """One setting at a time, every value of it."""
-    yield [replace(way, plans=one) for one in plans]
-    yield [replace(way, tpot_ms=one) for one in TPOTS_MS]
-    yield [replace(way, kv_policy=one) for one in KV_POLICIES]
-    yield [replace(way, batch_tokens=one) for one in BATCH_TOKENS]
+    yield [replace(way, plans=plan) for plan in plans]
+    yield [replace(way, tpot_ms=ms) for ms in TPOTS_MS]
+    yield [replace(way, kv_policy=policy) for policy in KV_POLICIES]
+    yield [replace(way, batch_tokens=tokens) for tokens in BATCH_TOKENS]
 
 
 def best_way(
@@ -123,11 +123,11 @@ def best_way(
     best = today
     for _ in range(2):
         before = best
-        for at in range(4):
-            for way in [*_neighbours(best, list(stage.steps))][at]:
+        for setting in range(4):
+            for way in [*_neighbours(best, list(stage.steps))][setting]:
                 if way not in tried and not is_over():
                     tried[way] = stage.merit(way, arrivals)
-            best = _better(best, [*_neighbours(best, list(stage.steps))][at], tried)
+            best = _better(best, [*_neighbours(best, list(stage.steps))][setting], tried)
         if best == before:
             break
     return best, tried

@@ -89,30 +89,30 @@ def _outcomes_of_bf16(model: PackedModel, core: int) -> Iterator[BitsOutcome]:
     from phasewise.cython_kernels import isa
 
     for path in paths_of_bf16():
-        known = KNOWN_OF_BF16 if path == _CANONICAL_PATH else KNOWN_OF_DOTS.get(isa.active(), {}).get(path)
-        yield _outcome(model, "f32", known, core, path)
+        expected = KNOWN_OF_BF16 if path == _CANONICAL_PATH else KNOWN_OF_DOTS.get(isa.active(), {}).get(path)
+        yield _outcome(model, "f32", expected, core, path)
 
 
 def _outcome(
-    model: PackedModel, kv_format: str, known: str | None, core: int, path: str = _CANONICAL_PATH
+    model: PackedModel, kv_format: str, expected: str | None, core: int, path: str = _CANONICAL_PATH
 ) -> BitsOutcome:
     """path: of bf16 weights."""
     from phasewise.cython_kernels import isa
 
     (digest, is_one), problem = computed(model, kv_format, core, path), None
-    if path in SPECIFIED and digest != known:
-        known = None  # another maker's rounding may be as right
+    if path in SPECIFIED and digest != expected:
+        expected = None  # another maker's rounding may be as right
     if not is_one:
         problem = "a token computed alone has other logits than in its prompt"
-    elif known is not None and digest != known:
-        problem = f"the logits are {digest}, and known are {known}"
+    elif expected is not None and digest != expected:
+        problem = f"the logits are {digest}, and known are {expected}"
     arithmetic = "every" if path == _CANONICAL_PATH else path
     kinds = _told_kinds(model)
-    return BitsOutcome(isa.active(), kinds, arithmetic, kv_format, core, known is not None, problem)
+    return BitsOutcome(isa.active(), kinds, arithmetic, kv_format, core, expected is not None, problem)
 
 
 def _told_kinds(model: PackedModel) -> str:
-    kinds = dict.fromkeys(one.kind for name, one in model.weights.items() if name.startswith("layers."))
+    kinds = dict.fromkeys(weight.kind for name, weight in model.weights.items() if name.startswith("layers."))
     return ", ".join(kinds)
 
 
@@ -127,7 +127,7 @@ def computed(model: PackedModel, kv_format: str, core: int, path: str = _CANONIC
     from phasewise.serving.ranks.rank_teams import keeping_affinity
     from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 
-    ids = tuple(7 * at % _VOCAB for at in range(1, _TOKENS + 1))
+    ids = tuple(7 * position % _VOCAB for position in range(1, _TOKENS + 1))
     plans: dict[Phase, ServicePlan] = {phase: ServicePlan(phase, (RankCores((core,)),)) for phase in PHASES}
     first = _TOKENS - _DECODED
     with keeping_affinity():
@@ -138,9 +138,11 @@ def computed(model: PackedModel, kv_format: str, core: int, path: str = _CANONIC
             rows = ranks.all_logits(Batch("prefill", (SequenceSlice(ids, 0, 0, True),))).copy()
             ranks.forward(Batch("prefill", (SequenceSlice(ids[:first], 0, 64, True),)))
             is_one = True
-            for at in range(first, _TOKENS):
-                alone = ranks.forward(Batch("decode", (SequenceSlice(ids[at : at + 1], at, 64, True),)))
-                is_one = is_one and alone[0].tobytes() == rows[at].tobytes()
+            for position in range(first, _TOKENS):
+                alone = ranks.forward(
+                    Batch("decode", (SequenceSlice(ids[position : position + 1], position, 64, True),))
+                )
+                is_one = is_one and alone[0].tobytes() == rows[position].tobytes()
         finally:
             ranks.close()
     return hashlib.sha256(rows.tobytes()).hexdigest()[:_DIGITS], is_one

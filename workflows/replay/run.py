@@ -70,10 +70,10 @@ def read_receipts(path: Path) -> list[Receipt | ReceiptError]:
         raise WorkflowError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError):
         raise WorkflowError(f"{path} is not JSON: give a receipt, or an answer that has some") from None
-    found = list(_in_data(data))
-    if not found:
+    entries = list(_in_data(data))
+    if not entries:
         raise WorkflowError(f'{path} has no receipt: a request gets one with "receipt": true')
-    return [_read(one) for one in found]
+    return [_read(entry) for entry in entries]
 
 
 def _in_data(data: Any) -> Iterator[Any]:
@@ -82,7 +82,11 @@ def _in_data(data: Any) -> Iterator[Any]:
     elif isinstance(data, dict) and isinstance(data.get("data"), list):
         yield from data["data"]
     elif isinstance(data, dict) and isinstance(data.get("choices"), list):
-        yield from (one["receipt"] for one in data["choices"] if isinstance(one, dict) and "receipt" in one)
+        yield from (
+            choice["receipt"]
+            for choice in data["choices"]
+            if isinstance(choice, dict) and "receipt" in choice
+        )
     else:
         yield data
 
@@ -111,33 +115,33 @@ def replay_files(
     Raises WorkflowError for a file without receipts, ReceiptError for one without a key, and what
     `open_model` raises.
     """
-    known = None
+    trusted_signer = None
     if signer is not None:
         from phasewise.workflows.receipt_keys import known_signer
 
-        known = known_signer(signer)
+        trusted_signer = known_signer(signer)
     read = [(str(path), receipt) for path in paths for receipt in read_receipts(path)]
-    found = open_model(model, weights, threads, db, report, ranks)
-    with _Replayer(found, signer=known) as replayer:
+    opened = open_model(model, weights, threads, db, report, ranks)
+    with _Replayer(opened, signer=trusted_signer) as replayer:
         return [replayer.verdict(source, receipt) for source, receipt in read]
 
 
 def replay_receipts(
-    found: OpenModel, receipts: Iterable[Receipt], *, pinned: bool = True
+    opened: OpenModel, receipts: Iterable[Receipt], *, pinned: bool = True
 ) -> list[ReceiptVerdict]:
     """Check receipts against an opened model. pinned: as in `RankOptions`."""
-    with _Replayer(found, pinned=pinned) as replayer:
-        return [replayer.verdict(one.request_id, one) for one in receipts]
+    with _Replayer(opened, pinned=pinned) as replayer:
+        return [replayer.verdict(receipt.request_id, receipt) for receipt in receipts]
 
 
 class _Replayer:
     """A model, and ranks that stay open from one receipt to the next where they fit both."""
 
-    def __init__(self, found: OpenModel, *, pinned: bool = True, signer: Signer | None = None) -> None:
-        self._found = found
+    def __init__(self, opened: OpenModel, *, pinned: bool = True, signer: Signer | None = None) -> None:
+        self._found = opened
         self._pinned = pinned
         self._signer = signer
-        self._ends = frozenset(found.model.config.eos_token_ids)
+        self._ends = frozenset(opened.model.config.eos_token_ids)
         self._known_guides: GuideCompiler | None = None
         self._ranks: Ranks | None = None
         self._ranks_for: tuple[str, int | None, int] = ("", None, 0)
@@ -214,9 +218,9 @@ class _Replayer:
         """The identity of the model here, with the receipt's KV format. ValueError: there is no such."""
         from phasewise.serving.engine.fingerprint import fingerprint_of
 
-        found = self._found
-        positions = theirs.context or found.model.config.context_length
-        return fingerprint_of(found.model, theirs.kv_format, found.schedules, positions)
+        opened = self._found
+        positions = theirs.context or opened.model.config.context_length
+        return fingerprint_of(opened.model, theirs.kv_format, opened.schedules, positions)
 
     def _replayed(self, receipt: Receipt) -> tuple[Replaying, Sampler]:
         from phasewise.serving.batch import Batch, SequenceSlice
@@ -249,7 +253,7 @@ class _Replayer:
         if self._ranks is not None and self._ranks_for[:2] == wanted and self._ranks_for[2] >= n_tokens:
             return self._ranks
         self._close_ranks()
-        found, model = self._found, self._found.model
+        opened, model = self._found, self._found.model
         if receipt.fingerprint.context is not None:
             config = replace(model.config, context_length=receipt.fingerprint.context)
             model = replace(model, config=config)
@@ -258,10 +262,10 @@ class _Replayer:
             KvSettings(n_slots, receipt.fingerprint.kv_format),
             STEP_TOKENS,
             1,
-            schedules=found.schedules or None,
+            schedules=opened.schedules or None,
             pinned=self._pinned,
         )
-        self._ranks = open_ranks(model, found.plans, options)
+        self._ranks = open_ranks(model, opened.plans, options)
         self._ranks_for = (*wanted, n_slots)
         return self._ranks
 

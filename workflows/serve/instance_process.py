@@ -51,7 +51,7 @@ class InstanceSpec:
 
     def tell(self, orders: Orders) -> bytes:
         """The line that `main` reads."""
-        known: dict[str, Any] = {
+        spec_fields: dict[str, Any] = {
             "model": self.model,
             "weights": asdict(self.weights),
             "size": asdict(self.size),
@@ -62,7 +62,7 @@ class InstanceSpec:
             "first_core": self.first_core,
             "cores": self.cores,
         }
-        return json.dumps({"spec": known, "orders": asdict(orders)}).encode()
+        return json.dumps({"spec": spec_fields, "orders": asdict(orders)}).encode()
 
 
 def _read(text: bytes) -> tuple[InstanceSpec, Orders]:
@@ -72,10 +72,14 @@ def _read(text: bytes) -> tuple[InstanceSpec, Orders]:
     from phasewise.tuner.plans import ServicePlan
 
     told = json.loads(text)
-    known, orders = told["spec"], told["orders"]
-    plans = known.pop("plans")
+    spec_fields, orders = told["spec"], told["orders"]
+    plans = spec_fields.pop("plans")
     spec = InstanceSpec(
-        **{**known, "weights": Weights(**known["weights"]), "size": EngineSize.from_json(known["size"])},
+        **{
+            **spec_fields,
+            "weights": Weights(**spec_fields["weights"]),
+            "size": EngineSize.from_json(spec_fields["size"]),
+        },
         plans=None if plans is None else tuple(ServicePlan.from_json(plan, "flag") for plan in plans),
     )
     keys = orders.pop("keys")

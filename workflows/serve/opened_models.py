@@ -53,10 +53,10 @@ class OpenedModel:
         if not self.instances:
             yield None, self.found
 
-    def uses(self, found: OpenModel) -> list[ScheduleUse]:
+    def uses(self, model: OpenModel) -> list[ScheduleUse]:
         """The schedules that a model opened so runs by."""
         size = self.opened.size
-        return found.explain(size.step_tokens, size.limits.max_sequences, size.kv.format)
+        return model.explain(size.step_tokens, size.limits.max_sequences, size.kv.format)
 
 
 def open_models(
@@ -74,29 +74,31 @@ def open_models(
     ]
     if settings.remote.remote is not None:
         machine = read_machine()
-        opened = [_fought(one, settings, machine, deadline_s - time.monotonic(), report) for one in opened]
+        opened = [
+            _fought(model, settings, machine, deadline_s - time.monotonic(), report) for model in opened
+        ]
     budgets = _budgets(opened, settings.kv)
     return [
-        _open_one(ref, one, kv_bytes, settings, stack, report)
-        for ref, one, kv_bytes in zip(refs, opened, budgets, strict=True)
+        _open_one(ref, model, kv_bytes, settings, stack, report)
+        for ref, model, kv_bytes in zip(refs, opened, budgets, strict=True)
     ]
 
 
 def _fought(
-    found: OpenModel, settings: ServeSettings, machine: Machine, seconds: float, report: Report
+    opened: OpenModel, settings: ServeSettings, machine: Machine, seconds: float, report: Report
 ) -> OpenModel:
     """The model after hints for its products were fought over, on the cores of each of its instances."""
     from phasewise.workflows.opening.first_start import fight_first
     from phasewise.workflows.serve.pools import planned_instances
 
-    instances = planned_instances(settings.pools, machine, found.plans, silent)
-    plans = [one.plans for one in instances] or [found.plans]
-    return fight_first(found, plans, settings.weights, settings.db, machine, seconds, report)
+    instances = planned_instances(settings.pools, machine, opened.plans, silent)
+    plans = [instance.plans for instance in instances] or [opened.plans]
+    return fight_first(opened, plans, settings.weights, settings.db, machine, seconds, report)
 
 
 def _open_one(
     ref: str,
-    found: OpenModel,
+    opened: OpenModel,
     kv_bytes: int | None,
     settings: ServeSettings,
     stack: ExitStack,
@@ -111,33 +113,33 @@ def _open_one(
     from phasewise.workflows.serve.pools import open_pools
 
     running, db = settings.running, settings.db
-    text = ModelText(found.model, allow_special=settings.accepting.allow_special)
-    drafts = find_drafts(running.draft, found, db, report)
-    predictor = open_predictor(running.predictor, found.model.name, report, text.tokenizer.decode)
-    size = _size(found, kv_bytes, settings, drafts)
+    text = ModelText(opened.model, allow_special=settings.accepting.allow_special)
+    drafts = find_drafts(running.draft, opened, db, report)
+    predictor = open_predictor(running.predictor, opened.model.name, report, text.tokenizer.decode)
+    size = _size(opened, kv_bytes, settings, drafts)
     spec = InstanceSpec(ref, settings.weights, size, None, db)
     pooled = stack.enter_context(
-        open_pools(settings.pools, found, text, spec, running.context_tokens, report)
+        open_pools(settings.pools, opened, text, spec, running.context_tokens, report)
     )
     if pooled is not None:
         return OpenedModel(
-            spec, found, pooled, pooled.host, predictor, pooled.lines, pooled.cores, pooled.instances
+            spec, opened, pooled, pooled.host, predictor, pooled.lines, pooled.cores, pooled.instances
         )
-    alone = stack.enter_context(_open_engine(found, size, text, drafts))
+    alone = stack.enter_context(_open_engine(opened, size, text, drafts))
     host = partial(EngineThread, alone.engine)
-    lines = [plan.describe() for plan in found.plans.values()]
-    cores = frozenset(core for plan in found.plans.values() for core in plan.cores)
-    return OpenedModel(spec, found, alone, host, predictor, lines, cores)
+    lines = [plan.describe() for plan in opened.plans.values()]
+    cores = frozenset(core for plan in opened.plans.values() for core in plan.cores)
+    return OpenedModel(spec, opened, alone, host, predictor, lines, cores)
 
 
 def _size(
-    found: OpenModel, kv_bytes: int | None, settings: ServeSettings, drafts: DraftSource | None
+    opened: OpenModel, kv_bytes: int | None, settings: ServeSettings, drafts: DraftSource | None
 ) -> EngineSize:
     from phasewise.serving.engine.engine_size import EngineSize
 
     running, kv = settings.running, settings.kv
     size = EngineSize.for_many(
-        found.model,
+        opened.model,
         settings.accepting.max_sequences,
         running.context_tokens,
         kv_bytes,
@@ -153,13 +155,13 @@ def _size(
 
 
 def _open_engine(
-    found: OpenModel, size: EngineSize, text: ModelText, drafts: DraftSource | None
+    opened: OpenModel, size: EngineSize, text: ModelText, drafts: DraftSource | None
 ) -> OpenEngine:
     from phasewise.serving.engine.open_engine import open_engine
     from phasewise.serving.ranks.rank_teams import keeping_affinity
 
     with keeping_affinity():
-        return open_engine(found.model, found.plans, size, text, found.schedules, drafts=drafts)
+        return open_engine(opened.model, opened.plans, size, text, opened.schedules, drafts=drafts)
 
 
 def _budgets(models: Sequence[OpenModel], kv: KeysAndValues) -> list[int | None]:
@@ -172,10 +174,10 @@ def _budgets(models: Sequence[OpenModel], kv: KeysAndValues) -> list[int | None]
 
     if len(models) == 1:
         return [kv.kv_budget_bytes]
-    per_slot = [kv_bytes_per_slot(one.model, kv.kv_format) for one in models]
+    per_slot = [kv_bytes_per_slot(model.model, kv.kv_format) for model in models]
     budget, free = kv.kv_budget_bytes, available_bytes()
     if budget is None:
-        alone = [default_kv_bytes(one.model) for one in models]
+        alone = [default_kv_bytes(model.model) for model in models]
         if free is None:
             return list(alone)
         share = free * KV_SHARE_OF_FREE_MEMORY

@@ -230,7 +230,7 @@ def share_of(size: EngineSize, n_instances: int, asked_context: int | None = Non
 @contextmanager
 def open_pools(
     pools: Pools,
-    found: OpenModel,
+    opened: OpenModel,
     text: ModelText,
     spec: InstanceSpec,
     asked_context: int | None,
@@ -250,21 +250,23 @@ def open_pools(
             )
         spec = replace(spec, size=share_of(spec.size, max(1, len(pools.counted)), asked_context))
         with _ray_front(spec, pools) as (host, lines, cores):
-            yield OpenPools(found.model, text, spec.size, host, lines, cores)
+            yield OpenPools(opened.model, text, spec.size, host, lines, cores)
         return
     if pools.counted:
         raise UsageError(
             "--prompt, --token and --mixed are for --cluster; on this host use --prompt-pool CORES"
         )
-    instances = planned_instances(pools, read_machine(), found.plans, report)
+    instances = planned_instances(pools, read_machine(), opened.plans, report)
     if not instances:
         yield None
         return
     spec = replace(spec, size=share_of(spec.size, len(instances), asked_context))
     with _local_front(spec, instances, pools) as host:
-        lines = [one.describe() for one in instances]
-        cores = frozenset(core for one in instances for plan in one.plans.values() for core in plan.cores)
-        yield OpenPools(found.model, text, spec.size, host, lines, cores, instances)
+        lines = [instance.describe() for instance in instances]
+        cores = frozenset(
+            core for instance in instances for plan in instance.plans.values() for core in plan.cores
+        )
+        yield OpenPools(opened.model, text, spec.size, host, lines, cores, instances)
 
 
 @contextmanager
@@ -281,7 +283,7 @@ def _local_front(
             f"ipc://{folder}/front", lambda index, life: f"ipc://{folder}/kv-{index}-{life}", pools
         )
         roles: list[Role] = [instance.role for instance in instances]
-        tells = [replace(spec, plans=tuple(one.plans.values())).tell for one in instances]
+        tells = [replace(spec, plans=tuple(instance.plans.values())).tell for instance in instances]
         launcher = LocalInstances(MODULE, tells)
         yield lambda deliver, on_lost: Front(roles, launcher, settings, deliver, on_lost)
 
@@ -313,19 +315,20 @@ def _ray_front(spec: InstanceSpec, pools: Pools) -> Iterator[tuple[OpenHost, lis
 
     assert pools.cluster is not None
     wanted = [WantedInstance(role, cores) for role, cores in pools.counted]
-    _check_roles({one.role for one in wanted}, "")
+    _check_roles({instance.role for instance in wanted}, "")
     with ray_connection(pools.cluster) as node:
         launcher = RayInstances(MODULE, wanted, spread=pools.spread)
         launcher.tell_with(
             [
-                replace(spec, plans=None, first_core=first, cores=one.cores).tell
-                for one, first in zip(wanted, launcher.first_cores, strict=True)
+                replace(spec, plans=None, first_core=first, cores=instance.cores).tell
+                for instance, first in zip(wanted, launcher.first_cores, strict=True)
             ]
         )
         settings = _settings(f"tcp://{node}:*", lambda index, life: f"tcp://{NODE}:*", pools, Keys.new())
-        roles: list[Role] = [one.role for one in wanted]
+        roles: list[Role] = [instance.role for instance in wanted]
         lines = [
-            f"{one.role} pool: {counted(one.cores, 'core')} of a node of the Ray cluster" for one in wanted
+            f"{instance.role} pool: {counted(instance.cores, 'core')} of a node of the Ray cluster"
+            for instance in wanted
         ]
         n_here = launcher.n_cores_here
         here = cores_of_share(read_machine(), 0, n_here) if n_here else ()

@@ -94,12 +94,12 @@ def serve_model(
         if embeddings.embed_model is not None:
             beside = stack.enter_context(open_beside(embeddings, weights, first.cores, report))
         if explain is not None:
-            for one in (first, *others):
-                _explain(one, settings, report, explain)
+            for served in (first, *others):
+                _explain(served, settings, report, explain)
         service = _service_settings(first, others, settings, limits, tls, log, sign_receipt, report)
         _tell(first, others, service, report)
         warn_of_strangers(settings.listening, limits, report)
-        further = [_other_model(one, settings) for one in others]
+        further = [_other_model(other, settings) for other in others]
         host = _host_of_all(service.names[0], first, others)
         run_service(first.opened, service, address, report, host, beside, further)
 
@@ -159,30 +159,30 @@ def _embedding_settings(
     )
 
 
-def _other_model(one: OpenedModel, settings: ServeSettings) -> OtherModel:
+def _other_model(other: OpenedModel, settings: ServeSettings) -> OtherModel:
     from phasewise.serving.service import OtherModel
 
-    names = (one.found.model.name, one.spec.model)
-    return OtherModel(one.opened, names, _sampling(one.found, settings), one.predictor)
+    names = (other.found.model.name, other.spec.model)
+    return OtherModel(other.opened, names, _sampling(other.found, settings), other.predictor)
 
 
-def _explain(one: OpenedModel, settings: ServeSettings, report: Report, explain: Explain) -> None:
+def _explain(served: OpenedModel, settings: ServeSettings, report: Report, explain: Explain) -> None:
     """The schedules of a model, or of each of its instances."""
-    for instance, found in one.opened_as():
-        name = found.model.name if instance is None else instance.describe()
-        report(f"{name}: {_fingerprint(one, found, settings)}")
-        explain(one.uses(found))
+    for instance, opened in served.opened_as():
+        name = opened.model.name if instance is None else instance.describe()
+        report(f"{name}: {_fingerprint(served, opened, settings)}")
+        explain(served.uses(opened))
 
 
-def _fingerprint(one: OpenedModel, found: OpenModel, settings: ServeSettings) -> str:
+def _fingerprint(served: OpenedModel, opened: OpenModel, settings: ServeSettings) -> str:
     """The identity of its answers, for people."""
     from phasewise.serving.engine.fingerprint import defaults_told, fingerprint_of
 
-    size = one.opened.size
+    size = served.opened.size
     context = size.limits.context_length
-    own = fingerprint_of(found.model, size.kv.format, found.schedules, min(context, size.kv.slots))
+    own = fingerprint_of(opened.model, size.kv.format, opened.schedules, min(context, size.kv.slots))
     defaults = defaults_told(
-        _sampling(one.found, settings),
+        _sampling(served.found, settings),
         settings.answering.tool_format,
         context,
         allow_special=settings.accepting.allow_special,
@@ -203,7 +203,7 @@ def _host_of_all(name: str, first: OpenedModel, others: Sequence[OpenedModel]) -
         return lambda deliver, on_lost, turn: EngineThread(engine, deliver, on_lost, turn=turn)
 
     opened = [(name, first.opened), *((other.found.model.name, other.opened) for other in others)]
-    engines = {name: thread_of(one.engine) for name, one in opened if isinstance(one, OpenEngine)}
+    engines = {name: thread_of(served.engine) for name, served in opened if isinstance(served, OpenEngine)}
     return partial(SeveralEngines, engines)
 
 
@@ -247,12 +247,12 @@ def _products(opened: Sequence[OpenedModel], settings: ServeSettings) -> Mapping
     if settings.pools.cluster is not None:
         return {}
     products: dict[str, Mapping[str, int]] = {}
-    for one in opened:
-        plans = [instance.plans for instance in one.instances] or [one.found.plans]
-        found = products_of(one.found, plans, settings.db, read_machine())
-        if found is not None:
-            own = one.found.model.name
-            products[_names(settings, own)[0] if one is opened[0] else own] = found.by_state()
+    for served in opened:
+        plans = [instance.plans for instance in served.instances] or [served.found.plans]
+        counts = products_of(served.found, plans, settings.db, read_machine())
+        if counts is not None:
+            own = served.found.model.name
+            products[_names(settings, own)[0] if served is opened[0] else own] = counts.by_state()
     return products
 
 
@@ -281,9 +281,9 @@ def _logging(settings: ServeSettings) -> Logging:
     return Logging(logged.access_log, _level(logged.log_level), logged.log_format == "json")
 
 
-def _sampling(found: OpenModel, settings: ServeSettings) -> SamplingDefaults:
+def _sampling(opened: OpenModel, settings: ServeSettings) -> SamplingDefaults:
     answering = settings.answering
-    return found.model.sampling.with_overrides(answering.temperature, answering.top_p, answering.min_p)
+    return opened.model.sampling.with_overrides(answering.temperature, answering.top_p, answering.min_p)
 
 
 def _machine_facts(first: OpenedModel, settings: ServeSettings) -> MachineFacts:
@@ -297,8 +297,8 @@ def _machine_facts(first: OpenedModel, settings: ServeSettings) -> MachineFacts:
         return MachineFacts()
     plans = joined_plans(first.instances) if first.instances else first.found.plans
     uses: list[ScheduleUse] = []
-    for instance, found in first.opened_as():
-        computed = (use for use in first.uses(found) if instance is None or instance.computes(use.phase))
+    for instance, opened in first.opened_as():
+        computed = (use for use in first.uses(opened) if instance is None or instance.computes(use.phase))
         uses += [use for use in computed if instance is None or use not in uses]
     return MachineFacts(picture_of_plans(read_machine(), plans), tuple(schedule_rows(uses)))
 
@@ -306,7 +306,7 @@ def _machine_facts(first: OpenedModel, settings: ServeSettings) -> MachineFacts:
 def _level(name: str) -> Level:
     from phasewise.serving.http.monitoring.access_log import LEVELS
 
-    levels: dict[str, Level] = {one: one for one in LEVELS}
+    levels: dict[str, Level] = {level: level for level in LEVELS}
     if name not in levels:
         raise UsageError(f"--log-level {name!r} is not one of {', '.join(LEVELS)}")
     return levels[name]
@@ -332,9 +332,9 @@ def _tell(
         report(
             f"warning: room for {counted(n_connections, 'connection')} only; raise the limit on open files"
         )
-    for one in others:
-        size = one.opened.size
+    for other in others:
+        size = other.opened.size
         report(
-            f"also {one.found.model.name}: context {size.limits.context_length} tokens, KV cache of "
+            f"also {other.found.model.name}: context {size.limits.context_length} tokens, KV cache of "
             f"{size.kv.slots} tokens"
         )

@@ -53,14 +53,14 @@ def read_plans(path: Path, machine: Machine) -> Plans:
     except OSError as error:
         raise PlanError(f"plans {path} cannot be read: {error.strerror or error}") from None
     try:
-        found = _plans(json.loads(text))
-        for plan in found.values():
+        plans = _plans(json.loads(text))
+        for plan in plans.values():
             foreign = sorted(set(plan.cores).difference(machine.tree.cpus))
             if foreign:
                 raise PlanError(f"the {plan.phase} plan names PU {foreign[0]}, which is not there")
     except (PlanError, ValueError, RecursionError) as error:
         raise PlanError(f"{path}: {error}") from None
-    return found
+    return plans
 
 
 def _plans(fields: Any) -> Plans:

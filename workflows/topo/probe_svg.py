@@ -78,8 +78,8 @@ def _shade(value: float, low: float, high: float) -> int:
 
 def _range(probe: Probe) -> tuple[float, float]:
     """The ends of the scale: the extremes, without the few pairs that the host disturbed."""
-    known = _known(probe)
-    return (known[0], known[int(0.98 * (len(known) - 1))]) if known else (1.0, 1.0)
+    latencies = _known(probe)
+    return (latencies[0], latencies[int(0.98 * (len(latencies) - 1))]) if latencies else (1.0, 1.0)
 
 
 def _cells(probe: Probe, left: float, top: float, cell: float) -> list[str]:
@@ -100,13 +100,13 @@ def _cells(probe: Probe, left: float, top: float, cell: float) -> list[str]:
 
 
 def _values(row: Sequence[float], left: float, y: float, cell: float, ends: tuple[float, float]) -> list[str]:
-    found = []
+    labels = []
     for j, value in enumerate(row):
         if not math.isnan(value):
             ink = "#ffffff" if _shade(value, *ends) > len(SHADES) // 2 else INK
             x = left + (j + 0.5) * cell
-            found.append(text(x, y + cell / 2 + 4, f"{value:.0f}", "p", f'fill="{ink}"'))
-    return found
+            labels.append(text(x, y + cell / 2 + 4, f"{value:.0f}", "p", f'fill="{ink}"'))
+    return labels
 
 
 def _frames(machine: Machine, probe: Probe, left: float, top: float, cell: float) -> list[str]:
@@ -117,9 +117,9 @@ def _frames(machine: Machine, probe: Probe, left: float, top: float, cell: float
         for node in machine.nodes(kind):
             own = sorted(place[pu] for pu in node.cpus if pu in place)
             if len(own) > 1 and own == list(range(own[0], own[-1] + 1)) and len(own) < len(place):
-                at, side = own[0] * cell, len(own) * cell
+                offset, side = own[0] * cell, len(own) * cell
                 look = f'fill="none" stroke="{INK}" stroke-width="{0.6 * weight:.1f}"'
-                elements.append(rect(left + at, top + at, side, side, look))
+                elements.append(rect(left + offset, top + offset, side, side, look))
     return elements
 
 
@@ -146,7 +146,7 @@ def _scale(probe: Probe, x: float, y: float) -> list[str]:
     low, high = _range(probe)
     if not _known(probe):
         return []
-    elements = [rect(x + 24 * at, y, 24, 12, f'fill="{fill}"') for at, fill in enumerate(SHADES)]
+    elements = [rect(x + 24 * index, y, 24, 12, f'fill="{fill}"') for index, fill in enumerate(SHADES)]
     elements.append(text(x, y + 25, f"{low:.0f} ns", "d"))
     elements.append(text(x + 24 * len(SHADES), y + 25, f"{high:.0f} ns", "d", 'text-anchor="end"'))
     return [*elements, text(x, y + 40, "grey: not measured; frames: what the system shows", "d")]

@@ -43,16 +43,16 @@ def count_trees(tree: TopoTree, power_of_two: bool) -> Counted:
     return Counted(groupings, met, trees, time.perf_counter() - started_s)
 
 
-def trees_fields(found: Fundamental, power_of_two: bool, limit: int) -> dict[str, Any]:
+def trees_fields(fundamental: Fundamental, power_of_two: bool, limit: int) -> dict[str, Any]:
     """The JSON that `--trees --json` prints."""
-    tree = found.tree
+    tree = fundamental.tree
     counted = count_trees(tree, power_of_two)
     by_level = count_groupings_of_levels(tree, power_of_two=power_of_two)
     first = islice(grouped_trees(tree, power_of_two=power_of_two), limit)
     return {
         "power_of_two": power_of_two,
         "fundamental": tree_fields(tree),
-        "left_out": [{"reason": left.reason, "pus": list(left.pus)} for left in found.left_out],
+        "left_out": [{"reason": left.reason, "pus": list(left.pus)} for left in fundamental.left_out],
         "counts": {
             "groupings": counted.groupings,
             "groupings_by_level": [
@@ -67,7 +67,7 @@ def trees_fields(found: Fundamental, power_of_two: bool, limit: int) -> dict[str
             "removals_of_a_grouping": removal_bound(tree.n_pus),
         },
         "elapsed_s": round(counted.elapsed_s, 3),
-        "groupings": [tree_fields(one) for one in first],
+        "groupings": [tree_fields(grouped) for grouped in first],
     }
 
 
@@ -86,6 +86,6 @@ def one_tree_fields(tree: TopoTree) -> dict[str, Any]:
     """The JSON that `--tree --json` prints."""
     return {
         **tree_fields(tree),
-        "parents": [one.notation for one in parents(tree)],
-        "removals": [one.notation for one in removals(tree)],
+        "parents": [parent.notation for parent in parents(tree)],
+        "removals": [removal.notation for removal in removals(tree)],
     }

@@ -20,37 +20,38 @@ if TYPE_CHECKING:
     from phasewise.workflows.tune_config.verdict import Finalist, PhaseVerdict, Versus
 
 
-def totals(found: Found) -> dict[str, int]:
+def totals(results: Found) -> dict[str, int]:
     """Counts over the phases."""
     names = ("configurations", "evaluations", "replayed", "pruned", "trees_cut", "failed")
-    return {name: sum(getattr(one.outcome, name) for one in found.searched) for name in names}
+    return {name: sum(getattr(searched.outcome, name) for searched in results.searched) for name in names}
 
 
-def found_fields(found: Found) -> dict[str, Any]:
+def found_fields(results: Found) -> dict[str, Any]:
     """A run as JSON values; `plans`, the counts and `references` come first because scripts want those."""
     return {
-        "plans": {phase: _plan_fields(found, verdict) for phase, verdict in found.verdicts.items()},
-        **totals(found),
+        "plans": {phase: _plan_fields(results, verdict) for phase, verdict in results.verdicts.items()},
+        **totals(results),
         "references": {
-            phase: [_reference_fields(one) for one in verdict.against]
-            for phase, verdict in found.verdicts.items()
+            phase: [_reference_fields(versus) for versus in verdict.against]
+            for phase, verdict in results.verdicts.items()
         },
         "best_found": {
-            one.phase: best_found_fields(one, found.verdicts.get(one.phase)) for one in found.searched
+            searched.phase: best_found_fields(searched, results.verdicts.get(searched.phase))
+            for searched in results.searched
         },
-        "phases": {one.phase: _search_fields(found, one) for one in found.searched},
-        "end": found.end,
-        "elapsed_s": found.elapsed_s,
-        "timings": found.laps,
-        "disturbed": found.disturbed,
-        "kernels": [_kernel_fields(found, number) for number in range(len(found.kernels))],
-        **settings_fields(found),
+        "phases": {searched.phase: _search_fields(results, searched) for searched in results.searched},
+        "end": results.end,
+        "elapsed_s": results.elapsed_s,
+        "timings": results.laps,
+        "disturbed": results.disturbed,
+        "kernels": [_kernel_fields(results, number) for number in range(len(results.kernels))],
+        **settings_fields(results),
     }
 
 
-def settings_fields(found: Found) -> dict[str, Any]:
+def settings_fields(results: Found) -> dict[str, Any]:
     """Under what a run can be compared with another one."""
-    wish, subject = found.wish, found.subject
+    wish, subject = results.wish, results.subject
     return {
         "version": __version__,
         "model": subject.model_key,
@@ -83,36 +84,36 @@ def ranks_fields(plan: ServicePlan) -> list[dict[str, Any]]:
     return [{"cores": list(rank.cores), "numa_node": rank.numa_node} for rank in plan.ranks]
 
 
-def _plan_fields(found: Found, verdict: PhaseVerdict) -> dict[str, Any]:
+def _plan_fields(results: Found, verdict: PhaseVerdict) -> dict[str, Any]:
     return {
         "ranks": ranks_fields(verdict.plan),
         "latency_ms": verdict.latency_ms,
         "standing": verdict.standing,
-        "stored": verdict.phase in found.stored,
+        "stored": verdict.phase in results.stored,
     }
 
 
-def _reference_fields(one: Versus) -> dict[str, Any]:
-    comparison = one.comparison
+def _reference_fields(versus: Versus) -> dict[str, Any]:
+    comparison = versus.comparison
     return {
-        "name": one.reference.name,
-        "ranks": ranks_fields(one.reference.plan) if one.reference.plan else None,
-        "latency_ms": one.latency_ms,
-        "same_plan": one.is_same,
-        "gain": one.gain,
+        "name": versus.reference.name,
+        "ranks": ranks_fields(versus.reference.plan) if versus.reference.plan else None,
+        "latency_ms": versus.latency_ms,
+        "same_plan": versus.is_same,
+        "gain": versus.gain,
         "gain_low": comparison.gain_low if comparison else None,
         "gain_high": comparison.gain_high if comparison else None,
         "confidence": comparison.confidence if comparison else None,
         "pairs": comparison.pairs if comparison else None,
-        "reason": one.reason,
+        "reason": versus.reason,
     }
 
 
-def _search_fields(found: Found, one: Searched) -> dict[str, Any]:
-    outcome, verdict = one.outcome, found.verdicts.get(one.phase)
+def _search_fields(results: Found, searched: Searched) -> dict[str, Any]:
+    outcome, verdict = searched.outcome, results.verdicts.get(searched.phase)
     return {
         "end": outcome.end,
-        "elapsed_s": one.elapsed_s,
+        "elapsed_s": searched.elapsed_s,
         "configurations": outcome.configurations,
         "evaluations": outcome.evaluations,
         "replayed": outcome.replayed,
@@ -120,9 +121,9 @@ def _search_fields(found: Found, one: Searched) -> dict[str, Any]:
         "trees_cut": outcome.trees_cut,
         "groups_stopped": outcome.groups_stopped,
         "failed": outcome.failed,
-        "failures": dict(one.failures),
+        "failures": dict(searched.failures),
         "top": [
-            {"ranks": ranks_fields(configuration.plan(one.phase)), "latency_ms": cost_ms}
+            {"ranks": ranks_fields(configuration.plan(searched.phase)), "latency_ms": cost_ms}
             for configuration, cost_ms in outcome.top
         ],
         "finalists": [_finalist_fields(final) for final in verdict.finalists] if verdict else [],
@@ -138,10 +139,10 @@ def _finalist_fields(final: Finalist) -> dict[str, Any]:
     }
 
 
-def _kernel_fields(found: Found, number: int) -> dict[str, Any]:
+def _kernel_fields(results: Found, number: int) -> dict[str, Any]:
     from phasewise.workflows.tune_kernels.json import mean_gain
 
-    tuned = found.kernels[number]
+    tuned = results.kernels[number]
     gains = tuned.outcome.gains
     return {
         "phases": list(tuned.round.phases),
@@ -168,11 +169,14 @@ def dry_run_fields(wish: Wish, subject: Subject) -> dict[str, Any]:
     from phasewise.workflows.tune_config.search import space_of
     from phasewise.workflows.tune_config.verdict import habits_of
 
-    found = fundamental(subject.machine)
+    fundamental_tree = fundamental(subject.machine)
     return {
         "model": subject.model_key,
-        "tree": " > ".join(f"{level.arity} {level.kind}" for level in found.tree.levels) or "one PU",
-        "left_out": [{"pus": list_cores(one.pus), "reason": one.reason} for one in found.left_out],
+        "tree": " > ".join(f"{level.arity} {level.kind}" for level in fundamental_tree.tree.levels)
+        or "one PU",
+        "left_out": [
+            {"pus": list_cores(left.pus), "reason": left.reason} for left in fundamental_tree.left_out
+        ],
         "configurations": sum(1 for _ in space_of(subject).partitions()),
         "requests": describe(subject.trace),
         "budget_s": wish.budget_s,
@@ -180,11 +184,11 @@ def dry_run_fields(wish: Wish, subject: Subject) -> dict[str, Any]:
         "steps": {phase: [step.describe() for step in subject.grid(phase).steps] for phase in wish.phases},
         "references": [
             {
-                "name": one.name,
-                "plan": plan_words(one.plan, subject.machine) if one.plan else None,
-                "reason": one.reason,
+                "name": habit.name,
+                "plan": plan_words(habit.plan, subject.machine) if habit.plan else None,
+                "reason": habit.reason,
             }
-            for one in habits_of(subject, wish.phases[0])
+            for habit in habits_of(subject, wish.phases[0])
         ],
     }
 
@@ -210,12 +214,12 @@ def _sizes_words(sizes: Sequence[int], noun: str) -> str:
     return f"{listed} {plural(1 if distinct == [1] else 2, noun)}"
 
 
-def best_found_fields(one: Searched, verdict: PhaseVerdict | None) -> dict[str, Any] | None:
+def best_found_fields(searched: Searched, verdict: PhaseVerdict | None) -> dict[str, Any] | None:
     """The fastest plan of the search, what it cost there and when it was timed again, and its standing."""
-    if one.outcome.best is None:
+    if searched.outcome.best is None:
         return None
-    configuration, cost_ms = one.outcome.best
-    plan = configuration.plan(one.phase)
+    configuration, cost_ms = searched.outcome.best
+    plan = configuration.plan(searched.phase)
     finals = [] if verdict is None else [final for final in verdict.finalists if same_cores(final.plan, plan)]
     final_ms = finals[0].final_ms if finals else None
     return {

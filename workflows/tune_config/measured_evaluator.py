@@ -233,10 +233,13 @@ class Clock:
     def batch(self, step: Step) -> Batch:
         """The step for the ranks: every sequence in slots of its own."""
         room = step.context + step.tokens
-        tokens = tuple(self._tokens[at % len(self._tokens)] for at in range(step.tokens))
+        tokens = tuple(self._tokens[index % len(self._tokens)] for index in range(step.tokens))
         return Batch(
             step.phase,
-            tuple(SequenceSlice(tokens, step.context, one * room, True) for one in range(step.sequences)),
+            tuple(
+                SequenceSlice(tokens, step.context, sequence * room, True)
+                for sequence in range(step.sequences)
+            ),
         )
 
     def call_ns(self, batch: Batch) -> int:
@@ -261,8 +264,8 @@ class Contestant:
         settled_ns = time.perf_counter_ns() + SETTLE_NS
         while time.perf_counter_ns() < settled_ns:
             self._clock.call_ns(self._first)
-        found = {step: self._step_ns(step) for step in self._batches}
-        return (max(1, round(self._cost(lambda step: found[step]) * 1e6)),)
+        step_ns = {step: self._step_ns(step) for step in self._batches}
+        return (max(1, round(self._cost(lambda step: step_ns[step]) * 1e6)),)
 
     def _step_ns(self, step: Step) -> float:
         calls = self._turns[step].calls

@@ -170,9 +170,9 @@ def _run_calculated(run: Run) -> None:
     with _opened_study(run), _calculating(run) as evaluator:
         if not _search(run, evaluator, 1.0):
             return
-        for one in run.searched:
-            jury = CalculatedJury(evaluator, run.subject, one.phase)
-            judge(run, one, jury, math.inf)
+        for searched in run.searched:
+            jury = CalculatedJury(evaluator, run.subject, searched.phase)
+            judge(run, searched, jury, math.inf)
 
 
 @contextmanager
@@ -243,7 +243,7 @@ def _run_measured(run: Run, plain: MeasuredEvaluator, store: Store) -> None:
         if not _search(run, plain, SEARCH_SHARE):
             return
     chosen: dict[Phase, tuple[Finalist, ...]] = {
-        one.phase: _finalists(run.subject, one) for one in run.searched
+        searched.phase: _finalists(run.subject, searched) for searched in run.searched
     }
     needed_s = _last_run_s(run, chosen)
     if not _tune_kernels(run, chosen, run.deadline_s() - sum(needed_s.values()), store):
@@ -255,19 +255,19 @@ def _run_measured(run: Run, plain: MeasuredEvaluator, store: Store) -> None:
 
 def _last_runs(run: Run, tuned: MeasuredEvaluator, needed_s: Mapping[Phase, float], store: Store) -> None:
     """The last run of each phase, by this process or by another that has the same study at the same time."""
-    waiting: dict[Phase, Searched] = {one.phase: one for one in run.searched}
+    waiting: dict[Phase, Searched] = {searched.phase: searched for searched in run.searched}
     location = study_location(run.wish)
     while waiting:
-        for phase, one in waiting.items():
-            words = StudyMessages(location, one.outcome.study)
-            with run.lock.claim(_last_run_claim(location, one)) as is_ours:
+        for phase, searched in waiting.items():
+            words = StudyMessages(location, searched.outcome.study)
+            with run.lock.claim(_last_run_claim(location, searched)) as is_ours:
                 if not _hear_verdict(run, phase, words):
                     if not is_ours:
                         continue
                     now_s = time.monotonic()
                     share = needed_s[phase] / sum(needed_s[other] for other in waiting)
                     deadline_s = now_s + share * (run.deadline_s() - now_s)
-                    judge(run, one, MeasuredJury(tuned, run.subject, phase), deadline_s)
+                    judge(run, searched, MeasuredJury(tuned, run.subject, phase), deadline_s)
                     _keep_plan(run, phase, store)
                     _say_verdict(run, phase, words)
             del waiting[phase]
@@ -278,21 +278,21 @@ def _last_runs(run: Run, tuned: MeasuredEvaluator, needed_s: Mapping[Phase, floa
                 return
             name = _last_run_claim(location, next(iter(waiting.values())))
             run.lock.wait_for(name, run.deadline_s() - time.monotonic())
-    for one in run.searched:
-        judge_again(run, one, MeasuredJury(tuned, run.subject, one.phase), store)
+    for searched in run.searched:
+        judge_again(run, searched, MeasuredJury(tuned, run.subject, searched.phase), store)
 
 
-def judge_again(run: Run, one: Searched, jury: Jury, store: Store) -> None:
+def judge_again(run: Run, searched: Searched, jury: Jury, store: Store) -> None:
     """With what other phases left of their time, where a phase's own did not suffice for comparisons."""
-    before = run.verdicts.get(one.phase)
+    before = run.verdicts.get(searched.phase)
     if before is None or before.is_settled or time.monotonic() >= run.deadline_s():
         return
-    judge(run, one, jury, run.deadline_s())
-    _keep_plan(run, one.phase, store)
+    judge(run, searched, jury, run.deadline_s())
+    _keep_plan(run, searched.phase, store)
 
 
-def _last_run_claim(location: Location, one: Searched) -> str:
-    return f"{location.name} {one.outcome.study} {LAST_RUN}"
+def _last_run_claim(location: Location, searched: Searched) -> str:
+    return f"{location.name} {searched.outcome.study} {LAST_RUN}"
 
 
 def _hear_verdict(run: Run, phase: Phase, words: StudyMessages) -> bool:
@@ -342,22 +342,22 @@ def _search(run: Run, evaluator: StepEvaluator, share: float) -> bool:
     return True
 
 
-def _finalists(subject: Subject, one: Searched) -> tuple[Finalist, ...]:
-    top = [(configuration.plan(one.phase), cost_ms) for configuration, cost_ms in one.outcome.top]
-    return finalists(top, habits_of(subject, one.phase))
+def _finalists(subject: Subject, searched: Searched) -> tuple[Finalist, ...]:
+    top = [(configuration.plan(searched.phase), cost_ms) for configuration, cost_ms in searched.outcome.top]
+    return finalists(top, habits_of(subject, searched.phase))
 
 
-def judge(run: Run, one: Searched, jury: Jury, deadline_s: float) -> None:
+def judge(run: Run, searched: Searched, jury: Jury, deadline_s: float) -> None:
     now_s = time.monotonic()
-    run.show.stage(f"last run of {one.phase}")
-    habits, chosen = habits_of(run.subject, one.phase), _finalists(run.subject, one)
+    run.show.stage(f"last run of {searched.phase}")
+    habits, chosen = habits_of(run.subject, searched.phase), _finalists(run.subject, searched)
     if not chosen:
         return
     share = max(LEAST_TIMED_SHARE, len(chosen) / evaluations_of_last_run(chosen, habits))
     timed = last_run(chosen, jury, now_s + share * (deadline_s - now_s))
-    verdict = decide(one.phase, timed, habits, jury, deadline_s)
+    verdict = decide(searched.phase, timed, habits, jury, deadline_s)
     if verdict is not None:
-        run.verdicts[one.phase] = verdict
+        run.verdicts[searched.phase] = verdict
 
 
 def _keep_plan(run: Run, phase: Phase, store: Store) -> None:
@@ -385,9 +385,9 @@ def _tune_kernels(
     from phasewise.workflows.tune_kernels.rounds import tune_round
 
     assert run.subject.model is not None
-    plans = [one.plan for turn in zip_longest(*chosen.values()) for one in turn if one]
+    plans = [finalist.plan for turn in zip_longest(*chosen.values()) for finalist in turn if finalist]
     rounds = kernel_rounds(run.subject.model, run.subject.machine, plans)
-    for place, one in enumerate(rounds):
+    for place, kernel_round in enumerate(rounds):
         left_s = deadline_s - time.monotonic()
         if left_s < LEAST_KERNEL_S:
             run.show.say(
@@ -396,9 +396,9 @@ def _tune_kernels(
             run.end = "budget"
             break
         share_s = left_s if place == len(rounds) - 1 else left_s / 2
-        run.show.say(f"kernels: {one.describe()}, at most {share_s:.0f} s")
+        run.show.say(f"kernels: {kernel_round.describe()}, at most {share_s:.0f} s")
         machine, resume, report = run.subject.machine, run.wish.resume, run.show.tuning
-        run.kernels.append(tune_round(one.round, machine, store, share_s, resume, report, run.lock))
+        run.kernels.append(tune_round(kernel_round.round, machine, store, share_s, resume, report, run.lock))
         if run.kernels[-1].is_interrupted:
             run.end = "interrupted"
             return False
@@ -410,10 +410,10 @@ def _tune_kernels(
 def _last_run_s(run: Run, chosen: Mapping[Phase, Sequence[Finalist]]) -> dict[Phase, float]:
     """The time to keep for each phase's last run: the search says how long a configuration takes."""
     needed_s = {}
-    for one in run.searched:
-        evaluation_s = one.elapsed_s / max(1, one.outcome.evaluations)
-        count = evaluations_of_last_run(chosen[one.phase], habits_of(run.subject, one.phase))
-        needed_s[one.phase] = max(LEAST_LAST_RUN_S, evaluation_s * count)
+    for searched in run.searched:
+        evaluation_s = searched.elapsed_s / max(1, searched.outcome.evaluations)
+        count = evaluations_of_last_run(chosen[searched.phase], habits_of(run.subject, searched.phase))
+        needed_s[searched.phase] = max(LEAST_LAST_RUN_S, evaluation_s * count)
     least_s, most_s = (share * run.wish.budget_s for share in (LAST_RUN_SHARE, MOST_LAST_RUN_SHARE))
     total_s = sum(needed_s.values())
     scale = min(most_s, max(least_s, total_s)) / total_s

@@ -103,7 +103,9 @@ class Subject:
     @property
     def trace_digest(self) -> str:
         """Digest of the requests; part of a study's name."""
-        lines = (f"{one.prompt_tokens} {one.output_tokens} {one.arrival_s}" for one in self.trace)
+        lines = (
+            f"{request.prompt_tokens} {request.output_tokens} {request.arrival_s}" for request in self.trace
+        )
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
@@ -120,7 +122,7 @@ def wish_of(model: str, settings: TuneConfigSettings) -> Wish:
     return Wish(
         model=model,
         weight_format=settings.weight_format,
-        phases=tuple(one for one in PHASES if settings.phase in ("both", one)),
+        phases=tuple(phase for phase in PHASES if settings.phase in ("both", phase)),
         objective=Objective(cast("ObjectiveKind", settings.objective), slo, settings.concurrency),
         budget_s=settings.budget_s,
         evaluator=cast("EvaluatorKind", settings.evaluator),
@@ -236,10 +238,10 @@ def _hints(probe_file: Path | None, machine: Machine) -> tuple[TopoTree, ...]:
 def _requests(wish: Wish, model: PackedModel | None) -> Trace:
     """As many as stand for the trace, no longer than the model's context where its weights are here."""
     if wish.requests is None:
-        found = default_trace(TRACE_REQUESTS, wish.seed)
+        trace = default_trace(TRACE_REQUESTS, wish.seed)
     else:
-        found = load_trace(wish.requests, TRACE_REQUESTS, wish.seed)
-    return fitted(found, model.config.context_length) if model else found
+        trace = load_trace(wish.requests, TRACE_REQUESTS, wish.seed)
+    return fitted(trace, model.config.context_length) if model else trace
 
 
 def stored_plans(wish: Wish, report: Report = silent) -> tuple[Machine, Mapping[Phase, ServicePlan]]:

@@ -55,8 +55,8 @@ class Finalist:
 
     @property
     def cost_ms(self) -> float:
-        known = self.final_ms if self.final_ms is not None else self.search_ms
-        return math.inf if known is None else known
+        latest_ms = self.final_ms if self.final_ms is not None else self.search_ms
+        return math.inf if latest_ms is None else latest_ms
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class PhaseVerdict:
     @property
     def is_settled(self) -> bool:
         """True if it may replace a plan in use: not if references can run and there was no time for them."""
-        return self.standing != "not compared" or all(one.latency_ms is None for one in self.against)
+        return self.standing != "not compared" or all(versus.latency_ms is None for versus in self.against)
 
 
 class Jury(Protocol):
@@ -120,8 +120,8 @@ class MeasuredJury:
 
     def cost_ms(self, plan: ServicePlan) -> float:
         with self._evaluator.open_plan(plan) as clock:
-            known = {step: clock(step) for step in self._steps}
-        return self._cost(lambda step: known[step])
+            step_times = {step: clock(step) for step in self._steps}
+        return self._cost(lambda step: step_times[step])
 
     def compare(self, reference: ServicePlan, plan: ServicePlan, deadline_s: float) -> Comparison | None:
         taken: list[tuple[timing.Samples, timing.Samples]] = []
@@ -157,7 +157,7 @@ def finalists(top: Sequence[tuple[ServicePlan, float]], habits: Sequence[Referen
         if cost_ms <= FINALIST_MARGIN * best_ms or any(_is(plan, habit) for habit in habits)
     ]
     for habit in habits:
-        if habit.plan is not None and not any(same_cores(habit.plan, one.plan) for one in chosen):
+        if habit.plan is not None and not any(same_cores(habit.plan, finalist.plan) for finalist in chosen):
             chosen.append(Finalist(habit.plan, None))
     return tuple(chosen)
 
@@ -168,40 +168,42 @@ def _is(plan: ServicePlan, habit: Reference) -> bool:
 
 def evaluations_of_last_run(chosen: Sequence[Finalist], habits: Sequence[Reference]) -> int:
     """The length of a last run, in timings of a plan, if it leaves the order as it is."""
-    distinct = [one.plan for one in chosen[:1]]
+    distinct = [finalist.plan for finalist in chosen[:1]]
     for habit in habits:
-        if habit.plan and not any(same_cores(habit.plan, one) for one in distinct):
+        if habit.plan and not any(same_cores(habit.plan, plan) for plan in distinct):
             distinct.append(habit.plan)
     return len(chosen) + TIMINGS_A_DUEL * max(0, len(distinct) - 1)
 
 
 def last_run(chosen: Sequence[Finalist], jury: Jury, deadline_s: float) -> tuple[Finalist, ...]:
     """Each finalist's cost again, best of the search first, as far as the time suffices."""
-    return tuple(_timed(one, jury, deadline_s) for one in chosen)
+    return tuple(_timed(finalist, jury, deadline_s) for finalist in chosen)
 
 
-def _timed(one: Finalist, jury: Jury, deadline_s: float) -> Finalist:
+def _timed(finalist: Finalist, jury: Jury, deadline_s: float) -> Finalist:
     if time.monotonic() >= deadline_s:
-        return replace(one, reason="the budget was used up")
+        return replace(finalist, reason="the budget was used up")
     try:
-        return replace(one, final_ms=jury.cost_ms(one.plan))
+        return replace(finalist, final_ms=jury.cost_ms(finalist.plan))
     except EvaluationError as error:
         in_time = time.monotonic() < deadline_s
-        return replace(one, search_ms=None if in_time else one.search_ms, reason=str(error))
+        return replace(finalist, search_ms=None if in_time else finalist.search_ms, reason=str(error))
 
 
 def decide(
     phase: Phase, timed: Sequence[Finalist], habits: Sequence[Reference], jury: Jury, deadline_s: float
 ) -> PhaseVerdict | None:
     """The fastest finalist, unless a reference beats it; None where nothing could be run."""
-    able = [one for one in timed if one.cost_ms < math.inf]
+    able = [finalist for finalist in timed if finalist.cost_ms < math.inf]
     if not able:
         return None
-    in_last_run = [one for one in able if one.final_ms is not None]
-    winner = min(in_last_run or able, key=lambda one: one.cost_ms)
+    in_last_run = [finalist for finalist in able if finalist.final_ms is not None]
+    winner = min(in_last_run or able, key=lambda finalist: finalist.cost_ms)
     against = tuple(_against(winner, habits, timed, jury, deadline_s))
     standing, plan = _standing(winner, against)
-    latency_ms = next((one.cost_ms for one in able if same_cores(one.plan, plan)), winner.cost_ms)
+    latency_ms = next(
+        (finalist.cost_ms for finalist in able if same_cores(finalist.plan, plan)), winner.cost_ms
+    )
     return PhaseVerdict(phase, plan, latency_ms, winner.plan, standing, against, tuple(timed))
 
 
@@ -209,24 +211,29 @@ def _against(
     winner: Finalist, habits: Sequence[Reference], timed: Sequence[Finalist], jury: Jury, deadline_s: float
 ) -> Iterator[Versus]:
     """A reference that is the same plan as an earlier one shares its comparison."""
-    known: list[Versus] = []
+    compared: list[Versus] = []
     for place, habit in enumerate(habits):
         plan = habit.plan
         if plan is None:
             yield Versus(habit, False, reason=habit.reason)
             continue
         twin = next(
-            (one for one in known if one.reference.plan and same_cores(one.reference.plan, plan)), None
+            (
+                earlier
+                for earlier in compared
+                if earlier.reference.plan and same_cores(earlier.reference.plan, plan)
+            ),
+            None,
         )
         if twin is not None:
-            found = replace(twin, reference=habit)
+            versus = replace(twin, reference=habit)
         else:
-            own = next(one for one in timed if same_cores(one.plan, plan))
+            own = next(finalist for finalist in timed if same_cores(finalist.plan, plan))
             now_s = time.monotonic()
             share_s = (deadline_s - now_s) / (len(habits) - place)
-            found = _versus(winner, habit, own, jury, now_s + share_s)
-            known.append(found)
-        yield found
+            versus = _versus(winner, habit, own, jury, now_s + share_s)
+            compared.append(versus)
+        yield versus
 
 
 def _versus(winner: Finalist, habit: Reference, own: Finalist, jury: Jury, deadline_s: float) -> Versus:
@@ -235,25 +242,27 @@ def _versus(winner: Finalist, habit: Reference, own: Finalist, jury: Jury, deadl
     if own.cost_ms == math.inf:
         return Versus(habit, False, reason=own.reason)
     try:
-        found = jury.compare(own.plan, winner.plan, deadline_s)
+        comparison = jury.compare(own.plan, winner.plan, deadline_s)
     except EvaluationError as error:
         return Versus(habit, False, own.cost_ms, reason=str(error))
-    if jury.is_timed and found is None:
+    if jury.is_timed and comparison is None:
         return Versus(habit, False, own.cost_ms, reason="the budget was used up")
-    gain = found.gain if found else own.cost_ms / winner.cost_ms
-    return Versus(habit, False, own.cost_ms, gain, found)
+    gain = comparison.gain if comparison else own.cost_ms / winner.cost_ms
+    return Versus(habit, False, own.cost_ms, gain, comparison)
 
 
 def _standing(winner: Finalist, against: Sequence[Versus]) -> tuple[Standing, ServicePlan]:
     """Against the reference that comes closest. A reference is kept where the winner only looked faster."""
-    if any(one.is_same for one in against):
+    if any(versus.is_same for versus in against):
         return "reference", winner.plan
-    compared = [one for one in against if one.gain is not None]
+    compared = [versus for versus in against if versus.gain is not None]
     if not compared:
-        timed = [(one.latency_ms, one.reference.plan) for one in against if one.latency_ms is not None]
+        timed = [
+            (versus.latency_ms, versus.reference.plan) for versus in against if versus.latency_ms is not None
+        ]
         fallback = min(timed, key=lambda pair: pair[0], default=(0.0, None))[1]
         return "not compared", fallback or winner.plan
-    closest = min(compared, key=lambda one: one.gain or 0.0)
+    closest = min(compared, key=lambda versus: versus.gain or 0.0)
     low = closest.comparison.gain_low if closest.comparison else closest.gain
     if low is not None and low > 1.0:
         return "faster", winner.plan
@@ -267,8 +276,8 @@ def habits_of(subject: Subject, phase: Phase) -> tuple[Reference, ...]:
     """The references on what the subject may use, without plans where the subject asks for other ranks."""
     habits = references(subject.machine, phase, subject.limits.reason)
     return tuple(
-        replace(one, plan=None, reason=f"--ranks {subject.ranks} leaves it out")
-        if one.plan and subject.ranks not in (None, len(one.plan.ranks))
-        else one
-        for one in habits
+        replace(habit, plan=None, reason=f"--ranks {subject.ranks} leaves it out")
+        if habit.plan and subject.ranks not in (None, len(habit.plan.ranks))
+        else habit
+        for habit in habits
     )

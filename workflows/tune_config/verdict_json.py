@@ -20,8 +20,10 @@ def verdict_fields(verdict: PhaseVerdict) -> dict[str, Any]:
         "latency_ms": verdict.latency_ms,
         "winner": _plan_fields(verdict.winner),
         "standing": verdict.standing,
-        "against": [_versus_fields(one) for one in verdict.against],
-        "finalists": [{**vars(one), "plan": _plan_fields(one.plan)} for one in verdict.finalists],
+        "against": [_versus_fields(versus) for versus in verdict.against],
+        "finalists": [
+            {**vars(finalist), "plan": _plan_fields(finalist.plan)} for finalist in verdict.finalists
+        ],
     }
 
 
@@ -34,22 +36,24 @@ def verdict_of(fields: Mapping[str, Any]) -> PhaseVerdict:
         winner=_plan_of(fields["winner"]),
         standing=fields["standing"],
         against=tuple(map(_versus_of, fields["against"])),
-        finalists=tuple(Finalist(**{**one, "plan": _plan_of(one["plan"])}) for one in fields["finalists"]),
+        finalists=tuple(
+            Finalist(**{**finalist, "plan": _plan_of(finalist["plan"])}) for finalist in fields["finalists"]
+        ),
     )
 
 
-def _versus_fields(one: Versus) -> dict[str, Any]:
-    habit = one.reference
+def _versus_fields(versus: Versus) -> dict[str, Any]:
+    habit = versus.reference
     plan = habit.plan and _plan_fields(habit.plan)
-    comparison = one.comparison and asdict(one.comparison)
-    return {**vars(one), "reference": {**vars(habit), "plan": plan}, "comparison": comparison}
+    comparison = versus.comparison and asdict(versus.comparison)
+    return {**vars(versus), "reference": {**vars(habit), "plan": plan}, "comparison": comparison}
 
 
 def _versus_of(fields: Mapping[str, Any]) -> Versus:
     habit, comparison = fields["reference"], fields["comparison"]
     reference = Reference(**{**habit, "plan": habit["plan"] and _plan_of(habit["plan"])})
-    found = comparison and Comparison(**comparison)
-    return Versus(**{**fields, "reference": reference, "comparison": found})
+    compared = comparison and Comparison(**comparison)
+    return Versus(**{**fields, "reference": reference, "comparison": compared})
 
 
 def _plan_fields(plan: ServicePlan) -> dict[str, str]:

@@ -43,13 +43,13 @@ def kernel_rounds(
     """The products to tune for `plans`, the most wanted first; both phases at once where they use the same
     cores.
     """
-    found: dict[tuple[object, ...], tuple[ServicePlan, dict[Phase, tuple[int, ...]]]] = {}
+    by_placement: dict[tuple[object, ...], tuple[ServicePlan, dict[Phase, tuple[int, ...]]]] = {}
     for plan in plans:
         cores = plan.ranks[0].cores
         key = (placement_signature(machine, cores), tuple(len(rank.cores) for rank in plan.ranks))
-        first, phases = found.setdefault(key, (plan, {}))
+        first, phases = by_placement.setdefault(key, (plan, {}))
         phases.setdefault(plan.phase, first.ranks[0].cores)
-    return [_round(model, machine, plan, phases, most_rows) for plan, phases in found.values()]
+    return [_round(model, machine, plan, phases, most_rows) for plan, phases in by_placement.values()]
 
 
 def _round(

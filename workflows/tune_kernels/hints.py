@@ -63,10 +63,10 @@ def fight_hints(
     waiting = waiting_of(rounds, machine, store) if store.writable else []
     if not waiting:
         return []
-    told = counts_told(hint for one in waiting for hint in one.hints)
+    told = counts_told(hint for group in waiting for hint in group.hints)
     report(f"timing schedules that won elsewhere, {round(budget_s)} s at most: {told} ...")
-    done = [_fight(one, machine, store, deadline_s - time.monotonic(), lock, report) for one in waiting]
-    timed, promoted = (sum(getattr(one, name) for one in done) for name in ("timed", "promoted"))
+    done = [_fight(group, machine, store, deadline_s - time.monotonic(), lock, report) for group in waiting]
+    timed, promoted = (sum(getattr(outcome, name) for outcome in done) for name in ("timed", "promoted"))
     report(f"{promoted} of {counted(timed, 'product')} that were timed run faster by them, and use them")
     return done
 
@@ -74,35 +74,37 @@ def fight_hints(
 def waiting_of(rounds: Sequence[Round], machine: Machine, store: Store) -> list[_Waiting]:
     """The hints that wait for these products, weights first."""
     shipped: list[Measurement] | None = None
-    found = []
-    for one in rounds:
-        key = machine_key(machine, one.cores)
+    waiting = []
+    for tuning_round in rounds:
+        key = machine_key(machine, tuning_round.cores)
         if shipped is None:
             shipped = shipped_measurements(key.core_sig)
         for family in FAMILIES:
-            tasks = _tasks(one, family)
+            tasks = _tasks(tuning_round, family)
             hints = waiting_hints(store, key, kernel_abi(family), shipped)
-            hinted = in_order_of_worth(tasks, hints, obstacle, _work_of(one))
+            hinted = in_order_of_worth(tasks, hints, obstacle, _work_of(tuning_round))
             own = [hints[hint.task.problem(m)] for hint in hinted for m in hint.schedules]
             if hinted:
-                found.append(_Waiting(one, key, family, hinted, own))
-    return found
+                waiting.append(_Waiting(tuning_round, key, family, hinted, own))
+    return waiting
 
 
-def _tasks(one: Round, family: str) -> Sequence[Task]:
+def _tasks(tuning_round: Round, family: str) -> Sequence[Task]:
     if family == "gemm":
-        return one.tasks
-    return [one.attention] if one.attention else []
+        return tuning_round.tasks
+    return [tuning_round.attention] if tuning_round.attention else []
 
 
-def _work_of(one: Round) -> Callable[[Problem], float]:
+def _work_of(tuning_round: Round) -> Callable[[Problem], float]:
     """The work of a product in a step, in bytes read; attention counts once."""
 
     def work(problem: Problem) -> float:
         if problem.family != "gemm":
             return float(problem.n * problem.m)
         multiply_adds = problem.n * problem.k * problem.m
-        return one.uses(problem) * max(one.weight_bytes(problem), multiply_adds / MULTIPLY_ADDS_A_BYTE)
+        return tuning_round.uses(problem) * max(
+            tuning_round.weight_bytes(problem), multiply_adds / MULTIPLY_ADDS_A_BYTE
+        )
 
     return work
 

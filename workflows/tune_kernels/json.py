@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def plan_fields(shape: Shape, task: Task) -> dict[str, Any]:
     """A weight of a dry run."""
-    paths = dict.fromkeys(one.compute_path for one in task.group.arithmetics)
+    paths = dict.fromkeys(arithmetic.compute_path for arithmetic in task.group.arithmetics)
     return {
         "weight": task_name(task),
         "uses": shape.uses,

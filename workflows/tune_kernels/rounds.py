@@ -102,7 +102,9 @@ class Round:
         shares = [0.0] * len(self.tasks)
         for end in (min, max):
             problems = [task.problem(end(task.ms)) for task in self.tasks]
-            times = [shape.uses * bound_s(one) for shape, one in zip(self.shapes, problems, strict=True)]
+            times = [
+                shape.uses * bound_s(problem) for shape, problem in zip(self.shapes, problems, strict=True)
+            ]
             shares = [share + step_s / sum(times) / 2 for share, step_s in zip(shares, times, strict=True)]
         return [max(share, LEAST_WORTH / len(self.tasks)) for share in shares]
 
@@ -188,7 +190,7 @@ def _tasks(machine: Machine, cores: tuple[int, ...], shapes: Sequence[Shape], ro
 
 @keeping_affinity()
 def tune_round(
-    one: Round,
+    tuning_round: Round,
     machine: Machine,
     store: Store,
     budget_s: float,
@@ -201,34 +203,38 @@ def tune_round(
     everywhere = os.sched_getaffinity(0)
     total_bytes = cold_bytes(machine)
     with lock.turn(budget_s):
-        roofline = measure_roofline(one.cores, (shape.format for shape in one.shapes), total_bytes)
+        roofline = measure_roofline(
+            tuning_round.cores, (shape.format for shape in tuning_round.shapes), total_bytes
+        )
     since_ms = 0 if resume else time.time_ns() // 1_000_000
-    key, deadline_s = machine_key(machine, one.cores), started_s + budget_s
+    key, deadline_s = machine_key(machine, tuning_round.cores), started_s + budget_s
     scope = Scope(key, kernel_abi("gemm"), __version__, since_ms)
     attention: TuningOutcome | None = None
-    native = NativeEvaluator(one.cores, total_bytes)
-    evaluator = OnFirstCore(native, one.cores[0])
+    native = NativeEvaluator(tuning_round.cores, total_bytes)
+    evaluator = OnFirstCore(native, tuning_round.cores[0])
     try:
         os.sched_setaffinity(0, everywhere)  # the team has just put this thread on its first core
-        worths = one.worths(lambda problem: bound_s(one, roofline, problem))
+        worths = tuning_round.worths(lambda problem: bound_s(tuning_round, roofline, problem))
         tools = Tools(
             evaluator,
             Ledger(store, scope),
             report=report,
-            call_s=lambda problem: bound_s(one, roofline, problem),
-            worth=lambda task: worths[one.tasks.index(task)],
+            call_s=lambda problem: bound_s(tuning_round, roofline, problem),
+            worth=lambda task: worths[tuning_round.tasks.index(task)],
             lock=lock,
             seeds=NearestSchedules(store, key, obstacle),
         )
         left_s = deadline_s - time.monotonic()
-        outcome = tune(one.tasks, tools, left_s * (1 - ATTENTION_SHARE) if one.attention else left_s)
-        if one.attention and outcome.end != "interrupted":
+        outcome = tune(
+            tuning_round.tasks, tools, left_s * (1 - ATTENTION_SHARE) if tuning_round.attention else left_s
+        )
+        if tuning_round.attention and outcome.end != "interrupted":
             own = Scope(key, kernel_abi("attention"), __version__, since_ms)
             tools = Tools(evaluator, Ledger(store, own), report=report, lock=lock)
-            attention = tune([one.attention], tools, deadline_s - time.monotonic())
+            attention = tune([tuning_round.attention], tools, deadline_s - time.monotonic())
     finally:
         native.close()
-    return TunedRound(one, scope.machine, scope.kernel_abi, roofline, outcome, attention)
+    return TunedRound(tuning_round, scope.machine, scope.kernel_abi, roofline, outcome, attention)
 
 
 @contextmanager
@@ -263,7 +269,7 @@ class OnFirstCore:
             return self._evaluator.duel(problem, incumbent, candidate)
 
 
-def bound_s(one: Round, roofline: Roofline, problem: Problem) -> float:
+def bound_s(tuning_round: Round, roofline: Roofline, problem: Problem) -> float:
     """The least time of a product on the round's cores."""
-    bytes_read = one.weight_bytes(problem)
+    bytes_read = tuning_round.weight_bytes(problem)
     return roofline.bound_ns(problem.format, problem.n, problem.k, problem.m, bytes_read) / 1e9

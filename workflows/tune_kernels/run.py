@@ -51,7 +51,10 @@ def rounds_of_model(opened: OpenModel, machine: Machine, phases: Sequence[Phase]
     """The products and the attention of a model, on the cores of its plans for `phases`."""
     plans: dict[Phase, ServicePlan] = {phase: plan for phase, plan in opened.plans.items() if phase in phases}
     if any(len(plan.ranks) > 1 for plan in opened.plans.values()):
-        return [one.round for one in kernel_rounds(opened.model, machine, [*plans.values()], max_m)]
+        return [
+            kernel_round.round
+            for kernel_round in kernel_rounds(opened.model, machine, [*plans.values()], max_m)
+        ]
     cores: dict[Phase, tuple[int, ...]] = {phase: plan.ranks[0].cores for phase, plan in plans.items()}
     return plan_rounds(machine, cores, shapes_of(opened.model), max_m, attention_problem(opened.model))
 
@@ -87,18 +90,18 @@ def tune_rounds(
     with open_store(db, report) as store, lock.working(budget_s):
         if resume:
             fight_hints(rounds, machine, store, min(FIRST_S, FIRST_SHARE * budget_s), lock, report)
-        for number, one in enumerate(rounds):
+        for number, tuning_round in enumerate(rounds):
             share_s = (deadline_s - time.monotonic()) / (len(rounds) - number)
-            problems = [] if model is None else storage_problems(model, one)
+            problems = [] if model is None else storage_problems(model, tuning_round)
             duels_s = STORAGE_SHARE * share_s if problems else 0.0
-            done.append(tune_round(one, machine, store, share_s - duels_s, resume, progress, lock))
+            done.append(tune_round(tuning_round, machine, store, share_s - duels_s, resume, progress, lock))
             if done[-1].is_interrupted:
                 break
             if problems:
                 report(f"comparing sparse and dense storage: {counted(len(problems), 'product')} ...")
-                duels = fight_storage_duels(problems, one, machine, store, duels_s, resume, lock)
+                duels = fight_storage_duels(problems, tuning_round, machine, store, duels_s, resume, lock)
                 done[-1] = replace(done[-1], storage=tuple(duels))
-        for key in dict.fromkeys(machine_key(machine, one.cores) for one in rounds):
+        for key in dict.fromkeys(machine_key(machine, tuning_round.cores) for tuning_round in rounds):
             tidy(store, key, report)
     return done
 
@@ -119,7 +122,7 @@ def change_of_model(
     """
     from phasewise.workflows.opening.tuned_schedules import schedules_for
 
-    if all(gain.is_default for one in tuned for gain in one.outcome.gains):
+    if all(gain.is_default for tuned_round in tuned for gain in tuned_round.outcome.gains):
         return []
     after = schedules_for(db, machine, opened.plans)
     with lock.turn(budget_s):

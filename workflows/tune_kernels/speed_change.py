@@ -74,8 +74,8 @@ def measured_change(
     end_s = clock() + budget_s
     with ExitStack() as stack:
         sides = [
-            stack.enter_context(open_ranks(one, workloads, "auto")).ranks
-            for one in (before, replace(before, schedules=schedules))
+            stack.enter_context(open_ranks(model, workloads, "auto")).ranks
+            for model in (before, replace(before, schedules=schedules))
         ]
         for place, workload in enumerate(workloads):
             share_s = (end_s - clock()) / (len(workloads) - place)
@@ -132,17 +132,17 @@ def keep_changes(
     name = model_key(opened.model.name, opened.model.format)
     origin = Origin(scope.machine, scope.program_version, time.time_ns() // 1_000_000)
     rows = []
-    for one in changes:
-        plan_json = placed_json(opened.plans[one.phase], machine)
-        is_prompt = one.phase == "prefill"
+    for change in changes:
+        plan_json = placed_json(opened.plans[change.phase], machine)
+        is_prompt = change.phase == "prefill"
         step = ServedStep(
-            one.phase,
-            one.n_tokens if is_prompt else 1,
-            one.n_sequences,
-            0 if is_prompt else one.n_tokens // 2,
+            change.phase,
+            change.n_tokens if is_prompt else 1,
+            change.n_sequences,
+            0 if is_prompt else change.n_tokens // 2,
         )
-        n_steps = 1 if is_prompt else one.n_tokens
-        for kernels, turns_ns in zip(("default", "tuned"), one.samples_ns, strict=True):
+        n_steps = 1 if is_prompt else change.n_tokens
+        for kernels, turns_ns in zip(("default", "tuned"), change.samples_ns, strict=True):
             samples_ns = tuple(max(1, round(ns / n_steps)) for ns in turns_ns)
             key, median_ns = key_of_places(plan_json), round(statistics.median(samples_ns))
             rows.append(

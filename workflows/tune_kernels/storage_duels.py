@@ -42,10 +42,10 @@ MOST_KEPT = 15
 """Sixteenths: of a weight that keeps more, sparse storage saves nothing worth a comparison."""
 
 
-def storage_problems(model: PackedModel, one: Round) -> list[Problem]:
+def storage_problems(model: PackedModel, tuning_round: Round) -> list[Problem]:
     """The duels of a round: each shape and density of the model's weights, by the rows of its phases."""
     head = next(name for name in HEADS if name in model.weights)
-    found: dict[Problem, None] = {}
+    problems: dict[Problem, None] = {}
     for name, weight in model.products().items():
         if (name in HEADS and name != head) or not sparse.can_be_sparse(weight.kind, weight.mins is not None):
             continue
@@ -53,24 +53,24 @@ def storage_problems(model: PackedModel, one: Round) -> list[Problem]:
         if round(SIXTEENTHS * density) > MOST_KEPT:
             continue
         kept = sparse_format(dense_format(weight), density)
-        for m in _rows(one, name == head):
-            found[Problem("gemm", kept, weight.n, weight.k, m)] = None
-    return list(found)
+        for m in _rows(tuning_round, name == head):
+            problems[Problem("gemm", kept, weight.n, weight.k, m)] = None
+    return list(problems)
 
 
-def _rows(one: Round, is_head: bool) -> Iterator[int]:
+def _rows(tuning_round: Round, is_head: bool) -> Iterator[int]:
     """The head computes logits of few rows alone."""
-    most = max(task.ms[-1] for task in one.tasks)
-    if "decode" in one.phases:
+    most = max(task.ms[-1] for task in tuning_round.tasks)
+    if "decode" in tuning_round.phases:
         yield from (m for m in DECODE_ROWS if m <= most)
-    if "prefill" in one.phases:
+    if "prefill" in tuning_round.phases:
         yield min(most, ALL_LOGITS_ROWS) if is_head else most
 
 
 @keeping_affinity()
 def fight_storage_duels(
     problems: Sequence[Problem],
-    one: Round,
+    tuning_round: Round,
     machine: Machine,
     store: Store,
     budget_s: float,
@@ -82,15 +82,15 @@ def fight_storage_duels(
 
     resume: stored ones are not repeated.
     """
-    deadline_s, key, abi = clock() + budget_s, machine_key(machine, one.cores), kernel_abi("gemm")
-    threads = len(one.cores)
-    table = read_schedules(store, machine, one.cores, silent)
-    known = {duel.problem: duel for duel in store.storage_duels(key, abi)} if resume else {}
-    found: list[StorageDuel] = []
-    with closing(NativeEvaluator(one.cores, cold_bytes(machine))) as evaluator:
+    deadline_s, key, abi = clock() + budget_s, machine_key(machine, tuning_round.cores), kernel_abi("gemm")
+    threads = len(tuning_round.cores)
+    table = read_schedules(store, machine, tuning_round.cores, silent)
+    stored_duels = {duel.problem: duel for duel in store.storage_duels(key, abi)} if resume else {}
+    duels: list[StorageDuel] = []
+    with closing(NativeEvaluator(tuning_round.cores, cold_bytes(machine))) as evaluator:
         for problem in problems:
-            if problem in known:
-                found.append(known[problem])
+            if problem in stored_duels:
+                duels.append(stored_duels[problem])
                 continue
             if clock() >= deadline_s:
                 break
@@ -105,8 +105,8 @@ def fight_storage_duels(
             samples = [(of_dense, fought.incumbent), (problem, fought.candidate)]
             store.add_measurements(Measurement(what, sample, abi, origin) for what, sample in samples)
             store.add_storage_duels([duel])
-            found.append(duel)
-    return found
+            duels.append(duel)
+    return duels
 
 
 def schedules_of_duel(problem: Problem, table: ScheduleTable, threads: int) -> tuple[Schedule, Schedule]:

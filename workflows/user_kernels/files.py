@@ -65,23 +65,23 @@ def checked(
     text, where = read_text(path), str(path)
     function = chosen(text, choice, where)
     bound = REASSOCIATED_BOUND if function.reassociate else None
-    flags = [*(f"-D{one}" for one in define), *(f"-I{one}" for one in include)]
+    flags = [*(f"-D{macro}" for macro in define), *(f"-I{headers}" for headers in include)]
     with in_folder() as name:
         folder = Path(name)
         home = _home_of(text, read_text(against))
-        found = []
+        checks = []
         original = Program(function, [against.absolute()], folder, home, flags)
         for isa in isas:
             target = target_named(isa)
             missing = missing_tool(target) or _not_here(target)
             if missing:
-                found.append(Checked(isa, None, missing))
+                checks.append(Checked(isa, None, missing))
                 continue
             source = folder / f"lowered-{isa}.c"
             source.write_text(built(text, choice, target, where).file(target))
             other = Program(function, [source], folder, target)
-            found.append(Checked(isa, check(original, other, function, cases, bound, where=where)))
-    return found
+            checks.append(Checked(isa, check(original, other, function, cases, bound, where=where)))
+    return checks
 
 
 def _home_of(text: str, original: str) -> IsaTarget:
@@ -111,7 +111,10 @@ def emit(
         if missing_tool(target):
             continue
         abi = kernel_abi(text, target, compiler_for(target))
-        by_shape = {one.problem.shape: dict(one.choice) for one in store.user_promotions(abi, core_sig)}
+        by_shape = {
+            promotion.problem.shape: dict(promotion.choice)
+            for promotion in store.user_promotions(abi, core_sig)
+        }
         n_shapes += len(by_shape)
         original = original_of(against, kernel, target, include, define) if against and by_shape else None
         tuned.append(TunedTarget(target, by_shape, core_sig, original))

@@ -15,24 +15,27 @@ MAX_SHAPES = 64
 
 def parse_shapes(text: str, function: FunctionDefinition) -> list[Shape]:
     """All combinations. `64..4096` doubles from one to the other. KernelError for what is not understood."""
-    known = sizes(function)
-    found: dict[str, list[int]] = {}
+    size_names = sizes(function)
+    values_by_name: dict[str, list[int]] = {}
     for part in text.split(";"):
         match = re.fullmatch(r"\s*(\w+)\s*=\s*([\d.,\s]+?)\s*", part)
         if match is None:
             raise UserKernelError(f"shapes are written like n=64..4096 or n=64,256;dim=64, not {part!r:.40}")
         name, values = match[1], match[2]
-        if name not in known:
+        if name not in size_names:
             raise UserKernelError(
-                f"{function.name} has no whole number `{name}`; it has {', '.join(known) or 'none'}"
+                f"{function.name} has no whole number `{name}`; it has {', '.join(size_names) or 'none'}"
             )
-        found[name] = [value for one in values.split(",") for value in _values(one.strip())]
-    missing = [name for name in known if name not in found]
+        values_by_name[name] = [value for span in values.split(",") for value in _values(span.strip())]
+    missing = [name for name in size_names if name not in values_by_name]
     if missing:
         raise UserKernelError(
             f"shapes of {function.name} need `{missing[0]}` too, e.g. {missing[0]}=64..4096"
         )
-    shapes = [tuple(zip(found, values, strict=True)) for values in itertools.product(*found.values())]
+    shapes = [
+        tuple(zip(values_by_name, values, strict=True))
+        for values in itertools.product(*values_by_name.values())
+    ]
     if len(shapes) > MAX_SHAPES:
         raise UserKernelError(f"there are {len(shapes)}; at most {MAX_SHAPES} shapes can be tuned at once")
     return list(dict.fromkeys(shapes))
@@ -43,8 +46,8 @@ def _values(text: str) -> list[int]:
     if match is None:
         raise UserKernelError(f"{text!r:.40} is neither a whole number nor a range such as 64..4096")
     first, last = int(match[1]), int(match[2] or match[1])
-    found, value = [], first
+    doublings, value = [], first
     while value < last:
-        found.append(value)
+        doublings.append(value)
         value = max(1, 2 * value)
-    return [*found, last]
+    return [*doublings, last]

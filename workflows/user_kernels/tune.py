@@ -128,9 +128,9 @@ class _Run:
         self._abi = abi
         self._folder = folder
         self._shapes = shapes
-        self._names = [one.name for one in function.parameters]
+        self._names = [parameter.name for parameter in function.parameters]
         self._began_ms = 0 if setting.resume else time.time_ns() // 1_000_000
-        self._first = tuple(one.values[0] for one in function.parameters)
+        self._first = tuple(parameter.values[0] for parameter in function.parameters)
         self._fits: dict[Point, bool] = {}
         self._kernels: dict[Choice, int] = {}
         self._programs: dict[Choice, Program] = {}
@@ -150,7 +150,7 @@ class _Run:
     def tune(self, number: int, deadline_s: float) -> ShapeOutcome:
         problem = UserProblem(self._function.name, self._abi, self._shapes[number])
         self.process.use_case(number)
-        known = self._known(problem)
+        estimates_ns = self._known(problem)
         takes = Counter[Point]()
         counts = {"timed": 0, "replayed": 0}
 
@@ -158,87 +158,101 @@ class _Run:
             """The i-th sample of a point answers the i-th time that it is asked for: resuming is
             replaying.
             """
-            if any(takes[one] >= len(known.get(one, ())) and self._kernel_fits(one) for one in asked):
+            if any(
+                takes[point] >= len(estimates_ns.get(point, ())) and self._kernel_fits(point)
+                for point in asked
+            ):
                 began_s = time.monotonic()
                 if began_s + self._batch_s + COMPILES_OF_A_DUEL * self._compile_s > deadline_s:
                     raise _OutOfTime
-                counts["timed"] += self._time(problem, asked, known)
+                counts["timed"] += self._time(problem, asked, estimates_ns)
                 self._batch_s = max(self._batch_s, time.monotonic() - began_s)
             else:
                 counts["replayed"] += len(asked)
-            found = [known[one][takes[one]] if self._kernel_fits(one) else HOPELESS_NS for one in asked]
+            samples_ns = [
+                estimates_ns[point][takes[point]] if self._kernel_fits(point) else HOPELESS_NS
+                for point in asked
+            ]
             takes.update(asked)
-            return found
+            return samples_ns
 
-        values = [one.values for one in self._function.parameters]
+        values = [parameter.values for parameter in self._function.parameters]
         first = self._first
         is_complete = True
         try:
             best = drive(search_parameters(values), answer)
         except _OutOfTime:
             is_complete = False
-            best = min(known, key=lambda one: known[one][-1], default=first)
+            best = min(estimates_ns, key=lambda point: estimates_ns[point][-1], default=first)
         original = self._setting.original
         baseline = original.choice if original else self._named(first)
         earlier = self._promotions(problem)
         before = earlier[-1].choice if earlier else baseline
         for choice in self._imported(problem):
             self._settle(problem, self._named(first), choice)
-        found = self._settle(problem, self._named(first), self._named(best))
-        replaced = found.comparison.gain if found.incumbent == before != found.choice else None
-        found, gain = self._beside_baseline(problem, baseline, found)
+        promotion = self._settle(problem, self._named(first), self._named(best))
+        replaced = promotion.comparison.gain if promotion.incumbent == before != promotion.choice else None
+        promotion, gain = self._beside_baseline(problem, baseline, promotion)
         return ShapeOutcome(
-            problem, found.choice, found.comparison.gain, found.comparison.gain_low, baseline, gain, before,
-            replaced if found.choice != before else None, counts["timed"], counts["replayed"],
-            _newest(known, first), _newest(known, best), is_complete,
+            problem, promotion.choice, promotion.comparison.gain, promotion.comparison.gain_low, baseline,
+            gain, before, replaced if promotion.choice != before else None, counts["timed"],
+            counts["replayed"], _newest(estimates_ns, first), _newest(estimates_ns, best), is_complete,
         )  # fmt: skip
 
     def _beside_baseline(
-        self, problem: UserProblem, baseline: Choice, found: UserPromotion
+        self, problem: UserProblem, baseline: Choice, promotion: UserPromotion
     ) -> tuple[UserPromotion, float]:
         """The choice after a duel with the baseline, unless there was one, and its gain over it."""
-        if found.choice == baseline:
-            return found, 1.0
-        for one in reversed(self._promotions(problem)):
-            if {one.choice, one.incumbent} == {found.choice, baseline}:
-                is_own = one.choice == found.choice
-                return found, (one.comparison if is_own else reversed_comparison(one.comparison)).gain
-        found = self._duel(problem, baseline, found.choice)
-        return found, found.comparison.gain if found.choice != baseline else 1.0
+        if promotion.choice == baseline:
+            return promotion, 1.0
+        for earlier in reversed(self._promotions(problem)):
+            if {earlier.choice, earlier.incumbent} == {promotion.choice, baseline}:
+                is_own = earlier.choice == promotion.choice
+                return promotion, (
+                    earlier.comparison if is_own else reversed_comparison(earlier.comparison)
+                ).gain
+        promotion = self._duel(problem, baseline, promotion.choice)
+        return promotion, promotion.comparison.gain if promotion.choice != baseline else 1.0
 
     def _promotions(self, problem: UserProblem) -> list[UserPromotion]:
         """The promotions here for a problem that are still offered, the newest last."""
-        found = self._setting.store.user_promotions(problem.kernel_abi, self._setting.core_sig)
-        return [one for one in found if one.problem == problem and self._is_offered(one.choice)]
+        promotions = self._setting.store.user_promotions(problem.kernel_abi, self._setting.core_sig)
+        return [
+            promotion
+            for promotion in promotions
+            if promotion.problem == problem and self._is_offered(promotion.choice)
+        ]
 
     def _known(self, problem: UserProblem) -> dict[Point, list[int]]:
         """The database's rows of each point, oldest first."""
         stored = self._setting.store.user_timings(problem, self._setting.core_sig)
-        found: dict[Point, list[int]] = {}
-        for one in stored:
-            by_name = dict(one.choice)
-            if one.origin.created_at_ms >= self._began_ms and list(by_name) == self._names:
-                found.setdefault(tuple(by_name.values()), []).append(one.estimate_ns)
-        return found
+        estimates_ns: dict[Point, list[int]] = {}
+        for timed in stored:
+            by_name = dict(timed.choice)
+            if timed.origin.created_at_ms >= self._began_ms and list(by_name) == self._names:
+                estimates_ns.setdefault(tuple(by_name.values()), []).append(timed.estimate_ns)
+        return estimates_ns
 
-    def _time(self, problem: UserProblem, asked: Sequence[Point], known: dict[Point, list[int]]) -> int:
+    def _time(
+        self, problem: UserProblem, asked: Sequence[Point], estimates_ns: dict[Point, list[int]]
+    ) -> int:
         """Time points side by side, but those that do not fit. Returns how many were timed."""
-        usable = [one for one in asked if self._kernel_fits(one)]
-        takes = [self._take(self._named(one)) for one in usable]
+        usable = [point for point in asked if self._kernel_fits(point)]
+        takes = [self._take(self._named(point)) for point in usable]
         with self._setting.lock.turn():
             self._watch.begin()
             taken = timing.race(takes)
             conditions = self._watch.lap().fields()
         rows = []
-        for one, parts in zip(usable, taken, strict=True):
-            samples = tuple(max(1, round(one / PARTS)) for one in parts)
+        for point, parts in zip(usable, taken, strict=True):
+            samples = tuple(max(1, round(part / PARTS)) for part in parts)
             estimate_ns = max(1, timing.estimate_ns(samples))
-            known.setdefault(one, []).append(estimate_ns)
+            estimates_ns.setdefault(point, []).append(estimate_ns)
             rows.append(
-                UserTiming(problem, self._named(one), samples, estimate_ns, self._origin(), conditions)
+                UserTiming(problem, self._named(point), samples, estimate_ns, self._origin(), conditions)
             )
         self._setting.store.add_user_timings(rows)
-        self._setting.report(f"{problem.describe()}: {len(known)} of its choices timed")
+        self._setting.report(f"{problem.describe()}: {len(estimates_ns)} of its choices timed")
         return len(rows)
 
     def _kernel_fits(self, point: Point) -> bool:
@@ -292,9 +306,15 @@ class _Run:
         duel here.
         """
         setting = self._setting
-        found = setting.store.user_promotions(problem.kernel_abi, setting.core_sig, verified=False)
-        usable = (one.choice for one in found if one.problem == problem and self._is_offered(one.choice))
-        return [*dict.fromkeys(one for one in usable if is_original(dict(one)) or self._fit(one))][-1:]
+        promotions = setting.store.user_promotions(problem.kernel_abi, setting.core_sig, verified=False)
+        usable = (
+            promotion.choice
+            for promotion in promotions
+            if promotion.problem == problem and self._is_offered(promotion.choice)
+        )
+        return [
+            *dict.fromkeys(choice for choice in usable if is_original(dict(choice)) or self._fit(choice))
+        ][-1:]
 
     def _fit(self, choice: Choice) -> bool:
         return self._kernel_fits(tuple(dict(choice).values()))
@@ -308,7 +328,7 @@ class _Run:
         setting = self._setting
         earlier = self._promotions(problem)
         original = setting.original.choice if setting.original else None
-        met = {one for found in earlier for one in (found.choice, found.incumbent)}
+        met = {choice for promotion in earlier for choice in (promotion.choice, promotion.incumbent)}
         if original and earlier and original not in met:
             earlier.append(self._duel(problem, original, earlier[-1].choice))
             met.add(original)
@@ -323,11 +343,11 @@ class _Run:
             self._check(incumbent, challenger)
         takes = self._take(incumbent), self._take(challenger)
         with setting.lock.turn():
-            found = timing.compare(timing.duel(*takes))
-        if challenger != incumbent and found.proves_faster:
-            promotion = UserPromotion(problem, challenger, incumbent, found, self._origin())
+            comparison = timing.compare(timing.duel(*takes))
+        if challenger != incumbent and comparison.proves_faster:
+            promotion = UserPromotion(problem, challenger, incumbent, comparison, self._origin())
         else:
-            reverse = reversed_comparison(found)
+            reverse = reversed_comparison(comparison)
             promotion = UserPromotion(problem, incumbent, challenger, reverse, self._origin())
         setting.store.add_user_promotion(promotion)
         return promotion
@@ -335,7 +355,7 @@ class _Run:
     def _is_offered(self, choice: Choice) -> bool:
         if is_original(dict(choice)):
             return self._setting.original is not None and choice == self._setting.original.choice
-        values = {one.name: one.values for one in self._function.parameters}
+        values = {parameter.name: parameter.values for parameter in self._function.parameters}
         return [name for name, _ in choice] == self._names and all(
             value in values[name] for name, value in choice
         )
@@ -369,11 +389,11 @@ class _Run:
 
 def call_parts(loop_ns: Sequence[int], calls_a_loop: int) -> timing.Samples:
     """Loops of so many nanoseconds as picoseconds of a call."""
-    return tuple(max(1, round(PARTS * one / calls_a_loop)) for one in loop_ns)
+    return tuple(max(1, round(PARTS * ns / calls_a_loop)) for ns in loop_ns)
 
 
-def _newest(known: Mapping[Point, Sequence[int]], point: Point) -> int | None:
-    return known[point][-1] if point in known else None
+def _newest(estimates_ns: Mapping[Point, Sequence[int]], point: Point) -> int | None:
+    return estimates_ns[point][-1] if point in estimates_ns else None
 
 
 class _OutOfTime(Exception):
