@@ -22,13 +22,13 @@ EXIT_USAGE = 2
 
 def _replaced(args: list[str], pairs: dict[str, dict[str, list[str]]]) -> list[str]:
     """`args` in which a flag and its value, e.g. `-o json`, are other words."""
-    made: list[str] = []
-    at = 0
-    while at < len(args):
-        words = pairs.get(args[at], {}).get(args[at + 1] if at + 1 < len(args) else "")
-        made += [args[at]] if words is None else words
-        at += 1 if words is None else 2
-    return made
+    replaced: list[str] = []
+    index = 0
+    while index < len(args):
+        words = pairs.get(args[index], {}).get(args[index + 1] if index + 1 < len(args) else "")
+        replaced += [args[index]] if words is None else words
+        index += 1 if words is None else 2
+    return replaced
 
 
 class GroupedCommand(TyperCommand):
@@ -36,11 +36,13 @@ class GroupedCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """`--json` and `-o json` mean the same to every command that has one of them."""
-        flags = {flag for one in self.get_params(ctx) for flag in one.opts}
+        flags = {flag for parameter in self.get_params(ctx) for flag in parameter.opts}
         if "--json" in flags and "-o" not in flags:
             args = _replaced(args, {"-o": {"json": ["--json"], "text": []}})
         elif "-o" in flags and "--json" not in flags:
-            args = [part for one in args for part in (["-o", "json"] if one == "--json" else [one])]
+            args = [
+                part for argument in args for part in (["-o", "json"] if argument == "--json" else [argument])
+            ]
         try:
             return list(super().parse_args(ctx, args))
         except typer.BadParameter as error:
@@ -60,14 +62,17 @@ class GroupedCommand(TyperCommand):
     def _leave_out_unused(self, ctx: Any) -> None:
         """Options that this run cannot follow get their defaults. UsageError where one was written."""
         command, source = _path(ctx), ctx.get_parameter_source
-        parameters = {_name(one): one for one in self.get_params(ctx) if one.name in ctx.params}
+        parameters = {
+            _name(parameter): parameter for parameter in self.get_params(ctx) if parameter.name in ctx.params
+        }
         given = {
             flag: GivenOption(
-                ctx.params[one.name],
-                source(one.name).name != "DEFAULT" and str(ctx.params[one.name]) != str(one.default),
-                source(one.name).name == "COMMANDLINE",
+                ctx.params[parameter.name],
+                source(parameter.name).name != "DEFAULT"
+                and str(ctx.params[parameter.name]) != str(parameter.default),
+                source(parameter.name).name == "COMMANDLINE",
             )
-            for flag, one in parameters.items()
+            for flag, parameter in parameters.items()
         }
 
         def model_makes_vectors() -> bool:
@@ -77,8 +82,8 @@ class GroupedCommand(TyperCommand):
 
         unused = unused_options(command, given, model_makes_vectors)
         for flag, _ in unused:
-            one = parameters[flag]
-            ctx.params[one.name] = one.process_value(ctx, one.default)
+            parameter = parameters[flag]
+            ctx.params[parameter.name] = parameter.process_value(ctx, parameter.default)
         if unused and command in SAYS_WHAT_IS_UNUSED:
             by_where: dict[str, list[str]] = {}
             for flag, where in unused:
@@ -102,7 +107,7 @@ class GroupedCommand(TyperCommand):
         if arguments:
             with formatter.section("Arguments"):
                 formatter.write_dl(arguments)
-        for heading in sorted(groups, key=lambda one: HEADINGS_IN_ORDER.get(one, 0)):
+        for heading in sorted(groups, key=lambda panel: HEADINGS_IN_ORDER.get(panel, 0)):
             with formatter.section(heading):
                 formatter.write_dl(groups[heading])
         if ways := ways_text(_path(ctx), unseen):
@@ -138,8 +143,8 @@ def _name(parameter: Any) -> str:
 def _written(ctx: Any, parameter: Any) -> str:
     """The variable, or the line of the configuration file, that an option has its value from."""
     if ctx.get_parameter_source(parameter.name).name == "ENVIRONMENT":
-        known = parameter.envvar
-        return str(known) if isinstance(known, str) else str(known[0])
+        envvar = parameter.envvar
+        return str(envvar) if isinstance(envvar, str) else str(envvar[0])
     return f"{_name(parameter).lstrip('-').replace('-', '_')} of the configuration file"
 
 

@@ -19,11 +19,11 @@ def read_config(path: Path, command: Any) -> dict[str, Any]:
     WorkflowError for a file that cannot be read (`workflows.config_file.read_toml`); ends the process with
     one line for a table or key that no command or option has.
     """
-    found = read_toml(path)
-    wrong = unknown_key(found, command)
+    values = read_toml(path)
+    wrong = unknown_key(values, command)
     if wrong is not None:
         fail(f"config file {path}: {wrong}", EXIT_FAILURE)
-    return found
+    return values
 
 
 def defaults_of(values: Mapping[str, Any], command: Any) -> dict[str, Any]:
@@ -37,11 +37,15 @@ def defaults_of(values: Mapping[str, Any], command: Any) -> dict[str, Any]:
 
 def _keys(command: Any) -> dict[str, str]:
     """By key of the file, the parameter's name: an option's key is its flag, `kv_budget` for --kv-budget."""
-    keys = {one.name: one.name for one in command.params if not one.opts[0].startswith("-")}
-    for one in command.params:
-        for flag in (*one.opts, *one.secondary_opts):
+    keys = {
+        parameter.name: parameter.name
+        for parameter in command.params
+        if not parameter.opts[0].startswith("-")
+    }
+    for parameter in command.params:
+        for flag in (*parameter.opts, *parameter.secondary_opts):
             if flag.startswith("--"):
-                keys[flag[2:].replace("-", "_")] = one.name
+                keys[flag[2:].replace("-", "_")] = parameter.name
     return keys
 
 
@@ -50,13 +54,13 @@ def unknown_key(values: Mapping[str, Any], command: Any, where: str = "") -> str
     children = getattr(command, "commands", {})
     options = _keys(command)
     for key, value in values.items():
-        at = f"{where}{key}"
+        full_key = f"{where}{key}"
         if isinstance(value, dict):
             if key not in children:
-                return f"[{at}] is no command{meant(key, children)}"
-            wrong = unknown_key(value, children[key], f"{at}.")
+                return f"[{full_key}] is no command{meant(key, children)}"
+            wrong = unknown_key(value, children[key], f"{full_key}.")
             if wrong is not None:
                 return wrong
         elif key not in options:
-            return f"{at} is no option{meant(key.replace('-', '_'), options)}"
+            return f"{full_key} is no option{meant(key.replace('-', '_'), options)}"
     return None

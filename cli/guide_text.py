@@ -84,7 +84,7 @@ def _line(line: str) -> str:
     )
 
 
-def _link(found: re.Match[str]) -> str:
+def _link(match: re.Match[str]) -> str:
     """The text of a link, and for a page of the guide the command that prints it."""
-    said, target = found[1], Path(found[2]).stem
+    said, target = match[1], Path(match[2]).stem
     return f"{said} (phasewise help {target})" if (GUIDE / f"{target}.md").exists() else said

@@ -55,7 +55,7 @@ def option_set(settings: type, panel: str | None = None, **fields: Any) -> Optio
 
     TypeError where `fields` are not those of the dataclass, in its order.
     """
-    names = [one.name for one in dataclasses.fields(settings)]
+    names = [field.name for field in dataclasses.fields(settings)]
     if names != list(fields):
         raise TypeError(f"{settings.__name__} has the fields {names}, options are {list(fields)}")
     return OptionSet(settings, panel, fields)
@@ -81,7 +81,7 @@ def spread(**sets: OptionSet) -> Callable[[Callable[..., None]], Callable[..., N
             command(**given)
 
         called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        called.__annotations__ = {one.name: one.annotation for one in parameters}
+        called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return called
 
     return decorate
@@ -99,7 +99,7 @@ def under(heading: str, shared: Any) -> Any:
 
 def _parameters(chosen: OptionSet) -> list[inspect.Parameter]:
     hints = get_type_hints(chosen.settings)
-    made = []
+    parameters = []
     for field in dataclasses.fields(chosen.settings):
         spec = chosen.fields[field.name]
         default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
@@ -110,8 +110,8 @@ def _parameters(chosen: OptionSet) -> list[inspect.Parameter]:
         elif chosen.panel is not None:
             spec = under(chosen.panel, spec)
         kind = inspect.Parameter.KEYWORD_ONLY
-        made.append(inspect.Parameter(field.name, kind, default=default, annotation=spec))
-    return made
+        parameters.append(inspect.Parameter(field.name, kind, default=default, annotation=spec))
+    return parameters
 
 
 def _annotation(spec: OptionSpec, name: str, kind: Any, panel: str | None) -> Any:

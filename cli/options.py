@@ -192,4 +192,4 @@ def phases_of(choice: PhaseChoice) -> tuple[Phase, ...]:
     """The phases that `--phase` names, prefill first."""
     from phasewise.tuner.plans import PHASES
 
-    return tuple(one for one in PHASES if choice in ("both", one))
+    return tuple(phase for phase in PHASES if choice in ("both", phase))

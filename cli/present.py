@@ -31,8 +31,8 @@ _COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]
 """Those of them that a text in no language needs."""
 
 
-def _as_json(found: re.Match[str]) -> str:
-    return f"\\u{ord(found[0]):04x}"
+def _as_json(match: re.Match[str]) -> str:
+    return f"\\u{ord(match[0]):04x}"
 
 
 def printable(text: str) -> str:

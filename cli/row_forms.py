@@ -35,7 +35,7 @@ def as_json(rows: Iterable[DataclassInstance]) -> str:
 
 def scalar_names(kind: type[DataclassInstance]) -> list[str]:
     """The fields that fit into a cell, in their order. `kind`'s annotations are texts."""
-    return [one.name for one in fields(kind) if one.type in _SCALARS]
+    return [field.name for field in fields(kind) if field.type in _SCALARS]
 
 
 def as_csv(names: Iterable[str], lines: Iterable[Iterable[object]], *, quoted: bool = False) -> str:

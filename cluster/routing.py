@@ -252,7 +252,9 @@ class SplitwisePolicy:
 
     def choose(self, ask: Ask, machines: Sequence[_Machine]) -> Assignment:
         needed = ask.prompt_tokens + ask.answer_tokens
-        token = _first_fit(machines, ("token", "mixed", "prompt"), _kv_load, lambda one: one.has_room(needed))
+        token = _first_fit(
+            machines, ("token", "mixed", "prompt"), _kv_load, lambda machine: machine.has_room(needed)
+        )
         if token is not None and ask.prompt_tokens <= self.limits.split_above_tokens:
             return Assignment(token.index, token.index)
 
@@ -276,11 +278,11 @@ class RoundRobinPolicy:
         self._prompts, self._tokens = count(), count()
 
     def choose(self, ask: Ask, machines: Sequence[_Machine]) -> Assignment:
-        prompts = [one for one in machines if one.home != "token"]
+        prompts = [machine for machine in machines if machine.home != "token"]
         prompt = prompts[next(self._prompts) % len(prompts)]
         if prompt.home == "mixed":
             return Assignment(prompt.index, prompt.index)
-        tokens = [one for one in machines if one.home != "prompt"]
+        tokens = [machine for machine in machines if machine.home != "prompt"]
         return Assignment(prompt.index, tokens[next(self._tokens) % len(tokens)].index)
 
 
@@ -296,7 +298,7 @@ class PrefixAwarePolicy:
     _seen: dict[int, OrderedDict[int, None]] = field(default_factory=dict)
 
     def choose(self, ask: Ask, machines: Sequence[_Machine]) -> Assignment:
-        able = [one for one in machines if one.home != "token"]
+        able = [machine for machine in machines if machine.home != "token"]
 
         def to_compute(machine: _Machine) -> int:
             return machine.pending_tokens + ask.prompt_tokens - self._known_tokens(machine, ask)
@@ -341,7 +343,7 @@ def _first_fit(
 ) -> _Machine | None:
     """The least loaded machine of the first pool whose least loaded machine fits."""
     for role in pools:
-        pool = [one for one in machines if one.role == role]
+        pool = [machine for machine in machines if machine.role == role]
         if pool:
             least = min(pool, key=load)
             if fits(least):

@@ -51,7 +51,7 @@ class RequestPace:
         if self.rate is None:
             return [0.0] * count
         if self.arrivals is Arrivals.constant:
-            return [at / self.rate for at in range(count)]
+            return [index / self.rate for index in range(count)]
         burstiness = self.burstiness if self.arrivals is Arrivals.gamma else 1.0
         return gamma_arrivals_s(self.rate, burstiness, count, random.Random(seed))
 
@@ -63,18 +63,18 @@ def gamma_arrivals_s(rate: float, burstiness: float, count: int, rng: random.Ran
     if not instants_s or instants_s[-1] <= 0:
         return [0.0] * count
     scale = count / rate / instants_s[-1]
-    return [at * scale for at in instants_s]
+    return [instant_s * scale for instant_s in instants_s]
 
 
 def scaled(trace: Trace, time_scale: float, length_scale: float) -> Trace:
     """The trace with gaps multiplied by `time_scale` and lengths by `length_scale`."""
     return tuple(
         RequestLengths(
-            whole_tokens(one.prompt_tokens * length_scale),
-            whole_tokens(one.output_tokens * length_scale),
-            None if one.arrival_s is None else one.arrival_s * time_scale,
+            whole_tokens(request.prompt_tokens * length_scale),
+            whole_tokens(request.output_tokens * length_scale),
+            None if request.arrival_s is None else request.arrival_s * time_scale,
         )
-        for one in trace
+        for request in trace
     )
 
 
@@ -85,10 +85,12 @@ def repeated(trace: Trace, count: int) -> Trace:
     """
     if not trace:
         raise TraceError("a trace without requests cannot be replayed")
-    ordered = sorted(trace, key=lambda one: one.arrival_s or 0.0)
+    ordered = sorted(trace, key=lambda request: request.arrival_s or 0.0)
     span_s = ordered[-1].arrival_s or 0.0
     pass_s = span_s * len(ordered) / max(1, len(ordered) - 1)
-    return tuple(_later(ordered[at % len(ordered)], at // len(ordered) * pass_s) for at in range(count))
+    return tuple(
+        _later(ordered[index % len(ordered)], index // len(ordered) * pass_s) for index in range(count)
+    )
 
 
 def _later(request: RequestLengths, by_s: float) -> RequestLengths:
@@ -97,7 +99,7 @@ def _later(request: RequestLengths, by_s: float) -> RequestLengths:
 
 def instants_of(trace: Trace) -> list[float] | None:
     """The arrivals of all requests, seconds; None if any request has none."""
-    instants_s = [one.arrival_s for one in trace if one.arrival_s is not None]
+    instants_s = [request.arrival_s for request in trace if request.arrival_s is not None]
     return instants_s if len(instants_s) == len(trace) else None
 
 
@@ -126,7 +128,7 @@ class LatencySlo:
 def parse_slo(text: str) -> LatencySlo:
     """Bounds of every request's latencies (`slo.parse_bounds`). TraceError saying what is wrong."""
     bounds = parse_bounds(text)
-    if any(one.percentile is not None for one in bounds):
+    if any(bound.percentile is not None for bound in bounds):
         raise TraceError(f"this SLO bounds every request, without percentiles: {text!r:.60}")
-    found = {one.metric: one.below_ms for one in bounds}
-    return LatencySlo(found.get("ttft"), found.get("tpot"), found.get("e2e"))
+    limits_ms = {bound.metric: bound.below_ms for bound in bounds}
+    return LatencySlo(limits_ms.get("ttft"), limits_ms.get("tpot"), limits_ms.get("e2e"))

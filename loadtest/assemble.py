@@ -96,8 +96,10 @@ def _requests(times: SendingTimes, wanted: SentLengths) -> Trace:
     n_requests = wanted.requests or without_count
     if wanted.lengths is not None:
         return scaled(parse_distribution(wanted.lengths, n_requests, wanted.seed), *scales)
-    one = RequestLengths(wanted.input_len or DEFAULT_INPUT_TOKENS, wanted.output_len or DEFAULT_OUTPUT_TOKENS)
-    return scaled((one,) * n_requests, *scales)
+    lengths = RequestLengths(
+        wanted.input_len or DEFAULT_INPUT_TOKENS, wanted.output_len or DEFAULT_OUTPUT_TOKENS
+    )
+    return scaled((lengths,) * n_requests, *scales)
 
 
 def _pace(requests: Trace, times: SendingTimes, *, is_search: bool) -> RequestPace:

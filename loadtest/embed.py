@@ -81,18 +81,18 @@ def lengths_of(text: str, count: int, seed: int) -> list[int]:
             import math
 
             median, sigma = float(parts[1]), float(parts[2])
-            found = [round(rng.lognormvariate(math.log(median), sigma)) for _ in range(count)]
+            lengths = [round(rng.lognormvariate(math.log(median), sigma)) for _ in range(count)]
         elif len(parts) == 2:
-            found = [rng.randint(int(parts[0]), int(parts[1])) for _ in range(count)]
+            lengths = [rng.randint(int(parts[0]), int(parts[1])) for _ in range(count)]
         else:
-            found = [int(text)] * count
+            lengths = [int(text)] * count
     except ValueError as error:
         raise LoadTestError(
             f"lengths are written 75, 20:120 or lognormal:75:0.6, not {text!r:.40}"
         ) from error
-    if min(found) < 1 and parts[0] != "lognormal":
+    if min(lengths) < 1 and parts[0] != "lognormal":
         raise LoadTestError(f"lengths below 1 in {text!r:.40}")
-    return [max(1, one) for one in found]
+    return [max(1, length) for length in lengths]
 
 
 class EmbedClient:
@@ -121,9 +121,9 @@ class EmbedClient:
 
 def _tokens_in(raw: bytes) -> int:
     """The usage, which servers write at one end or the other: the vectors between are not parsed."""
-    at = raw.rfind(b'"usage"')
+    start = raw.rfind(b'"usage"')
     try:
-        usage = json.loads(raw[at + 8 : raw.index(b"}", at) + 1].decode()) if at >= 0 else {}
+        usage = json.loads(raw[start + 8 : raw.index(b"}", start) + 1].decode()) if start >= 0 else {}
         return int(usage.get("prompt_tokens", 0))
     except (ValueError, AttributeError):
         return 0
@@ -156,12 +156,12 @@ async def closed_loop(
     waiting = iter(batches)
     outcomes: list[EmbedOutcome] = []
 
-    async def one() -> None:
+    async def send_in_turn() -> None:
         for batch in waiting:
             outcomes.append(await client.send(batch))  # noqa: PERF401 (shared by all clients)
 
     began = time.perf_counter()
-    await asyncio.gather(*(one() for _ in range(concurrency)))
+    await asyncio.gather(*(send_in_turn() for _ in range(concurrency)))
     return outcomes, time.perf_counter() - began
 
 
@@ -172,12 +172,14 @@ async def open_loop(
     batches = _batches(texts, client.target.inputs_each)
     began = time.perf_counter()
 
-    async def one(at_s: float, batch: Sequence[str]) -> EmbedOutcome:
+    async def send_at(at_s: float, batch: Sequence[str]) -> EmbedOutcome:
         await asyncio.sleep(max(0.0, began + at_s - time.perf_counter()))
         return await client.send(batch)
 
     instants = pace.arrivals_s(len(batches), seed)
-    outcomes = await asyncio.gather(*(one(at, batch) for at, batch in zip(instants, batches, strict=True)))
+    outcomes = await asyncio.gather(
+        *(send_at(instant_s, batch) for instant_s, batch in zip(instants, batches, strict=True))
+    )
     return list(outcomes), time.perf_counter() - began
 
 
@@ -193,10 +195,10 @@ async def highest_concurrency(
     async def longest_s(concurrency: int) -> float:
         worst = 0.0
         for _ in range(rounds):
-            outcomes = await asyncio.gather(*(client.send([one]) for one in text(concurrency)))
-            if any(one.status != 200 for one in outcomes):
+            outcomes = await asyncio.gather(*(client.send([query]) for query in text(concurrency)))
+            if any(outcome.status != 200 for outcome in outcomes):
                 return float("inf")
-            worst = max(worst, *(one.latency_s for one in outcomes))
+            worst = max(worst, *(outcome.latency_s for outcome in outcomes))
             if worst > slo_s:
                 break
         report(concurrency, worst)
@@ -216,16 +218,16 @@ async def highest_concurrency(
 
 def figures(outcomes: Sequence[EmbedOutcome], seconds: float, slo_s: float | None = None) -> EmbedFigures:
     """Figures of a load that took `seconds`."""
-    good = [one for one in outcomes if one.status == 200]
-    latencies = sorted(1e3 * one.latency_s for one in good)
+    good = [outcome for outcome in outcomes if outcome.status == 200]
+    latencies = sorted(1e3 * outcome.latency_s for outcome in good)
     return EmbedFigures(
         requests=len(outcomes),
         ok=len(good),
-        busy=sum(one.status == 429 for one in outcomes),
-        failed=sum(one.status not in (200, 429) for one in outcomes),
+        busy=sum(outcome.status == 429 for outcome in outcomes),
+        failed=sum(outcome.status not in (200, 429) for outcome in outcomes),
         seconds=seconds,
-        texts_per_s=sum(one.inputs for one in good) / seconds if seconds > 0 else 0.0,
-        tokens_per_s=sum(one.tokens for one in good) / seconds if seconds > 0 else 0.0,
+        texts_per_s=sum(outcome.inputs for outcome in good) / seconds if seconds > 0 else 0.0,
+        tokens_per_s=sum(outcome.tokens for outcome in good) / seconds if seconds > 0 else 0.0,
         latency_ms={f"p{p}": _percentile(latencies, p) for p in PERCENTILES},
         within_slo=_share_within(good, slo_s),
     )
@@ -234,7 +236,7 @@ def figures(outcomes: Sequence[EmbedOutcome], seconds: float, slo_s: float | Non
 def _share_within(good: Sequence[EmbedOutcome], slo_s: float | None) -> float | None:
     if slo_s is None or not good:
         return None
-    return sum(one.latency_s <= slo_s for one in good) / len(good)
+    return sum(outcome.latency_s <= slo_s for outcome in good) / len(good)
 
 
 def _percentile(ordered: Sequence[float], percent: int) -> float:
@@ -244,4 +246,4 @@ def _percentile(ordered: Sequence[float], percent: int) -> float:
 
 
 def _batches(texts: Sequence[str], each: int) -> list[Sequence[str]]:
-    return [texts[at : at + each] for at in range(0, len(texts), each)]
+    return [texts[start : start + each] for start in range(0, len(texts), each)]

@@ -32,7 +32,7 @@ class Measured:
 
     @property
     def complete(self) -> list[RequestOutcome]:
-        return [one for one in self.outcomes if one.is_complete]
+        return [outcome for outcome in self.outcomes if outcome.is_complete]
 
     @property
     def client_cpu_share(self) -> float:
@@ -43,18 +43,18 @@ class Measured:
 def latencies_ms(outcomes: Sequence[RequestOutcome]) -> dict[str, list[float]]:
     """Samples of every metric in milliseconds. TPOT needs two tokens; ITL pools the gaps of all requests."""
     return {
-        "ttft": [1e3 * one.ttft_s for one in outcomes],
-        "tpot": [1e3 * one.tpot_s for one in outcomes if one.tpot_s is not None],
-        "itl": [1e3 * gap_s for one in outcomes for gap_s in one.itls_s],
-        "e2el": [1e3 * one.latency_s for one in outcomes],
+        "ttft": [1e3 * outcome.ttft_s for outcome in outcomes],
+        "tpot": [1e3 * outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None],
+        "itl": [1e3 * gap_s for outcome in outcomes for gap_s in outcome.itls_s],
+        "e2el": [1e3 * outcome.latency_s for outcome in outcomes],
     }
 
 
 def flat_result(measured: Measured, slo: LatencySlo | None) -> dict[str, Any]:
     """vLLM's flat fields. As in vLLM, a metric without samples is 0; so is rtfx, which is for speech."""
     complete, duration_s = measured.complete, measured.duration_s
-    n_input = sum(one.prompt_tokens for one in complete)
-    n_output = sum(one.output_tokens for one in complete)
+    n_input = sum(outcome.prompt_tokens for outcome in complete)
+    n_output = sum(outcome.output_tokens for outcome in complete)
     per_s = 1 / duration_s if duration_s > 0 else 0.0
     fields: dict[str, Any] = {
         "duration": duration_s,
@@ -63,7 +63,7 @@ def flat_result(measured: Measured, slo: LatencySlo | None) -> dict[str, Any]:
         "total_input_tokens": n_input,
         "total_output_tokens": n_output,
         "request_throughput": len(complete) * per_s,
-        "request_goodput": None if slo is None else sum(keeps(one, slo) for one in complete) * per_s,
+        "request_goodput": None if slo is None else sum(keeps(outcome, slo) for outcome in complete) * per_s,
         "output_throughput": n_output * per_s,
         "total_token_throughput": (n_input + n_output) * per_s,
         "max_output_tokens_per_s": float(max(_events_a_second(complete), default=0)),
@@ -101,7 +101,7 @@ def kept_promises(outcome: RequestOutcome, slo: LatencySlo) -> dict[str, bool]:
 
 def attainment(outcomes: Sequence[RequestOutcome], slo: LatencySlo) -> float:
     """Share of all requests, failed ones too, that kept every promise."""
-    return sum(keeps(one, slo) for one in outcomes) / len(outcomes) if outcomes else 0.0
+    return sum(keeps(outcome, slo) for outcome in outcomes) / len(outcomes) if outcomes else 0.0
 
 
 def attainment_by_scale(outcomes: Sequence[RequestOutcome], slo: LatencySlo) -> dict[float, float]:
@@ -111,7 +111,9 @@ def attainment_by_scale(outcomes: Sequence[RequestOutcome], slo: LatencySlo) -> 
 
 def is_kept(outcomes: Sequence[RequestOutcome], slo: LatencySlo, goal: float = GOAL) -> bool:
     """True if each promise by itself was kept by `goal` of all requests: P90 of TTFT, and P90 of TPOT."""
-    missed = Counter(name for one in outcomes for name, kept in kept_promises(one, slo).items() if not kept)
+    missed = Counter(
+        name for outcome in outcomes for name, kept in kept_promises(outcome, slo).items() if not kept
+    )
     most = most_missed(len(outcomes), goal)
     return bool(outcomes) and all(missed[name] <= most for name in slo.promises())
 
@@ -123,21 +125,23 @@ def most_missed(count: int, goal: float = GOAL) -> int:
 
 def failures(outcomes: Sequence[RequestOutcome]) -> Mapping[str, int]:
     """Failures by kind, the most frequent first."""
-    return dict(Counter(one.failure.value for one in outcomes if one.failure is not None).most_common())
+    return dict(
+        Counter(outcome.failure.value for outcome in outcomes if outcome.failure is not None).most_common()
+    )
 
 
 def _first_start_s(outcomes: Sequence[RequestOutcome]) -> float:
-    return min((one.start_s for one in outcomes), default=0.0)
+    return min((outcome.start_s for outcome in outcomes), default=0.0)
 
 
 def _events_a_second(outcomes: Sequence[RequestOutcome]) -> list[int]:
     """Token events in each second since the first request was sent."""
     first_s = _first_start_s(outcomes)
     seconds: Counter[int] = Counter()
-    for one in outcomes:
-        at_s = one.start_s + one.ttft_s - first_s
+    for outcome in outcomes:
+        at_s = outcome.start_s + outcome.ttft_s - first_s
         seconds[int(at_s)] += 1
-        for gap_s in one.itls_s:
+        for gap_s in outcome.itls_s:
             at_s += gap_s
             seconds[int(at_s)] += 1
     return list(seconds.values())
@@ -147,7 +151,7 @@ def _alive_a_second(outcomes: Sequence[RequestOutcome]) -> list[int]:
     """Requests in flight at some time within each second."""
     first_s = _first_start_s(outcomes)
     seconds: Counter[int] = Counter()
-    for one in outcomes:
-        begin_s = one.start_s - first_s
-        seconds.update(range(int(begin_s), int(begin_s + one.latency_s) + 1))
+    for outcome in outcomes:
+        begin_s = outcome.start_s - first_s
+        seconds.update(range(int(begin_s), int(begin_s + outcome.latency_s) + 1))
     return list(seconds.values())

@@ -89,9 +89,9 @@ Count: TypeAlias = Callable[[Prompt], Awaitable[int | None]]
 async def calibrated(count: Count, seed: int, *, may_use_ids: bool) -> Prompts:
     """Token ids if the server accepts them and counts as many, otherwise words by the server's counts."""
     if may_use_ids:
-        found = await count(IdPrompts(seed)(0, PROBE_TOKENS))
-        if found is not None and PROBE_TOKENS <= found <= PROBE_TOKENS + MOST_ADDED:
-            return IdPrompts(seed, added=found - PROBE_TOKENS)
+        n_counted = await count(IdPrompts(seed)(0, PROBE_TOKENS))
+        if n_counted is not None and PROBE_TOKENS <= n_counted <= PROBE_TOKENS + MOST_ADDED:
+            return IdPrompts(seed, added=n_counted - PROBE_TOKENS)
     few, many = await count(words(seed, 0, FEW)), await count(words(seed, 0, MANY))
     if few is None or many is None or many <= few:
         return TextPrompts(seed)
@@ -103,4 +103,4 @@ def words(seed: int, index: int, n_words: int) -> str:
     """A text of random words. Every word appears once before any repeats, so short texts are like long."""
     rng = np.random.default_rng((seed, index))
     order = np.concatenate([rng.permutation(len(WORDS)) for _ in range(-(-n_words // len(WORDS)))])
-    return " " + " ".join(WORDS[at] for at in order[:n_words])
+    return " " + " ".join(WORDS[position] for position in order[:n_words])

@@ -34,26 +34,26 @@ def find_rate(search: RateSearch) -> Generator[float, bool, float | None]:
     If rates are kept up to an edge and missed above it, the result is within `resolution` of the edge, unless
     `most_probes` ends the search first. In any case most probes of the result were kept.
     """
-    found: dict[float, list[bool]] = {}
+    by_rate: dict[float, list[bool]] = {}
     rate: float | None = min(max(search.start, LEAST_RATE), MOST_RATE)
     for _ in range(search.most_probes):
         if rate is None:
             break
-        found.setdefault(rate, []).append((yield rate))
-        rate = _next(found, search)
-    return _edges(found)[0]
+        by_rate.setdefault(rate, []).append((yield rate))
+        rate = _next(by_rate, search)
+    return _edges(by_rate)[0]
 
 
-def _edges(found: Mapping[float, Sequence[bool]]) -> tuple[float | None, float | None]:
+def _edges(by_rate: Mapping[float, Sequence[bool]]) -> tuple[float | None, float | None]:
     """The highest kept rate below the lowest missed one, and the lowest missed rate, where there are."""
-    kept = {rate for rate, verdicts in found.items() if 2 * sum(verdicts) > len(verdicts)}
-    missed = min(found.keys() - kept, default=None)
+    kept = {rate for rate, verdicts in by_rate.items() if 2 * sum(verdicts) > len(verdicts)}
+    missed = min(by_rate.keys() - kept, default=None)
     return max((rate for rate in kept if missed is None or rate < missed), default=None), missed
 
 
-def _next(found: Mapping[float, Sequence[bool]], search: RateSearch) -> float | None:
+def _next(by_rate: Mapping[float, Sequence[bool]], search: RateSearch) -> float | None:
     """The next rate: up until one is missed, down until one is kept, then between; None: the search ends."""
-    kept, missed = _edges(found)
+    kept, missed = _edges(by_rate)
     if missed is None:
         assert kept is not None
         following = None if kept >= MOST_RATE else min(kept * search.factor, MOST_RATE)
@@ -63,16 +63,16 @@ def _next(found: Mapping[float, Sequence[bool]], search: RateSearch) -> float | 
     else:
         near = kept >= missed * (1 - search.resolution)
         following = None if near else math.sqrt(kept * missed)
-    return _doubted(found, (missed, kept), search.votes) if following is None else following
+    return _doubted(by_rate, (missed, kept), search.votes) if following is None else following
 
 
 def _doubted(
-    found: Mapping[float, Sequence[bool]], edges: Sequence[float | None], votes: int
+    by_rate: Mapping[float, Sequence[bool]], edges: Sequence[float | None], votes: int
 ) -> float | None:
     """The first of the edges whose verdict further probes, up to `votes` in all, could change."""
     for rate in edges:
         if rate is not None:
-            n_kept, n_missed = sum(found[rate]), len(found[rate]) - sum(found[rate])
+            n_kept, n_missed = sum(by_rate[rate]), len(by_rate[rate]) - sum(by_rate[rate])
             if 2 * max(n_kept, n_missed) <= votes:
                 return rate
     return None

@@ -82,21 +82,21 @@ def _probe_fields(probe: RateProbe) -> dict[str, Any]:
         "is_kept": probe.is_kept,
         "slo_attainment": probe.attainment,
         "num_prompts": len(probe.measured.outcomes),
-        "failed": sum(not one.is_complete for one in probe.measured.outcomes),
+        "failed": sum(not outcome.is_complete for outcome in probe.measured.outcomes),
         "duration": probe.measured.duration_s,
     }
 
 
 def detailed_fields(outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:
     """One entry a request, in the order of their starts."""
-    ordered = sorted(outcomes, key=lambda one: one.start_s)
+    ordered = sorted(outcomes, key=lambda outcome: outcome.start_s)
     return {
-        "input_lens": [one.prompt_tokens for one in ordered],
-        "output_lens": [one.output_tokens for one in ordered],
-        "ttfts": [one.ttft_s for one in ordered],
-        "itls": [one.itls_s for one in ordered],
-        "generated_texts": [one.text for one in ordered],
-        "errors": [one.error for one in ordered],
-        "latencies": [one.latency_s for one in ordered],
-        "start_times": [one.start_s for one in ordered],
+        "input_lens": [outcome.prompt_tokens for outcome in ordered],
+        "output_lens": [outcome.output_tokens for outcome in ordered],
+        "ttfts": [outcome.ttft_s for outcome in ordered],
+        "itls": [outcome.itls_s for outcome in ordered],
+        "generated_texts": [outcome.text for outcome in ordered],
+        "errors": [outcome.error for outcome in ordered],
+        "latencies": [outcome.latency_s for outcome in ordered],
+        "start_times": [outcome.start_s for outcome in ordered],
     }

@@ -56,7 +56,7 @@ async def run_load(
     cpu_s, started_s = time.process_time(), time.perf_counter()
     await running.run(started_s)
     ended_s = time.perf_counter()
-    outcomes = [replace(one, start_s=one.start_s - started_s) for one in running.outcomes]
+    outcomes = [replace(outcome, start_s=outcome.start_s - started_s) for outcome in running.outcomes]
     return Measured(outcomes, ended_s - started_s, time.process_time() - cpu_s)
 
 

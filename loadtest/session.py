@@ -174,7 +174,7 @@ class _Session:
         if test.n_warm_up:
             self.report(f"warming up: {counted(test.n_warm_up, 'request')} ...")
             pace = RequestPace(None, most_at_once=min(test.n_warm_up, MOST_WARM_AT_ONCE))
-            requests = tuple(test.requests[at % len(test.requests)] for at in range(test.n_warm_up))
+            requests = tuple(test.requests[index % len(test.requests)] for index in range(test.n_warm_up))
             load = RequestLoad(requests, pace, self.prompts, first_index=1 << 40)
             await run_load(self.client, load, self.stop)
 
@@ -282,7 +282,7 @@ def _either(stop: asyncio.Event, decided: asyncio.Event) -> Iterator[None]:
 def probe_requests(requests: Trace, rate: float, probe_s: float) -> tuple[RequestLengths, ...]:
     """The requests of one probe: `requests` in turn, as often as needed."""
     count = max(1, round(rate * probe_s), min(FEWEST_OF_A_PROBE, round(rate * probe_s * LONGEST_PROBE)))
-    return tuple(requests[at % len(requests)] for at in range(count))
+    return tuple(requests[index % len(requests)] for index in range(count))
 
 
 def longest_s(slo: LatencySlo, output_tokens: int) -> float | None:

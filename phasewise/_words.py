@@ -24,15 +24,15 @@ LOW_LIMIT = "-: faster than the limit, which was measured while the machine was 
 """The line of a table with such a share."""
 
 
-def plural(count: float, one: str, several: str | None = None) -> str:
-    """`one` for a count of one, else `several` or `one` with an s: `plan`, `plans`."""
+def plural(count: float, singular: str, several: str | None = None) -> str:
+    """`singular` for a count of one, else `several` or `singular` with an s: `plan`, `plans`."""
     if count == 1:
-        return one
+        return singular
     if several is not None:
         return several
-    if one.endswith("y") and one[-2:-1] not in "aeiou":
-        return f"{one[:-1]}ies"
-    return f"{one}es" if one.endswith(("s", "x", "z", "ch", "sh")) else f"{one}s"
+    if singular.endswith("y") and singular[-2:-1] not in "aeiou":
+        return f"{singular[:-1]}ies"
+    return f"{singular}es" if singular.endswith(("s", "x", "z", "ch", "sh")) else f"{singular}s"
 
 
 def meant(word: str, names: Iterable[str]) -> str:
@@ -48,9 +48,9 @@ def meant(word: str, names: Iterable[str]) -> str:
     return f"; did you mean {', '.join(others)}{' or ' if others else ''}{last}?" if last else ""
 
 
-def counted(count: int, one: str, several: str | None = None) -> str:
+def counted(count: int, singular: str, several: str | None = None) -> str:
     """A count with its noun: `1 plan`, `3 plans`, `0 queries`."""
-    return f"{count} {plural(count, one, several)}"
+    return f"{count} {plural(count, singular, several)}"
 
 
 def number(value: float, digits: int = 6) -> str:

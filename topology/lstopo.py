@@ -232,12 +232,12 @@ class _Collector:
 
     def _kinds(self) -> tuple[CpuKind, ...]:
         """hwloc lists kinds from the least to the most capable; a single kind says nothing."""
-        found = [kind for kind in self.kinds if kind.mask & self.online]
-        if len(found) < 2:
+        kinds = [kind for kind in self.kinds if kind.mask & self.online]
+        if len(kinds) < 2:
             return ()
         return tuple(
             CpuKind(_printable(kind.name) or f"kind-{rank}", cpus_of(kind.mask & self.online))
-            for rank, kind in enumerate(found)
+            for rank, kind in enumerate(kinds)
         )
 
 

@@ -94,22 +94,22 @@ class MemoryCollector:
         words = "".join(self._texts.get("indexes", ())).split()
         nodes = [self._os_of_gp.get(word) if self._by_gp else _count(word) for word in words]
         there = set(self._nodes)
-        known = [node for node in nodes if node is not None and node in there]
-        return _square(known, values) if len(known) == len(words) else None
+        present = [node for node in nodes if node is not None and node in there]
+        return _square(present, values) if len(present) == len(words) else None
 
     def access(self, online: int) -> tuple[MemoryAccess, ...]:
         """An entry for each node and set of initiators, in the order given."""
-        found: dict[tuple[int, int], MemoryAccess] = {}
+        entries: dict[tuple[int, int], MemoryAccess] = {}
         for gp_index, value, cpuset, names in self._values:
             node = self._os_of_gp.get(gp_index)
             if node is None or not value:
                 continue
             mask = parse_hwloc_mask(cpuset) & online if cpuset else 0
-            entry = found.setdefault((node, mask), MemoryAccess(node, cpus_of(mask)))
+            entry = entries.setdefault((node, mask), MemoryAccess(node, cpus_of(mask)))
             scaled = value * MIB if names[0].endswith("bytes_per_s") else value
             fields: dict[str, Any] = dict.fromkeys(names, scaled)
-            found[node, mask] = replace(entry, **fields)
-        return tuple(found.values())
+            entries[node, mask] = replace(entry, **fields)
+        return tuple(entries.values())
 
     def _ratio(self, text: str) -> None:
         if len(self._ratios) >= MAX_NODES * MAX_NODES:

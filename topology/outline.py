@@ -51,7 +51,7 @@ def count_words(machine: Machine) -> str:
         (counts.cores, "core", "cores"),
         (counts.pus, "PU", "PUs"),
     )
-    words = [f"{number} {one if number == 1 else many}" for number, one, many in named]
+    words = [f"{number} {singular if number == 1 else many}" for number, singular, many in named]
     return ", ".join([*words, f"{counts.allowed_pus} allowed"])
 
 

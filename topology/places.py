@@ -22,7 +22,7 @@ def places(machine: Machine) -> tuple[int, ...]:
 
 def places_of(machine: Machine, pus: Sequence[int]) -> tuple[int, ...]:
     """The places of PUs, in their order. TopologyError where this process may not use one."""
-    place = {pu: at for at, pu in enumerate(places(machine))}
+    place = {pu: index for index, pu in enumerate(places(machine))}
     if foreign := [pu for pu in pus if pu not in place]:
         raise TopologyError(f"this process may not use core {foreign[0]}: it has no place in a plan")
     return tuple(place[pu] for pu in pus)

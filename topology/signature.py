@@ -105,12 +105,12 @@ def _term(kind: Kind, inner: str, count: int) -> str:
 
 def _visible(node: Node, chosen: frozenset[int], levels: frozenset[Kind]) -> list[Node]:
     """The nearest parts inside `node` that hold a chosen PU and belong to a named level."""
-    found: list[Node] = []
+    parts: list[Node] = []
     for child in node.children:
         if chosen.isdisjoint(child.cpus):
             continue
-        found += [child] if child.kind in levels else _visible(child, chosen, levels)
-    return found
+        parts += [child] if child.kind in levels else _visible(child, chosen, levels)
+    return parts
 
 
 def _kind_names(machine: Machine) -> dict[int, str]:

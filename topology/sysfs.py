@@ -193,8 +193,8 @@ def _node_cpus(folder: Path) -> int:
 
 def _node_folders(nodes: Path) -> dict[int, Path]:
     """By number, ascending: the order in which the kernel writes a row of distances."""
-    found = {path.name[4:]: path for path in nodes.glob("node[0-9]*") if path.name[4:].isdigit()}
-    return {int(number): found[number] for number in sorted(found, key=int)}
+    by_number = {path.name[4:]: path for path in nodes.glob("node[0-9]*") if path.name[4:].isdigit()}
+    return {int(number): by_number[number] for number in sorted(by_number, key=int)}
 
 
 def _distances(nodes: Path) -> NumaDistances | None:
@@ -210,7 +210,7 @@ def _distances(nodes: Path) -> NumaDistances | None:
 def _memory_access(nodes: Path, online: int) -> tuple[MemoryAccess, ...]:
     """Bandwidths and latencies of each node in the firmware's HMAT, by its nearest initiators."""
     folders = _node_folders(nodes)
-    found = []
+    accesses = []
     for number, folder in folders.items():
         access = next((folder / name for name in ACCESS_CLASSES if (folder / name).is_dir()), None)
         if access is None:
@@ -224,8 +224,10 @@ def _memory_access(nodes: Path, online: int) -> tuple[MemoryAccess, ...]:
         if any(values):
             read, write, read_ns, write_ns = values
             cpus = cpus_of(reduce(or_, near, 0) & online)
-            found.append(MemoryAccess(number, cpus, _megabytes(read), _megabytes(write), read_ns, write_ns))
-    return tuple(found)
+            accesses.append(
+                MemoryAccess(number, cpus, _megabytes(read), _megabytes(write), read_ns, write_ns)
+            )
+    return tuple(accesses)
 
 
 def _megabytes(count: int | None) -> int | None:

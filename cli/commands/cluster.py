@@ -32,19 +32,19 @@ def status(
     """Show the cluster's nodes, and the instances of every server on it."""
     from phasewise.workflows.cluster_status import cluster_status
 
-    found = cluster_status(cluster)
+    cluster_state = cluster_status(cluster)
     if as_json:
-        print_json({"nodes": found.nodes, "instances": found.instances})
+        print_json({"nodes": cluster_state.nodes, "instances": cluster_state.instances})
         return
-    for node in found.nodes:
+    for node in cluster_state.nodes:
         say(f"node {node['node']}: {counted(node['cores'], 'core')}, {node['state']}")
-    for one in found.instances:
-        say(_line(one))
-    if not found.instances:
+    for instance in cluster_state.instances:
+        say(_line(instance))
+    if not cluster_state.instances:
         say("no instance runs on this cluster")
 
 
-def _line(one: dict[str, Any]) -> str:
-    name, state = on_one_line(one["name"]), on_one_line(one["state"])
-    cores = counted(one["cores"], "core")
-    return f"{name}: {one['role']}, {cores} of {one['node']}, process {one['pid']}, {state}"
+def _line(instance: dict[str, Any]) -> str:
+    name, state = on_one_line(instance["name"]), on_one_line(instance["state"])
+    cores = counted(instance["cores"], "core")
+    return f"{name}: {instance['role']}, {cores} of {instance['node']}, process {instance['pid']}, {state}"

@@ -56,13 +56,13 @@ def set_value(
         fail(wrong, EXIT_USAGE)
     read_config(path, context.find_root().command)
     document = tomlkit.parse(config_text(path) if path.exists() else b"")
-    at: Any = document
+    section: Any = document
     for table in tables:
-        at = at.setdefault(table, tomlkit.table())
+        section = section.setdefault(table, tomlkit.table())
     if value is None:
-        at.pop(key, None)
+        section.pop(key, None)
     else:
-        at[key] = _parsed(value)
+        section[key] = _parsed(value)
     _make_folder(path)
     write_target(path, tomlkit.dumps(document))
     note(f"{path}: {name} {'removed' if value is None else f'= {value}'}")
@@ -85,7 +85,7 @@ def _parsed(text: str) -> Any:
 
 
 def _flat(values: dict[str, Any], where: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    pairs: list[tuple[str, Any]] = []
     for key, value in values.items():
-        found += _flat(value, f"{where}{key}.") if isinstance(value, dict) else [(f"{where}{key}", value)]
-    return found
+        pairs += _flat(value, f"{where}{key}.") if isinstance(value, dict) else [(f"{where}{key}", value)]
+    return pairs

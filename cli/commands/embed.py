@@ -49,10 +49,10 @@ def embed(
     line of numbers for each text. MODEL's files say how the vectors of a
     text's tokens become one (modules.json, or GGUF's pooling type).
     """
-    found = _texts(texts or [], file)
+    inputs = _texts(texts or [], file)
     is_canonical = arithmetic == "canonical"
     with open_embedder(model, weight_format, threads, note, is_canonical=is_canonical) as opened:
-        vectors, n_tokens = opened.vectors(found, truncate=truncate, dimensions=dimensions)
+        vectors, n_tokens = opened.vectors(inputs, truncate=truncate, dimensions=dimensions)
         if output == "npy":
             _write_npy(vectors)
         elif output == "csv":
@@ -65,7 +65,9 @@ def embed(
                     "format": opened.model.format,
                     "dimensions": vectors.shape[1],
                     "prompt_tokens": n_tokens,
-                    "vectors": [[float(f"{one:.9g}") for one in vector] for vector in vectors.tolist()],
+                    "vectors": [
+                        [float(f"{component:.9g}") for component in vector] for vector in vectors.tolist()
+                    ],
                 }
             )
 

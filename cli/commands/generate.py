@@ -92,7 +92,7 @@ def generate(
         explained.extend(uses)
         note(uses_text(uses))
 
-    found = generate_text(
+    generated = generate_text(
         model,
         _prompt(text, prompt, file),
         settings,
@@ -103,10 +103,10 @@ def generate(
         explain=tell if explain else None,
     )
     if as_json:
-        print_json(found.fields() | ({"schedules": uses_fields(explained)} if explained else {}))
+        print_json(generated.fields() | ({"schedules": uses_fields(explained)} if explained else {}))
     else:
         write_text("\n")
-        note(_summary(found))
+        note(_summary(generated))
 
 
 def _prompt(text: str | None, prompt: str | None, file: Path | None) -> str:
@@ -116,8 +116,8 @@ def _prompt(text: str | None, prompt: str | None, file: Path | None) -> str:
     return prompt_from(text, prompt, file, None if is_given or sys.stdin.isatty() else read_stdin())
 
 
-def _summary(found: Generated) -> str:
-    answer = found.answer
+def _summary(generated: Generated) -> str:
+    answer = generated.answer
     parts = [
         f"{len(answer.request.prompt_token_ids)} prompt tokens, first token after {answer.ttft_ms:.0f} ms",
         f"{counted(answer.n_generated, 'token')}",
@@ -127,6 +127,6 @@ def _summary(found: Generated) -> str:
     if answer.drafts is not None:
         accepted, rejected = answer.drafts
         parts.append(f"{accepted} of {accepted + rejected} drafted tokens accepted")
-    if found.is_cut:
-        parts.append(f"cut at {counted(found.n_tokens, 'token')} (-n allows more)")
+    if generated.is_cut:
+        parts.append(f"cut at {counted(generated.n_tokens, 'token')} (-n allows more)")
     return "; ".join(parts)

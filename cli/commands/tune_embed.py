@@ -39,7 +39,7 @@ def tune_embed(
             {
                 "database": tuned.database,
                 "plan": asdict(tuned.plan),
-                "measured": [asdict(one) for one in tuned.measured],
+                "measured": [asdict(cut) for cut in tuned.measured],
             }
         )
         return

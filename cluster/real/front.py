@@ -159,7 +159,7 @@ class Front:
     @property
     def pids(self) -> dict[int, int]:
         """Processes of the instances that are ready, by place."""
-        return {one.index: one.ready.pid for one in self._members if one.ready is not None}
+        return {member.index: member.ready.pid for member in self._members if member.ready is not None}
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -173,11 +173,13 @@ class Front:
 
     def members(self) -> list[dict[str, object]]:
         """The facts of every place, for people and scripts."""
-        return [one.facts(pool) for one, pool in zip(self._members, self._router.roles, strict=True)]
+        return [member.facts(pool) for member, pool in zip(self._members, self._router.roles, strict=True)]
 
     def fingerprint(self, model: str = "") -> Fingerprint | None:
         """That of the instances, which all agree; None before the first of them is ready."""
-        return next((one.ready.identity.fingerprint for one in self._members if one.ready is not None), None)
+        return next(
+            (member.ready.identity.fingerprint for member in self._members if member.ready is not None), None
+        )
 
     def start(self) -> None:
         self._thread.start()
@@ -427,9 +429,9 @@ class Front:
         place = token.ready.place if self._shares_memory(prompt.ready, token.ready) else None
         self._say(prompt, Aim(attempt_id, attempt.epoch, n_prompt, token.ready.endpoint, placement, place))
 
-    def _shares_memory(self, one: Ready, other: Ready) -> bool:
+    def _shares_memory(self, ready: Ready, other: Ready) -> bool:
         transfer = self.settings.kv_transfer
-        return transfer == "shm" or (transfer == "auto" and one.host == other.host)
+        return transfer == "shm" or (transfer == "auto" and ready.host == other.host)
 
     # ---- instances that end ------------------------------------------------------------------------------
 
@@ -492,23 +494,23 @@ class Front:
         """The load of all instances together; requests without an instance count as waiting."""
         loads = [member.load for member in self._members if member.load is not None]
         n_assigned = len(self._requests)
-        n_waiting = min(n_assigned, sum(one.n_waiting for one in loads))  # a divided one may wait twice
+        n_waiting = min(n_assigned, sum(load.n_waiting for load in loads))  # a divided one may wait twice
         return EngineLoad(
             n_waiting + len(self._waiting),
             n_assigned - n_waiting,
-            sum(one.kv_slots_used for one in loads),
-            sum(one.kv_slots for one in loads),
+            sum(load.kv_slots_used for load in loads),
+            sum(load.kv_slots for load in loads),
             None,
-            sum(one.preemptions for one in loads),
-            sum(one.prefix_hits for one in loads),
-            sum(one.prefix_tokens_reused for one in loads),
-            sum(one.phase_switches for one in loads),
-            sum(one.n_clients_waiting for one in loads),
+            sum(load.preemptions for load in loads),
+            sum(load.prefix_hits for load in loads),
+            sum(load.prefix_tokens_reused for load in loads),
+            sum(load.phase_switches for load in loads),
+            sum(load.n_clients_waiting for load in loads),
             hand_overs=HandOverCounts(
                 self.counts.divided, dict(self.counts.failed), dict(self.refused_frames)
             ),
-            steps_over_tpot=sum(one.steps_over_tpot for one in loads),
-            step_over_tpot_ms=max((one.step_over_tpot_ms for one in loads), default=0),
+            steps_over_tpot=sum(load.steps_over_tpot for load in loads),
+            step_over_tpot_ms=max((load.step_over_tpot_ms for load in loads), default=0),
         )
 
 

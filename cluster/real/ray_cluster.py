@@ -180,7 +180,7 @@ class RayInstances:
         """For each instance: the number of cores of its node that the instances before it have."""
         here = str(self._ray.get_runtime_context().get_node_id())
         self.n_cores_here = sum(
-            one.cores for one, (_, node) in zip(wanted, taken, strict=True) if node == here
+            instance.cores for instance, (_, node) in zip(wanted, taken, strict=True) if node == here
         )
         """Cores of this process's own node that instances have: its first ones."""
         self._tells: Sequence[Tell] = ()
@@ -192,14 +192,14 @@ class RayInstances:
         self._tells = tells
 
     def _place(self, spread: bool) -> Any:
-        bundles = [{"CPU": float(one.cores)} for one in self._wanted]
+        bundles = [{"CPU": float(instance.cores)} for instance in self._wanted]
         group = _placement().placement_group(bundles, strategy="SPREAD" if spread else "PACK")
         ready, _ = self._ray.wait([group.ready()], timeout=PLACED_S)
         if not ready:
             _placement().remove_placement_group(group)
             nodes = [node for node in self._ray.nodes() if node["Alive"]]
             has = ", ".join(number(node["Resources"].get("CPU", 0)) for node in nodes)
-            asked = ", ".join(f"{one.role} {one.cores}" for one in self._wanted)
+            asked = ", ".join(f"{instance.role} {instance.cores}" for instance in self._wanted)
             raise ClusterError(
                 f"the Ray cluster cannot place instances of these cores ({asked}): its nodes have {has} "
                 "cores, and other work may hold some of them"
@@ -211,27 +211,27 @@ class RayInstances:
         nodes = _placement().placement_group_table(self._group)["bundles_to_node_id"]
         taken: dict[str, int] = {}
         first = []
-        for index, one in enumerate(self._wanted):
+        for index, instance in enumerate(self._wanted):
             node = nodes[index]
             first.append((taken.get(node, 0), str(node)))
-            taken[node] = taken.get(node, 0) + one.cores
+            taken[node] = taken.get(node, 0) + instance.cores
         return first
 
     def launch(self, index: int, orders: Orders) -> None:
         """`Launcher.launch`."""
         strategies = importlib.import_module("ray.util.scheduling_strategies")
-        one = self._wanted[index]
+        instance = self._wanted[index]
         actor = (
             self._ray.remote(InstanceActor)
             .options(
                 name=f"{orders.name}@{self._server}",
                 namespace=NAMESPACE,
-                num_cpus=one.cores,
+                num_cpus=instance.cores,
                 max_concurrency=4,
                 max_restarts=0,
                 scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(self._group, index),
             )
-            .remote(one.role, index, one.cores)
+            .remote(instance.role, index, instance.cores)
         )
         self._actors[index] = actor
         self._ends[index] = actor.run.remote(self._module, self._tells[index](orders))
@@ -272,7 +272,7 @@ def running_instances() -> list[dict[str, Any]]:
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             actor = ray.get_actor(named["name"], namespace=NAMESPACE)
             instances.append({"name": named["name"], **ray.get(actor.status.remote(), timeout=1.0)})
-    return sorted(instances, key=lambda one: str(one["name"]))
+    return sorted(instances, key=lambda instance: str(instance["name"]))
 
 
 def nodes() -> list[dict[str, Any]]:

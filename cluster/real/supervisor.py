@@ -146,12 +146,12 @@ class Supervisor:
     @property
     def has_started(self) -> bool:
         """True if every instance is ready, but for those that are given up."""
-        return all(one.ready is not None or one.is_given_up for one in self.members)
+        return all(member.ready is not None or member.is_given_up for member in self.members)
 
     @property
     def is_hopeless(self) -> bool:
         """True if no instance will ever be ready again."""
-        return all(one.is_given_up for one in self.members)
+        return all(member.is_given_up for member in self.members)
 
     def heard(self, name: str) -> InstanceMember | None:
         """The instance that has just said something; None: an earlier life."""
@@ -204,7 +204,7 @@ class Supervisor:
     def wait_for_ends(self, timeout_s: float) -> None:
         """Wait until all that are ready have ended by themselves."""
         deadline_s = time.monotonic() + timeout_s
-        running = [one.index for one in self.members if one.ready is not None]
+        running = [member.index for member in self.members if member.ready is not None]
         while time.monotonic() < deadline_s and any(self._launcher.ended(index) is None for index in running):
             time.sleep(0.01)
 

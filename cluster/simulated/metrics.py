@@ -69,10 +69,10 @@ def parse_slo(text: str) -> Slo:
         raise ClusterError(f"{error}; or table6") from None
     metrics: dict[LatencyMetric, Metric] = {"ttft": "ttft", "tpot": "tbt", "e2e": "e2e"}
     named = tuple(
-        Bound(metrics[one.metric], one.percentile or DEFAULT_PERCENTILE, one.below_ms / 1000)
-        for one in bounds
+        Bound(metrics[bound.metric], bound.percentile or DEFAULT_PERCENTILE, bound.below_ms / 1000)
+        for bound in bounds
     )
-    if len({one[:2] for one in named}) < len(named):
+    if len({bound[:2] for bound in named}) < len(named):
         raise ClusterError(f"the SLO {text!r:.60} bounds one percentile of a metric twice")
     return Slo(text, named, is_slowdown=False)
 

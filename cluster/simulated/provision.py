@@ -129,7 +129,7 @@ def _first_feasible(search: Search, guess: Sequence[float]) -> Cell:
     """Along a ray through the guess: doubled until feasible, then halved back."""
 
     def cell(scale: float) -> Cell:
-        return tuple(min(search.most, max(1, math.ceil(scale * one))) for one in guess)
+        return tuple(min(search.most, max(1, math.ceil(scale * guessed))) for guessed in guess)
 
     scale = 1.0
     while not search.is_feasible(cell(scale)):
@@ -230,7 +230,7 @@ def _further(search: Search, best: Cell, better: Cell) -> Cell:
     step = [new - old for new, old in zip(better, best, strict=True)]
     stride = 1
     while stride:
-        cell = tuple(count + stride * one for count, one in zip(better, step, strict=True))
+        cell = tuple(count + stride * change for count, change in zip(better, step, strict=True))
         is_inside = min(cell) >= 1 and max(cell) <= search.most
         if is_inside and search.objective(cell) < search.objective(better) and search.is_feasible(cell):
             better = cell
@@ -289,19 +289,19 @@ def fastest(
     def rate_at(index: int, above: float) -> float:
         return highest_rate(lambda rate: feasible(cells[index], rate), step, most, above)
 
-    at = start
+    best_index = start
     best = rate_at(start, 0.0)
     stride = max(1, len(cells) // 8)
     while stride:
         moved = False
-        for other in (at - stride, at + stride):
+        for other in (best_index - stride, best_index + stride):
             if 0 <= other < len(cells):
                 rate = rate_at(other, best)
                 if rate > best:
-                    at, best, moved = other, rate, True
+                    best_index, best, moved = other, rate, True
                     break
         if not moved:
             stride //= 2
     if not best:
         raise ClusterError("no way to spend the budget keeps the promises, even at the lowest rate")
-    return Fastest(cells[at], best, n_runs)
+    return Fastest(cells[best_index], best, n_runs)

@@ -152,7 +152,7 @@ def _simulate_paper(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> Simulatio
         for index, (role, kind) in enumerate(spec.machines)
     ]
     for kind in kinds.values():
-        longest = max(one.prompt_tokens + one.output_tokens for one in arrivals)
+        longest = max(arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals)
         if longest * kind.kv_bytes_per_token > kind.memory_bytes - kind.weight_bytes:
             raise ClusterError(f"a request of {longest} tokens has no room on a machine of the cluster")
     lives = run_splitwise_sim(arrivals, machines, timeline, lambda source, target: PAPER_LINK_BYTES_PER_S)
@@ -191,7 +191,7 @@ class _ProductionCluster:
         self._spec = spec
         self._timeline = Timeline()
         self._kinds = [kind for _, kind in spec.machines]
-        longest = max(one.prompt_tokens + one.output_tokens for one in arrivals)
+        longest = max(arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals)
         self._machines = [
             ProductionMachine(index, kind.steps, _settings(kind, longest, spec), self._timeline, self)
             for index, kind in enumerate(self._kinds)

@@ -104,8 +104,8 @@ class MachineCatalogue:
             tpot_ms=table.number("tpot_ms", DEFAULT_TPOT_MS, above=0.0),
         )
         table.text("description", "")
-        for one in (table, link, of_model):
-            one.refuse_others()
+        for read_table in (table, link, of_model):
+            read_table.refuse_others()
         return machine
 
     def _steps(self, name: str, table: _Table) -> StepTimes:
@@ -152,7 +152,7 @@ def read_cluster(
     policy = table.text("policy", "splitwise")
     if policy not in POLICY_NAMES:
         raise ClusterError(f"{name}: policy must be one of {', '.join(POLICY_NAMES)}, not {policy!r:.40}")
-    pools = tuple(_pool(one, catalogue) for one in table.tables("pool"))
+    pools = tuple(_pool(pool_table, catalogue) for pool_table in table.tables("pool"))
     if sum(pool.count for pool in pools) > MAX_MACHINES:
         raise ClusterError(f"{name}: a cluster has at most {MAX_MACHINES} machines")
     limits = Limits(
@@ -264,7 +264,7 @@ class _Table:
         value = self.fields.get(name)
         if not isinstance(value, list) or not value:
             raise ClusterError(f"{self.where} has no [[{name}]]: at least one is needed")
-        return [_Table(one, f"{self.where}, {name} {number}") for number, one in enumerate(value, 1)]
+        return [_Table(fields, f"{self.where}, {name} {number}") for number, fields in enumerate(value, 1)]
 
     def refuse_others(self) -> None:
         """A misspelt field would silently mean its default."""
@@ -289,7 +289,7 @@ def _is_point(value: Any) -> bool:
     return (
         isinstance(value, list)
         and len(value) == 2
-        and all(type(one) in (int, float) and 0 <= one < 1e12 for one in value)
+        and all(type(coordinate) in (int, float) and 0 <= coordinate < 1e12 for coordinate in value)
         and value[1] > 0
     )
 

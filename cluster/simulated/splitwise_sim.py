@@ -394,8 +394,8 @@ class MixedPool:
 
     def __init__(self, machines: Sequence[PaperMachine], prompt_max_pending_tokens: int = 8192) -> None:
         self._most_pending = prompt_max_pending_tokens
-        self._prompt = [one for one in machines if one.home == "prompt"]
-        self._token = [one for one in machines if one.home == "token"]
+        self._prompt = [machine for machine in machines if machine.home == "prompt"]
+        self._token = [machine for machine in machines if machine.home == "token"]
         self._mixed: list[PaperMachine] = []
 
     def assign(self, request: _Request) -> tuple[PaperMachine, PaperMachine]:

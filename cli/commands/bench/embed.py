@@ -118,16 +118,16 @@ def embed(
                 loads.append({"concurrency": clients, **_fields(figures(*sent, slo_s))})
         return {"slo_s": slo_s, "loads": loads}
 
-    found: dict[str, Any] = {"url": base, "model": name, "lengths": lengths, "inputs": inputs}
-    found |= asyncio.run(with_client(target, run))
+    report: dict[str, Any] = {"url": base, "model": name, "lengths": lengths, "inputs": inputs}
+    report |= asyncio.run(with_client(target, run))
     if plot is not None:
-        write_target(plot, _drawn(found["loads"]))
+        write_target(plot, _drawn(report["loads"]))
     if owns_stdout(plot):
         return
     if as_json:
-        print_json(found)
+        print_json(report)
     else:
-        _say_found(found)
+        _say_found(report)
 
 
 def _texts(file: Path | None, lengths: str, seed: int) -> Callable[[int], list[str]]:
@@ -138,16 +138,16 @@ def _texts(file: Path | None, lengths: str, seed: int) -> Callable[[int], list[s
     def texts(count: int) -> list[str]:
         if file is not None:
             lines = lines_of(file)
-            return [lines[at % len(lines)] for at in range(count)]
+            return [lines[index % len(lines)] for index in range(count)]
         return texts_of_lengths(lengths_of(lengths, count, seed), seed)
 
     return texts
 
 
-def _say_found(found: dict[str, Any]) -> None:
-    if "highest_concurrency" in found:
-        say(f"{counted(found['highest_concurrency'], 'query')} at once within {number(found['slo_s'])} s")
-    for load in found["loads"]:
+def _say_found(report: dict[str, Any]) -> None:
+    if "highest_concurrency" in report:
+        say(f"{counted(report['highest_concurrency'], 'query')} at once within {number(report['slo_s'])} s")
+    for load in report["loads"]:
         say_words(_line(load))
 
 
@@ -178,7 +178,7 @@ def _drawn(loads: list[dict[str, Any]]) -> str:
 
     lines = {
         p.upper(): sorted(
-            (float(one.get("concurrency") or one["rate"]), one["latency_ms"][p]) for one in loads
+            (float(load.get("concurrency") or load["rate"]), load["latency_ms"][p]) for load in loads
         )
         for p in ("p50", "p90", "p99")
     }

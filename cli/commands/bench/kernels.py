@@ -99,14 +99,14 @@ def kernels(
         file = None if kept is None else RowFile(kept)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"--rows: {error}") from error
-    known: dict[PointKey, KernelRow] = {row.key: row for row in (file.rows if file else ())}
-    if not known.keys() >= set(grid.points()):
-        with user_lock(note).turn(), opened_peers(_peer_names(peers), grid.cores, note) as found:
-            for row in kernel_rows(grid, found, schedules_of(db, grid.cores, note), known.keys(), note):
+    row_by_key: dict[PointKey, KernelRow] = {row.key: row for row in (file.rows if file else ())}
+    if not row_by_key.keys() >= set(grid.points()):
+        with user_lock(note).turn(), opened_peers(_peer_names(peers), grid.cores, note) as opened:
+            for row in kernel_rows(grid, opened, schedules_of(db, grid.cores, note), row_by_key.keys(), note):
                 if file is not None:
                     file.add(row)
-                known = {**known, row.key: row}
-    rows = [known[point] for point in grid.points()]
+                row_by_key = {**row_by_key, row.key: row}
+    rows = [row_by_key[point] for point in grid.points()]
     if not owns_stdout(plot):
         say(written(FORMATS, output, rows, wide=wide), end="")
     if plot is not None:

@@ -58,10 +58,10 @@ class LlamaBenchCommand(GroupedCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         lists = {
-            flag: (one.opts[0], _JOINED_BY[one.metavar])
-            for one in self.get_params(ctx)
-            if one.param_type_name == "option" and one.metavar in _JOINED_BY
-            for flag in one.opts
+            flag: (parameter.opts[0], _JOINED_BY[parameter.metavar])
+            for parameter in self.get_params(ctx)
+            if parameter.param_type_name == "option" and parameter.metavar in _JOINED_BY
+            for flag in parameter.opts
         }
         return super().parse_args(ctx, _joined(_without_foreign(args), lists))
 
@@ -69,16 +69,16 @@ class LlamaBenchCommand(GroupedCommand):
 def _without_foreign(args: list[str]) -> list[str]:
     """`args` without flags of llama-bench that say what holds here anyway; wrong usage for its others."""
     kept: list[str] = []
-    at = 0
-    while at < len(args):
-        flag, has_value, value = args[at].partition("=")
-        at += 1
+    index = 0
+    while index < len(args):
+        flag, has_value, value = args[index].partition("=")
+        index += 1
         if flag not in _BY_FLAG:
-            kept += [] if args[at - 1] in TOLD_ANYWAY else [args[at - 1]]
+            kept += [] if args[index - 1] in TOLD_ANYWAY else [args[index - 1]]
             continue
         if not has_value:
-            value = args[at] if at < len(args) else ""
-            at += 1
+            value = args[index] if index < len(args) else ""
+            index += 1
         holding, why = _BY_FLAG[flag]
         if not set(value.split(",")) <= set(holding):
             leave = f" or give {holding[0]}" if holding else ""
@@ -90,16 +90,16 @@ def _joined(args: list[str], lists: dict[str, tuple[str, str]]) -> list[str]:
     """`-p 128 -p 512` as `-p 128,512`."""
     kept: list[str] = []
     values: dict[tuple[str, str], list[str]] = {}
-    at = 0
-    while at < len(args):
-        flag, has_value, value = args[at].partition("=")
-        at += 1
-        if flag not in lists or (not has_value and at >= len(args)):
-            kept.append(args[at - 1])
+    index = 0
+    while index < len(args):
+        flag, has_value, value = args[index].partition("=")
+        index += 1
+        if flag not in lists or (not has_value and index >= len(args)):
+            kept.append(args[index - 1])
             continue
         if not has_value:
-            value = args[at]
-            at += 1
+            value = args[index]
+            index += 1
         values.setdefault(lists[flag], []).append(value)
     for (flag, between), given in values.items():
         kept += [flag, between.join(given)]

@@ -186,18 +186,18 @@ def run(
     opened_models = []
     for name in names:
         for threads in running.threads or (None,):
-            found = open_model(name, weights, threads, db, note)
-            note_plans(found.plans)
-            check_context(workloads, found.model.config.context_length)
+            opened = open_model(name, weights, threads, db, note)
+            note_plans(opened.plans)
+            check_context(workloads, opened.model.config.context_length)
             if explain:
-                _explain(found, tests, formats)
-            opened_models.append(found)
+                _explain(opened, tests, formats)
+            opened_models.append(opened)
     timing = Timing(running.repetitions, int(not running.no_warmup), running.batch_tokens)
     rows: list[ModelRow] = []
     with user_lock(note).turn():
-        for found in opened_models:
-            for one in formats:
-                with open_ranks(found, workloads, one, max(running.batch_tokens)) as ranks:
+        for opened in opened_models:
+            for cache_format in formats:
+                with open_ranks(opened, workloads, cache_format, max(running.batch_tokens)) as ranks:
                     rows += bench_rows(ranks, workloads, timing, note)
     say(written(FORMATS, output, rows, wide=wide), end="")
 
@@ -223,9 +223,9 @@ def _model_names(given: str) -> list[str]:
     return [given] if Path(given).exists() else [part.strip() for part in given.split(",") if part.strip()]
 
 
-def _explain(found: OpenModel, tests: BenchTests, formats: list[str]) -> None:
+def _explain(opened: OpenModel, tests: BenchTests, formats: list[str]) -> None:
     from phasewise.cli.explain_text import uses_text
     from phasewise.serving.ranks.open_ranks import STEP_TOKENS
 
-    for one in formats:
-        note(uses_text(found.explain(STEP_TOKENS, max(tests.sequences), one)))
+    for kv_format in formats:
+        note(uses_text(opened.explain(STEP_TOKENS, max(tests.sequences), kv_format)))

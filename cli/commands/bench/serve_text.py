@@ -90,8 +90,8 @@ def _goodput(report: LoadReport, fields: dict[str, Any]) -> list[tuple[str, str]
         ("SLO attainment", percent(fields["slo_attainment"], 1)),
     ]
     if report.is_search:
-        found = report.found_rate
-        shown = "none that was tried" if found is None else f"{found:.3f} requests/s"
+        rate = report.found_rate
+        shown = "none that was tried" if rate is None else f"{rate:.3f} requests/s"
         rows.append((f"highest rate that keeps P{100 * GOAL:.0f}", shown))
     return rows
 
@@ -120,25 +120,26 @@ def _probes(report: LoadReport) -> str:
 
 def _scales(report: LoadReport) -> str:
     assert report.slo is not None
-    found = attainment_by_scale(report.measured.outcomes, report.slo)
-    rows = [[number(scale), percent(share, 1)] for scale, share in found.items() if scale in TABLED_SCALES]
+    shares = attainment_by_scale(report.measured.outcomes, report.slo)
+    rows = [[number(scale), percent(share, 1)] for scale, share in shares.items() if scale in TABLED_SCALES]
     return _table(rows, ["SLO scale", "attainment"])
 
 
 def _failures(report: LoadReport) -> str:
     reasons: dict[str, list[str]] = {}
-    for one in report.measured.outcomes:
-        if one.failure is not None:
-            reasons.setdefault(one.failure.value, []).append(one.error)
+    for outcome in report.measured.outcomes:
+        if outcome.failure is not None:
+            reasons.setdefault(outcome.failure.value, []).append(outcome.error)
     rows = [
-        [kind, str(len(found)), on_one_line(found[0])[:MOST_REASON_CHARS]] for kind, found in reasons.items()
+        [kind, str(len(errors)), on_one_line(errors[0])[:MOST_REASON_CHARS]]
+        for kind, errors in reasons.items()
     ]
     return _table(rows, ["failure", "requests", "the first of them"], right=(1,))
 
 
 def _table(rows: Sequence[Sequence[str]], headers: Sequence[str], right: Sequence[int] | None = None) -> str:
     numbers = range(1, len(headers)) if right is None else right
-    aligned = ["right" if at in numbers else "left" for at in range(len(headers))]
+    aligned = ["right" if column in numbers else "left" for column in range(len(headers))]
     table = tabulate(rows, headers=headers, tablefmt="github", colalign=aligned, disable_numparse=True)
     return table + "\n"
 
@@ -172,8 +173,8 @@ def _scales_panel(report: LoadReport) -> Panel:
     assert report.slo is not None
     points = list(attainment_by_scale(report.measured.outcomes, report.slo).items())
     rate = report.pace.rate
-    at = "" if rate is None else f", {number(rate, 3)} requests/s"
-    return Panel(f"attainment over the scale{at}", {_short(report): points}, _goal(points))
+    rate_text = "" if rate is None else f", {number(rate, 3)} requests/s"
+    return Panel(f"attainment over the scale{rate_text}", {_short(report): points}, _goal(points))
 
 
 def _short(report: LoadReport) -> str:

@@ -72,10 +72,10 @@ def simulate(
 
     owns_stdout(plot, as_json)
     check_target(plot)
-    found = simulate_cluster(trace, pools, wish, inputs, note)
+    simulated = simulate_cluster(trace, pools, wish, inputs, note)
     if as_json:
-        print_json(simulation_fields(found.spec, found.summary, found.slo))
+        print_json(simulation_fields(simulated.spec, simulated.summary, simulated.slo))
     elif not owns_stdout(plot):
-        say(simulation_text(found.spec, found.summary, found.slo))
+        say(simulation_text(simulated.spec, simulated.summary, simulated.slo))
     if plot is not None:
-        write_target(plot, occupancy_chart(found.summary))
+        write_target(plot, occupancy_chart(simulated.summary))

@@ -27,7 +27,9 @@ def simulation_text(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> str
         f"{counted(summary.n_requests, 'request')} in {summary.duration_s:.1f} s on "
         f"{counted(spec.n_machines, 'machine')}, policy {spec.policy}:",
         f"{rate:.2f} requests/s, {tokens:.0f} tokens/s",
-        as_columns(["", *(f"P{one}" for one in PERCENTILES)], list(_time_rows(summary)), left=("",)),
+        as_columns(
+            ["", *(f"P{percentile}" for percentile in PERCENTILES)], list(_time_rows(summary)), left=("",)
+        ),
         as_columns(
             ["pool", "machine", "count", "busy", *(f"<={mark}" for mark in OCCUPANCY_MARKS)],
             [
@@ -39,7 +41,9 @@ def simulation_text(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> str
         "(columns <=N: share of busy time in batches of at most N tokens)",
     ]
     if summary.n_transfers:
-        waits = ", ".join(f"P{one} {seconds * 1000:.1f} ms" for one, seconds in summary.transfer_s.items())
+        waits = ", ".join(
+            f"P{percentile} {seconds * 1000:.1f} ms" for percentile, seconds in summary.transfer_s.items()
+        )
         text = f"KV transfers: {summary.n_transfers}; from a prompt's end to arrival {waits}"
         parts.append(textwrap.fill(text, WIDTH))
     if summary.n_unfinished:

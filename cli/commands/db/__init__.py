@@ -75,7 +75,7 @@ def show(
 
         limit = None if wide or as_json else db_text.MAX_ROWS
         with open_store(db, note) as store:
-            plans = [one for one in store.plans() if _is_wanted(one, model, phase)]
+            plans = [plan for plan in store.plans() if _is_wanted(plan, model, phase)]
             listed = list_schedules(store, kernel_abis(), m, limit)
     fields = _contents(name, plans, listed)
     if as_json:
@@ -96,8 +96,8 @@ def _contents(name: str, plans: list[PlanRecord], listed: ListedSchedules) -> di
         "database": name,
         "plans": database_json.plan_fields(plans, machines, note),
         "schedules": [
-            database_json.schedule_fields(one, machines, section is Section.STALE)
-            for section, one in listed.shown
+            database_json.schedule_fields(schedule, machines, section is Section.STALE)
+            for section, schedule in listed.shown
         ],
         "machines": database_json.machine_fields(machines),
         "shipped": len(shipped_measurements()),
@@ -181,7 +181,7 @@ def set_plan(
     from phasewise.tuner import plans
 
     machine = read_machine()
-    ranks = tuple(plans.rank_on(machine, plans.parse_cores(one)) for one in cores)
+    ranks = tuple(plans.rank_on(machine, plans.parse_cores(core_list)) for core_list in cores)
     plan = plans.ServicePlan(phase, ranks, "database")
     plans.check_fits(plan, machine)
     key = plans.model_key(known_name(model, cache_root()), weight_format)
@@ -190,7 +190,7 @@ def set_plan(
     with open_store(db, note) as store:
         store.add_plan(record)
     if as_json:
-        print_json({"model": key, "phase": plan.phase, "ranks": [list(one.cores) for one in plan.ranks]})
+        print_json({"model": key, "phase": plan.phase, "ranks": [list(rank.cores) for rank in plan.ranks]})
     else:
         say(f"{key}, {plan.describe()}")
 

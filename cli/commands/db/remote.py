@@ -73,16 +73,16 @@ def push(
 
     leaving = Leaving(tuple(signature or ()), named_kinds(plans, step_times, users_kernels))
     if dry_run:
-        found = preview(db, leaving, write_out, note)
-        _tell(found.bundles)
-        note(f"fields that would leave: {', '.join(found.fields)}")
+        previewed = preview(db, leaving, write_out, note)
+        _tell(previewed.bundles)
+        note(f"fields that would leave: {', '.join(previewed.fields)}")
         return
     done = push_rows(remote, db, leaving, Trust(digest, allowed_signers), sign, note)
     if as_json:
         print_json(
             {
                 "remote": remote,
-                "bundles": [asdict(one) for one in done.bundles],
+                "bundles": [asdict(bundle) for bundle in done.bundles],
                 "new": len(done.new),
                 "serial": done.index.serial,
                 "digest": done.digest,
@@ -94,8 +94,8 @@ def push(
 
 
 def _tell(bundles: list[Bundle]) -> None:
-    for one in bundles:
-        note(f"{one.path}: {counted(one.rows, 'row')} of {one.core}")
+    for bundle in bundles:
+        note(f"{bundle.path}: {counted(bundle.rows, 'row')} of {bundle.core}")
 
 
 def pull(
@@ -119,7 +119,7 @@ def pull(
     done = pull_rows(remote, db, Trust(digest, allowed_signers), every_core=every_core, report=note)
     if as_json:
         counts = {"read": done.taken.read, "added": done.taken.added, "known": done.taken.known}
-        print_json({"remote": remote, "bundles": [asdict(one) for one in done.bundles], **counts})
+        print_json({"remote": remote, "bundles": [asdict(bundle) for bundle in done.bundles], **counts})
         return
     bundles = counted(len(done.bundles), "bundle")
     say(f"{bundles}: {counted(done.taken.added, 'row')} added, {done.taken.known} known already")

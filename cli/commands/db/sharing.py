@@ -71,8 +71,8 @@ def export(
     from phasewise.workflows.database.sharing import export_rows
 
     also = named_kinds(plans, step_times, users_kernels)
-    found = export_rows(db, signature or (), write_out, also, report=note, in_use=in_use)
-    note(f"{counted(found.n_rows, 'row')} of {counted(len(found.machines), 'kind')} of machine")
+    exported = export_rows(db, signature or (), write_out, also, report=note, in_use=in_use)
+    note(f"{counted(exported.n_rows, 'row')} of {counted(len(exported.machines), 'kind')} of machine")
 
 
 def named_kinds(plans: bool, step_times: bool, users_kernels: bool) -> list[type[Row]]:
@@ -115,9 +115,9 @@ def import_(
     """
     from phasewise.workflows.database.sharing import import_file
 
-    found = import_file(file, db, note)
-    _print_imported(found, as_json)
-    if found.n_refused:
+    imported = import_file(file, db, note)
+    _print_imported(imported, as_json)
+    if imported.n_refused:
         raise typer.Exit(EXIT_FAILURE)
 
 
@@ -131,14 +131,19 @@ def merge(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False
     _print_imported(merge_database(other, db, note), as_json)
 
 
-def _print_imported(found: Imported, as_json: bool) -> None:
-    taken = found.taken
+def _print_imported(imported: Imported, as_json: bool) -> None:
+    taken = imported.taken
     if as_json:
-        counts = {"read": taken.read, "added": taken.added, "known": taken.known, "refused": found.n_refused}
-        print_json({"source": found.source, **counts})
+        counts = {
+            "read": taken.read,
+            "added": taken.added,
+            "known": taken.known,
+            "refused": imported.n_refused,
+        }
+        print_json({"source": imported.source, **counts})
     else:
-        refusals = f", {counted(found.n_refused, 'line')} refused" if found.n_refused else ""
-        say(f"{found.source}: {counted(taken.added, 'row')} added, {taken.known} known already{refusals}")
+        refusals = f", {counted(imported.n_refused, 'line')} refused" if imported.n_refused else ""
+        say(f"{imported.source}: {counted(taken.added, 'row')} added, {taken.known} known already{refusals}")
     if taken.added:
         note("a schedule that was added is not used before `phasewise db verify` has measured it")
 
@@ -150,17 +155,20 @@ def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False)
     """
     from phasewise.workflows.database.sharing import compare_databases
 
-    found = compare_databases(other, db, note)
+    comparison = compare_databases(other, db, note)
     machines = database_json.labels(
-        [*(one.key.machine for one in found.differences), *(one.machine for one in found.plans)]
+        [
+            *(difference.key.machine for difference in comparison.differences),
+            *(plan.machine for plan in comparison.plans),
+        ]
     )
-    differences = database_json.diff_fields(found, machines)
-    plans = database_json.plan_diff_fields(found, machines)
+    differences = database_json.diff_fields(comparison, machines)
+    plans = database_json.plan_diff_fields(comparison, machines)
     if as_json:
-        fields = {"same": found.same, "differences": differences, "plans": plans}
+        fields = {"same": comparison.same, "differences": differences, "plans": plans}
         print_json({**fields, "machines": database_json.machine_fields(machines)})
     else:
-        say(f"the same: {counted(found.same, 'schedule')}; different: {len(differences) + len(plans)}")
+        say(f"the same: {counted(comparison.same, 'schedule')}; different: {len(differences) + len(plans)}")
         if differences:
             db_text.print_diff(differences)
         if plans:
@@ -193,13 +201,13 @@ def verify(
     from phasewise.workflows.database.sharing import existing_store
     from phasewise.workflows.database.verify_schedules import verdicts
 
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     with existing_store(db, note) as store:
         for verdict in verdicts(store, read_machine(), top, threads, user_lock(note), note):
-            found.append(database_json.verdict_fields(verdict))
+            rows.append(database_json.verdict_fields(verdict))
             note(db_text.verdict_line(verdict))
         left = sum(build.unverified for build in store.stats().builds)
-        n_plans = sum(not one.origin.verified for one in plans_in_use(store).values())
+        n_plans = sum(not plan.origin.verified for plan in plans_in_use(store).values())
     if left:
         note(f"{left} imported rows are of other machines or builds, undecided, or not among the best {top}")
     if n_plans:
@@ -207,9 +215,9 @@ def verify(
             f"{counted(n_plans, 'plan')} imported: in use on such machines until `tune-config` measures there"
         )
     if as_json:
-        print_json({"verdicts": found, "unverified_rows": left, "imported_plans": n_plans})
+        print_json({"verdicts": rows, "unverified_rows": left, "imported_plans": n_plans})
     else:
-        db_text.print_verdicts(found)
+        db_text.print_verdicts(rows)
 
 
 def gc(
@@ -242,14 +250,18 @@ def gc(
     from phasewise.workflows.database.sharing import existing_store
 
     with existing_store(db, note) as store:
-        found = collect_garbage(store, kernel_abis(), keep, dry_run=dry_run)
+        garbage = collect_garbage(store, kernel_abis(), keep, dry_run=dry_run)
     if as_json:
-        told = {"deleted": dict(found.deleted), "summarised": found.summarised, "spared": dict(found.spared)}
+        told = {
+            "deleted": dict(garbage.deleted),
+            "summarised": garbage.summarised,
+            "spared": dict(garbage.spared),
+        }
         print_json({"dry_run": dry_run, **told})
         return
-    counts = [counted(count, table.replace("_", " ")) for table, count in found.deleted.items() if count]
+    counts = [counted(count, table.replace("_", " ")) for table, count in garbage.deleted.items() if count]
     say(f"{'would delete' if dry_run else 'deleted'} {', '.join(counts) or 'nothing'}")
-    for build, winners in found.spared.items():
+    for build, winners in garbage.spared.items():
         say(f"{build} stays: {counted(winners, 'winner')} of it wait to be timed again by tune-kernels")
     if keep is not None:
-        say(f"{'would summarise' if dry_run else 'summarised'} {counted(found.summarised, 'timing')}")
+        say(f"{'would summarise' if dry_run else 'summarised'} {counted(garbage.summarised, 'timing')}")

@@ -50,7 +50,7 @@ def print_contents(fields: dict[str, Any], listed: ListedSchedules) -> None:
         if title not in sections:
             continue
         lines = zip(listed.shown, fields["schedules"], strict=True)
-        chosen = [_schedule_line(one) for (section, _), one in lines if section is title]
+        chosen = [_schedule_line(schedule) for (section, _), schedule in lines if section is title]
         print_table(title, chosen)
         if (left := sections[title] - len(chosen)) > 0:
             say(f"... and {left} more: --wide prints all, --m N those for N rows\n")
@@ -74,16 +74,16 @@ def _cores(plan: dict[str, Any]) -> str:
     return "?" if plan["places"] is None else "places " + " | ".join(map(list_cores, plan["places"]))
 
 
-def _schedule_line(one: dict[str, Any]) -> dict[str, Any]:
+def _schedule_line(schedule: dict[str, Any]) -> dict[str, Any]:
     """A line of 80 columns; `--json` has the rest."""
     return {
-        "kernel": _shortened(f"{one['family']} {one['format']}", MAX_KERNEL_CHARS),
-        "n x k x m": _size(one),
-        "tile": _tile(one),
-        "grid": _grid(one),
-        "path": _shortened(one["compute_path"], MAX_PATH_CHARS),
-        "us": f"{one['estimate_ns'] / 1000:.1f}",
-        "on": one["machine"],
+        "kernel": _shortened(f"{schedule['family']} {schedule['format']}", MAX_KERNEL_CHARS),
+        "n x k x m": _size(schedule),
+        "tile": _tile(schedule),
+        "grid": _grid(schedule),
+        "path": _shortened(schedule["compute_path"], MAX_PATH_CHARS),
+        "us": f"{schedule['estimate_ns'] / 1000:.1f}",
+        "on": schedule["machine"],
     }
 
 
@@ -91,12 +91,12 @@ def print_diff(differences: Sequence[dict[str, Any]]) -> None:
     """A line for each key that differs."""
     lines = [
         {
-            "kernel": _shortened(f"{one['family']} {one['format']}", MAX_PATH_CHARS),
-            "n x k x m": _size(one),
-            "here": _schedule_words(one["here"]),
-            "there": _schedule_words(one["there"]),
+            "kernel": _shortened(f"{difference['family']} {difference['format']}", MAX_PATH_CHARS),
+            "n x k x m": _size(difference),
+            "here": _schedule_words(difference["here"]),
+            "there": _schedule_words(difference["there"]),
         }
-        for one in differences
+        for difference in differences
     ]
     print_table("Schedules that differ", lines)
 
@@ -105,13 +105,13 @@ def print_plan_diff(plans: Sequence[dict[str, Any]]) -> None:
     """A line for each phase of a model."""
     lines = [
         {
-            "model": _shortened(one["model"], MAX_MODEL_CHARS),
-            "phase": one["phase"],
-            "on": one["machine"],
-            "here": "none" if one["here"] is None else "a plan",
-            "there": "none" if one["there"] is None else "another" if one["here"] else "a plan",
+            "model": _shortened(plan["model"], MAX_MODEL_CHARS),
+            "phase": plan["phase"],
+            "on": plan["machine"],
+            "here": "none" if plan["here"] is None else "a plan",
+            "there": "none" if plan["there"] is None else "another" if plan["here"] else "a plan",
         }
-        for one in plans
+        for plan in plans
     ]
     print_table("Plans that differ", lines)
 
@@ -122,41 +122,42 @@ def _schedule_words(schedule: dict[str, Any] | None) -> str:
     return _shortened(f"{_tile(schedule)} {_grid(schedule)} {schedule['compute_path']}", MAX_SCHEDULE_CHARS)
 
 
-def verdict_line(one: ScheduleVerdict) -> str:
+def verdict_line(verdict: ScheduleVerdict) -> str:
     """The line of a schedule's measurement, for the progress."""
-    found = one.comparison
+    comparison = verdict.comparison
     gain = (
-        f"{found.gain:.2f} times as fast as what was in use ({found.gain_low:.2f} to {found.gain_high:.2f})"
+        f"{comparison.gain:.2f} times as fast as what was in use "
+        f"({comparison.gain_low:.2f} to {comparison.gain_high:.2f})"
     )
-    return f"{one.problem.describe()}: {gain}; {one.outcome}"
+    return f"{verdict.problem.describe()}: {gain}; {verdict.outcome}"
 
 
 def print_verdicts(verdicts: Sequence[dict[str, Any]]) -> None:
     """A line for each schedule that was compared."""
     lines = [
         {
-            "kernel": _shortened(f"{one['family']} {one['format']}", MAX_KERNEL_CHARS),
-            "n x k x m": _size(one),
-            "claimed us": f"{one['claimed_ns'] / 1000:.1f}",
-            "here us": f"{one['measured_ns'] / 1000:.1f}",
-            "gain": f"{one['gain']:.2f} ({one['gain_low']:.2f}..{one['gain_high']:.2f})",
-            "verdict": one["outcome"],
+            "kernel": _shortened(f"{verdict['family']} {verdict['format']}", MAX_KERNEL_CHARS),
+            "n x k x m": _size(verdict),
+            "claimed us": f"{verdict['claimed_ns'] / 1000:.1f}",
+            "here us": f"{verdict['measured_ns'] / 1000:.1f}",
+            "gain": f"{verdict['gain']:.2f} ({verdict['gain_low']:.2f}..{verdict['gain_high']:.2f})",
+            "verdict": verdict["outcome"],
         }
-        for one in verdicts
+        for verdict in verdicts
     ]
     print_table("Verified", lines)
 
 
-def _size(one: dict[str, Any]) -> str:
-    return f"{one['n']}x{one['k']}x{one['m']}"
+def _size(problem: dict[str, Any]) -> str:
+    return f"{problem['n']}x{problem['k']}x{problem['m']}"
 
 
-def _tile(one: dict[str, Any]) -> str:
-    return f"{one['mr']}x{16 * one['panels']}"
+def _tile(schedule: dict[str, Any]) -> str:
+    return f"{schedule['mr']}x{16 * schedule['panels']}"
 
 
-def _grid(one: dict[str, Any]) -> str:
-    return f"{one['threads_m']}x{one['threads_n']}x{one['threads_k']}"
+def _grid(schedule: dict[str, Any]) -> str:
+    return f"{schedule['threads_m']}x{schedule['threads_n']}x{schedule['threads_k']}"
 
 
 def print_stats(fields: dict[str, Any]) -> None:

@@ -86,16 +86,20 @@ def bits_fields(outcomes: Sequence[BitsOutcome]) -> dict[str, Any]:
 def bits_lines(outcomes: Sequence[BitsOutcome]) -> list[str]:
     """A line for each wrong outcome, and what was checked."""
     lines = [
-        f"wrong: {one.isa} on core {one.core}, weights in {one.weights}, keys and values in {one.kv_format}:"
-        f" {one.problem}"
-        for one in outcomes
-        if one.problem is not None
+        f"wrong: {outcome.isa} on core {outcome.core}, weights in {outcome.weights}, "
+        f"keys and values in {outcome.kv_format}: {outcome.problem}"
+        for outcome in outcomes
+        if outcome.problem is not None
     ]
-    names = list(dict.fromkeys(one.isa for one in outcomes))
-    unknown = [f"{one.weights} by {one.arithmetic} on {one.isa}" for one in outcomes if not one.is_known]
+    names = list(dict.fromkeys(outcome.isa for outcome in outcomes))
+    unknown = [
+        f"{outcome.weights} by {outcome.arithmetic} on {outcome.isa}"
+        for outcome in outcomes
+        if not outcome.is_known
+    ]
     if unknown:
         lines += [f"no results are known for weights in {', '.join(unknown)}: only compared with each other"]
-    cores = len({one.core for one in outcomes})
+    cores = len({outcome.core for outcome in outcomes})
     return [
         *lines,
         f"{counted(len(outcomes), 'computation')} with {', '.join(names)}; {counted(cores, 'core')}",

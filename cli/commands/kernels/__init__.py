@@ -101,11 +101,11 @@ def check(
     from phasewise.workflows.user_kernels.files import checked
 
     isas = isa or ["portable", "avx2", "avx512", "neon"]
-    found = checked(kernel, against, isas, cases, parse_settings(settings), include or [], define or [])
+    outcomes = checked(kernel, against, isas, cases, parse_settings(settings), include or [], define or [])
     if as_json:
-        print_json({"targets": [checked_fields(one) for one in found]})
+        print_json({"targets": [checked_fields(outcome) for outcome in outcomes]})
     else:
-        say(checked_text(found))
+        say(checked_text(outcomes))
 
 
 @app.command("emit")
@@ -171,26 +171,30 @@ def show(
     from phasewise.kerneldb.store import open_store
 
     with open_store(db, note) as store:
-        found = [one for one in store.user_promotions() if name in (one.problem.name, one.problem.kernel_abi)]
-    if not found:
+        promotions = [
+            promotion
+            for promotion in store.user_promotions()
+            if name in (promotion.problem.name, promotion.problem.kernel_abi)
+        ]
+    if not promotions:
         raise UserKernelError(
             f"the database has no parameters for a kernel `{name}`; see `phasewise kernels list`"
         )
     if as_json:
-        print_json({"shapes": shown_fields(found)})
+        print_json({"shapes": shown_fields(promotions)})
     else:
-        say(shown_text(found))
+        say(shown_text(promotions))
 
 
 def parse_settings(settings: list[str] | None) -> dict[str, int]:
     """`UNROLL=4` as a value by name; a usage error otherwise."""
-    found = {}
+    values = {}
     for text in settings or []:
         match = re.fullmatch(r"([A-Z][A-Z0-9_]*)=(-?\d{1,9})", text)
         if match is None:
             raise typer.BadParameter(f"a parameter is set like UNROLL=4, not {text!r:.40}")
-        found[match[1]] = int(match[2])
-    return found
+        values[match[1]] = int(match[2])
+    return values
 
 
 def _put(text: str, output: Path | None) -> None:

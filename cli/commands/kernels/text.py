@@ -15,34 +15,39 @@ if TYPE_CHECKING:
     from phasewise.workflows.user_kernels.tune import ShapeOutcome
 
 
-def checked_text(found: Sequence[Checked]) -> str:
+def checked_text(outcomes: Sequence[Checked]) -> str:
     """One line for each instruction set."""
-    return "\n".join(f"{one.target:14} {_verdict(one)}" for one in found)
+    return "\n".join(f"{outcome.target:14} {_verdict(outcome)}" for outcome in outcomes)
 
 
-def _verdict(one: Checked) -> str:
-    if one.verdict is None:
-        return f"not run: {one.missing}"
-    if one.verdict.is_exact:
-        return f"{counted(one.verdict.cases, 'call')}, all bits equal"
-    return f"{counted(one.verdict.cases, 'call')}, at most {one.verdict.worst:.2e} from the original"
+def _verdict(outcome: Checked) -> str:
+    if outcome.verdict is None:
+        return f"not run: {outcome.missing}"
+    if outcome.verdict.is_exact:
+        return f"{counted(outcome.verdict.cases, 'call')}, all bits equal"
+    return f"{counted(outcome.verdict.cases, 'call')}, at most {outcome.verdict.worst:.2e} from the original"
 
 
-def checked_fields(one: Checked) -> dict[str, Any]:
+def checked_fields(outcome: Checked) -> dict[str, Any]:
     """One target's verdict."""
-    if one.verdict is None:
-        return {"target": one.target, "missing": one.missing}
-    verdict = one.verdict
-    return {"target": one.target, "cases": verdict.cases, "worst": verdict.worst, "exact": verdict.is_exact}
+    if outcome.verdict is None:
+        return {"target": outcome.target, "missing": outcome.missing}
+    verdict = outcome.verdict
+    return {
+        "target": outcome.target,
+        "cases": verdict.cases,
+        "worst": verdict.worst,
+        "exact": verdict.is_exact,
+    }
 
 
 def listed_fields(promotions: Sequence[UserPromotion]) -> list[dict[str, Any]]:
     """Kernels with the number of their tuned shapes."""
     shapes: dict[tuple[str, str], set[object]] = {}
-    for one in promotions:
-        key = (one.problem.name, one.problem.kernel_abi)
-        shapes.setdefault(key, set()).add((one.problem.shape, one.origin.machine.core_sig))
-    return [{"name": name, "key": key, "shapes": len(found)} for (name, key), found in shapes.items()]
+    for promotion in promotions:
+        key = (promotion.problem.name, promotion.problem.kernel_abi)
+        shapes.setdefault(key, set()).add((promotion.problem.shape, promotion.origin.machine.core_sig))
+    return [{"name": name, "key": key, "shapes": len(tuned)} for (name, key), tuned in shapes.items()]
 
 
 def listed_text(promotions: Sequence[UserPromotion]) -> str:
@@ -50,80 +55,84 @@ def listed_text(promotions: Sequence[UserPromotion]) -> str:
     rows = listed_fields(promotions)
     if not rows:
         return "no kernels; tune one: phasewise tune-kernels --kernel KERNEL.kir --shapes .."
-    return "\n".join(f"{one['name']:20} {one['shapes']:3} shapes  {one['key']}" for one in rows)
+    return "\n".join(f"{row['name']:20} {row['shapes']:3} shapes  {row['key']}" for row in rows)
 
 
 def newest(promotions: Sequence[UserPromotion]) -> list[UserPromotion]:
     """The choice in use: the last promotion of each build, shape and kind of core."""
-    return list({(one.problem, one.origin.machine): one for one in promotions}.values())
+    return list(
+        {(promotion.problem, promotion.origin.machine): promotion for promotion in promotions}.values()
+    )
 
 
 def shown_fields(promotions: Sequence[UserPromotion]) -> list[dict[str, Any]]:
     """The choice in use for each shape."""
     return [
         {
-            "key": one.problem.kernel_abi,
-            "core": one.origin.machine.core_sig,
-            "shape": dict(one.problem.shape),
-            "parameters": dict(one.choice),
-            "compared_with": dict(one.incumbent),
-            "gain": one.comparison.gain,
-            "gain_low": one.comparison.gain_low,
-            "gain_high": one.comparison.gain_high,
+            "key": promotion.problem.kernel_abi,
+            "core": promotion.origin.machine.core_sig,
+            "shape": dict(promotion.problem.shape),
+            "parameters": dict(promotion.choice),
+            "compared_with": dict(promotion.incumbent),
+            "gain": promotion.comparison.gain,
+            "gain_low": promotion.comparison.gain_low,
+            "gain_high": promotion.comparison.gain_high,
         }
-        for one in newest(promotions)
+        for promotion in newest(promotions)
     ]
 
 
 def shown_text(promotions: Sequence[UserPromotion]) -> str:
     """One line for each shape."""
     return "\n".join(
-        f"{one.problem.describe():28} {_numbers(one.choice):32} {one.comparison.gain:6.2f} times as fast as "
-        f"{_numbers(one.incumbent)}"
-        for one in newest(promotions)
+        f"{promotion.problem.describe():28} {_numbers(promotion.choice):32} "
+        f"{promotion.comparison.gain:6.2f} times as fast as {_numbers(promotion.incumbent)}"
+        for promotion in newest(promotions)
     )
 
 
 def tuned_text(outcomes: Sequence[ShapeOutcome], *, resume: bool = True) -> str:
     """One line for each shape that was tuned; and how to go on where time was short."""
     lines = []
-    for one in outcomes:
-        state = "" if one.is_complete else "  (out of time)"
+    for outcome in outcomes:
+        state = "" if outcome.is_complete else "  (out of time)"
         lines.append(
-            f"{one.problem.describe():28} {_numbers(one.choice):32} {_gain(one)}  "
-            f"{one.timed} timed, {one.replayed} from the database{state}"
+            f"{outcome.problem.describe():28} {_numbers(outcome.choice):32} {_gain(outcome)}  "
+            f"{outcome.timed} timed, {outcome.replayed} from the database{state}"
         )
-    if not all(one.is_complete for one in outcomes):
+    if not all(outcome.is_complete for outcome in outcomes):
         lines.append(goes_on(resume))
     return "\n".join(lines)
 
 
-def _gain(one: ShapeOutcome) -> str:
+def _gain(outcome: ShapeOutcome) -> str:
     """E.g. `2.40x the author's C (1.14x the choice before)`."""
-    baseline = "the author's C" if is_original(dict(one.baseline)) else "the first parameters"
-    if one.choice == one.baseline:
+    baseline = "the author's C" if is_original(dict(outcome.baseline)) else "the first parameters"
+    if outcome.choice == outcome.baseline:
         return f"{baseline}: nothing proven faster"
-    before = "" if one.before_gain is None else f" ({multiple(one.before_gain)} the choice before)"
-    return f"{multiple(one.baseline_gain)} {baseline}{'' if one.before == one.baseline else before}"
+    before = "" if outcome.before_gain is None else f" ({multiple(outcome.before_gain)} the choice before)"
+    return (
+        f"{multiple(outcome.baseline_gain)} {baseline}{'' if outcome.before == outcome.baseline else before}"
+    )
 
 
-def tuned_fields(one: ShapeOutcome) -> dict[str, Any]:
+def tuned_fields(outcome: ShapeOutcome) -> dict[str, Any]:
     """One shape's outcome."""
     return {
-        "key": one.problem.kernel_abi,
-        "shape": dict(one.problem.shape),
-        "parameters": dict(one.choice),
-        "gain": one.gain,
-        "gain_low": one.gain_low,
-        "baseline": dict(one.baseline),
-        "baseline_gain": one.baseline_gain,
-        "before": dict(one.before),
-        "before_gain": one.before_gain,
-        "default_ns": one.default_ns,
-        "best_ns": one.best_ns,
-        "timed": one.timed,
-        "replayed": one.replayed,
-        "complete": one.is_complete,
+        "key": outcome.problem.kernel_abi,
+        "shape": dict(outcome.problem.shape),
+        "parameters": dict(outcome.choice),
+        "gain": outcome.gain,
+        "gain_low": outcome.gain_low,
+        "baseline": dict(outcome.baseline),
+        "baseline_gain": outcome.baseline_gain,
+        "before": dict(outcome.before),
+        "before_gain": outcome.before_gain,
+        "default_ns": outcome.default_ns,
+        "best_ns": outcome.best_ns,
+        "timed": outcome.timed,
+        "replayed": outcome.replayed,
+        "complete": outcome.is_complete,
     }
 
 

@@ -66,11 +66,11 @@ def list_models(as_json: JsonOption = False) -> None:
     from phasewise.serving.loaders.inspection import known_models, packed_models, stored
 
     root = cache_root()
-    known, here, packed = known_models(root), stored(root), packed_models(root)
+    fetchable, here, packed = known_models(root), stored(root), packed_models(root)
     if as_json:
-        print_json({"cache": str(root), "models": known, "stored": here, "packed": packed})
+        print_json({"cache": str(root), "models": fetchable, "stored": here, "packed": packed})
         return
-    say(list_text(known, here, packed), end="")
+    say(list_text(fetchable, here, packed), end="")
 
 
 @app.command("rm")
@@ -115,8 +115,10 @@ def prune(
 
 def _present(removed: list[Removed], as_json: bool, dry_run: bool) -> None:
     if as_json:
-        gone = [{"path": str(one.path), "n_bytes": one.n_bytes, "why": one.why} for one in removed]
-        print_json({"dry_run": dry_run, "removed": gone})
+        fields = [
+            {"path": str(removal.path), "n_bytes": removal.n_bytes, "why": removal.why} for removal in removed
+        ]
+        print_json({"dry_run": dry_run, "removed": fields})
         return
     say(removed_text(removed, dry_run), end="")
 
@@ -140,36 +142,38 @@ def inspect(
     from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 
     with open_source(locate(model, cache_root(), note)) as source:
-        found = inspection.inspect_source(source)
+        inspected = inspection.inspect_source(source)
         zeros = inspection.densities(source, weight_format) if density else []
     if as_json:
-        counted = {"densities": [asdict(one) for one in zeros]} if density else {}
-        print_json(inspection.to_json(found) | counted)
+        counted = {"densities": [asdict(weight) for weight in zeros]} if density else {}
+        print_json(inspection.to_json(inspected) | counted)
         return
-    for label, value in _facts(found):
+    for label, value in _facts(inspected):
         say(f"{label:<{LABEL_COLUMNS}}{on_one_line(value)}")
-    for one in zeros:
-        say(_density_line(one))
+    for weight in zeros:
+        say(_density_line(weight))
 
 
-def _density_line(one: WeightDensity) -> str:
-    sizes = f"{size_text(one.dense_bytes)} dense, {size_text(one.sparse_bytes)} sparse"
+def _density_line(weight: WeightDensity) -> str:
+    sizes = f"{size_text(weight.dense_bytes)} dense, {size_text(weight.sparse_bytes)} sparse"
     return (
-        f"{one.name:<{NAME_COLUMNS}}{one.form} {one.n} x {one.k}, {percent(one.density, 1)} kept, {sizes};"
-        f" sparse from {percent(one.break_even)} zeros on"
+        f"{weight.name:<{NAME_COLUMNS}}{weight.form} {weight.n} x {weight.k}, "
+        f"{percent(weight.density, 1)} kept, {sizes}; sparse from {percent(weight.break_even)} zeros on"
     )
 
 
-def _facts(found: Inspection) -> list[tuple[str, str]]:
+def _facts(inspected: Inspection) -> list[tuple[str, str]]:
     """The lines that `inspect` prints, a label and a value a line."""
-    config = found.config
+    config = inspected.config
     scaling = "" if config.rope.scaling is None else f", scaled: {type(config.rope.scaling).__name__}"
     windows = {kind.window for kind in config.kinds if kind.window is not None}
     window = f", window {_listed(tuple(windows))}" if windows else ""
-    extras = [name for name, present in (("q/k norm", config.qk_norm), ("biases", found.has_bias)) if present]
+    extras = [
+        name for name, present in (("q/k norm", config.qk_norm), ("biases", inspected.has_bias)) if present
+    ]
     facts = [
-        ("model", found.name),
-        ("source", f"{found.path}"),
+        ("model", inspected.name),
+        ("source", f"{inspected.path}"),
         ("architecture", ", ".join([config.architecture, *extras])),
         (
             "layers",
@@ -184,16 +188,18 @@ def _facts(found: Inspection) -> list[tuple[str, str]]:
         ),
         (
             "tokenizer",
-            f"{found.tokenizer_kind}, BOS {config.bos_token_id}, EOS {_listed(config.eos_token_ids)}",
+            f"{inspected.tokenizer_kind}, BOS {config.bos_token_id}, EOS {_listed(config.eos_token_ids)}",
         ),
-        ("chat template", "yes" if found.has_chat_template else "none"),
-        ("parameters", f"{found.parameters / 1e6:.1f} M"),
+        ("chat template", "yes" if inspected.has_chat_template else "none"),
+        ("parameters", f"{inspected.parameters / 1e6:.1f} M"),
     ]
     facts += [
         (f"tensors {kind.type_name}", f"{kind.count:>5}  {size_text(kind.file_bytes):>10} in the file")
-        for kind in found.tensor_types
+        for kind in inspected.tensor_types
     ]
-    facts += [(f"as {name}", f"{size_text(size):>17} in memory") for name, size in found.format_bytes.items()]
+    facts += [
+        (f"as {name}", f"{size_text(size):>17} in memory") for name, size in inspected.format_bytes.items()
+    ]
     return facts
 
 

@@ -51,13 +51,13 @@ def _duration(seconds: float) -> str:
 
 
 def list_text(
-    known: Sequence[Mapping[str, Any]],
+    fetchable: Sequence[Mapping[str, Any]],
     stored: Sequence[Mapping[str, Any]],
     packed: Sequence[Mapping[str, Any]],
 ) -> str:
     """Three parts: names that can be fetched, models that were, and packed files."""
     lines = ["known names"]
-    for model in known:
+    for model in fetchable:
         about = "about " if model["is_rounded"] else ""
         lines.append(f"  {model['name']}  {about}{size_text(model['file_bytes'])}, {model['licence']}")
         lines.append(f"    {model['about']}")
@@ -81,6 +81,9 @@ def list_text(
 def removed_text(removed: Sequence[Removed], dry_run: bool) -> str:
     """A line for each, then the sum."""
     verb = "would remove" if dry_run else "removed"
-    lines = [f"{verb} {size_text(one.n_bytes):>9}  {one.why}: {on_one_line(one.path)}" for one in removed]
-    total = size_text(sum(one.n_bytes for one in removed))
+    lines = [
+        f"{verb} {size_text(removal.n_bytes):>9}  {removal.why}: {on_one_line(removal.path)}"
+        for removal in removed
+    ]
+    total = size_text(sum(removal.n_bytes for removal in removed))
     return "\n".join([*lines, f"{verb} {total} in all"]) + "\n"

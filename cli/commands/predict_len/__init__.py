@@ -145,8 +145,8 @@ def train_command(
 
     owns_stdout(output, as_json)
     check_target(output)
-    found, name, tokens = read_logs(logs, model, note)
-    kept, _ = held_out([one for log in found for one in log.examples], split, seed)
+    parsed_logs, name, tokens = read_logs(logs, model, note)
+    kept, _ = held_out([example for log in parsed_logs for example in log.examples], split, seed)
     text_of = None if tokens is None else tokens.text
     reader = find_encoder_to_learn(encoder, kept, len(kept), text_of, note)
     predictor: AnyPredictor

@@ -29,9 +29,9 @@ def report_text(report: LogReport) -> str:
     headers = ["accuracy", "overflow", "exact", "block", "used", "at limit"]
     for point, scores in report.scores.items():
         rows = [
-            [one.method, percent(one.accuracy, 2), percent(one.overflow, 2), _share(one.exact_bucket),
-             f"{one.block_tokens:.0f}", percent(one.utilisation, 1), percent(one.whole_limit, 1)]
-            for one in scores
+            [score.method, percent(score.accuracy, 2), percent(score.overflow, 2), _share(score.exact_bucket),
+             f"{score.block_tokens:.0f}", percent(score.utilisation, 1), percent(score.whole_limit, 1)]
+            for score in scores
         ]  # fmt: skip
         table = tabulate(rows, [point, *headers], tablefmt="simple", disable_numparse=True)
         lines += ["", table, f"ours above S3: {report.points_gained(point):+.2f} points"]
@@ -44,23 +44,23 @@ def _share(value: float | None) -> str:
     return "" if value is None else percent(value, 1)
 
 
-def _calibration_text(found: Calibration) -> str:
+def _calibration_text(calibration: Calibration) -> str:
     rows = [
         [
-            f"{one.uncertainty:.2f}",
-            percent(one.held, 1),
-            f"{one.room_tokens:.0f}",
-            f"{one.mean_error_tokens:.0f}",
+            f"{decile.uncertainty:.2f}",
+            percent(decile.held, 1),
+            f"{decile.room_tokens:.0f}",
+            f"{decile.mean_error_tokens:.0f}",
         ]
-        for one in found.deciles
+        for decile in calibration.deciles
     ]
-    coverage = ", ".join(percent(share) for share in found.coverage)
+    coverage = ", ".join(percent(share) for share in calibration.coverage)
     return "\n".join(
         [
             tabulate(rows, ["uncertainty, by deciles", "held", "room", "mean error"], disable_numparse=True),
             "answers within the forecast's 10 %, 20 %, .. 90 %:",
             f"  {coverage}",
-            f"mean error {found.mean_error_tokens:.0f} tokens; "
-            f"of a constant {found.constant_error_tokens:.0f}",
+            f"mean error {calibration.mean_error_tokens:.0f} tokens; "
+            f"of a constant {calibration.constant_error_tokens:.0f}",
         ]
     )

@@ -78,10 +78,10 @@ def prune(
         evaluation=evaluation,
     )
     with status_line() as status:
-        found = run(settings, status.say, lambda line: status.show(lambda: line))
+        pruned = run(settings, status.say, lambda line: status.show(lambda: line))
     if as_json:
-        gains = {"decode_bound": found.decode_bound, "decode_gain_here": found.decode_gain_here}
-        print_json({**asdict(found), "out": str(found.out), **gains})
+        gains = {"decode_bound": pruned.decode_bound, "decode_gain_here": pruned.decode_gain_here}
+        print_json({**asdict(pruned), "out": str(pruned.out), **gains})
         return
-    for line in pruned_lines(found):
+    for line in pruned_lines(pruned):
         say(line)

@@ -11,23 +11,23 @@ if TYPE_CHECKING:
 LABEL_COLUMNS = 22
 
 
-def pruned_lines(found: Pruned) -> Iterator[str]:
+def pruned_lines(pruned: Pruned) -> Iterator[str]:
     """Labels and values."""
     facts = [
-        ("written", str(found.out)),
-        ("zeros", _share(found.pruned_zeros, found.pruned_weights, "pruned weights")),
-        *([("zeros of all", _of_all(found))] if found.kept else []),
-        ("bf16 dense", f"{found.dense_bytes / 1e6:.1f} MB"),
-        ("bf16 stored sparse", f"{found.sparse_bytes / 1e6:.1f} MB"),
-        ("int8 dense", f"{found.int8_bytes / 1e6:.1f} MB"),
-        ("decode, by bytes", f"at most {found.decode_bound:.2f} times as fast as bf16 dense"),
-        ("decode on this CPU", _here(found)),
+        ("written", str(pruned.out)),
+        ("zeros", _share(pruned.pruned_zeros, pruned.pruned_weights, "pruned weights")),
+        *([("zeros of all", _of_all(pruned))] if pruned.kept else []),
+        ("bf16 dense", f"{pruned.dense_bytes / 1e6:.1f} MB"),
+        ("bf16 stored sparse", f"{pruned.sparse_bytes / 1e6:.1f} MB"),
+        ("int8 dense", f"{pruned.int8_bytes / 1e6:.1f} MB"),
+        ("decode, by bytes", f"at most {pruned.decode_bound:.2f} times as fast as bf16 dense"),
+        ("decode on this CPU", _here(pruned)),
     ]
-    if found.perplexity_before is not None and found.perplexity_after is not None:
-        change = found.perplexity_after / found.perplexity_before - 1
+    if pruned.perplexity_before is not None and pruned.perplexity_after is not None:
+        change = pruned.perplexity_after / pruned.perplexity_before - 1
         facts += [
-            ("perplexity before", f"{found.perplexity_before:.3f}"),
-            ("perplexity after", f"{found.perplexity_after:.3f} ({100 * change:+.1f} %)"),
+            ("perplexity before", f"{pruned.perplexity_before:.3f}"),
+            ("perplexity after", f"{pruned.perplexity_after:.3f} ({100 * change:+.1f} %)"),
         ]
     for label, value in facts:
         yield f"{label:<{LABEL_COLUMNS}}{value}"
@@ -37,13 +37,13 @@ def _share(zeros: int, weights: int, of: str) -> str:
     return f"{100 * zeros / max(1, weights):.1f} % of {weights / 1e6:.1f} M {of}"
 
 
-def _of_all(found: Pruned) -> str:
+def _of_all(pruned: Pruned) -> str:
     """Less than was asked for, because some weights are kept whole."""
-    return f"{_share(found.zeros, found.weights, 'weights')}: {', '.join(found.kept)} kept as is (--skip)"
+    return f"{_share(pruned.zeros, pruned.weights, 'weights')}: {', '.join(pruned.kept)} kept as is (--skip)"
 
 
-def _here(found: Pruned) -> str:
+def _here(pruned: Pruned) -> str:
     """The storage that `--sparse auto` chooses for the zeros."""
-    if found.read_chosen_bytes == found.read_dense_bytes:
+    if pruned.read_chosen_bytes == pruned.read_dense_bytes:
         return "as fast as dense: --sparse auto stores dense here"
-    return f"at most {found.decode_gain_here:.2f} times as fast, as --sparse auto stores them"
+    return f"at most {pruned.decode_gain_here:.2f} times as fast, as --sparse auto stores them"

@@ -50,12 +50,12 @@ def report(
 
     target = output if output is not None or as_json else DEFAULT_PAGE
     is_stdout = owns_stdout(target, as_json)
-    found = report_of(db, measure=not no_measure and target is not None, report=note)
+    contents = report_of(db, measure=not no_measure and target is not None, report=note)
     if target is not None:
-        write_target(target, page(found, __version__, time.time()))
+        write_target(target, page(contents, __version__, time.time()))
     if as_json:
-        print_json(worth_fields(found.worth))
+        print_json(worth_fields(contents.worth))
     elif not is_stdout:
-        print_worth(found.worth)
+        print_worth(contents.worth)
     if target is not None and not is_stdout:
         note(f"report written to {target}")

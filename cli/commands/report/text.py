@@ -22,16 +22,16 @@ def print_worth(worth: Worth) -> None:
     """A machine after another: the whole model first, then products, then where nothing was gained."""
     if not worth.products and not worth.models:
         say("Nothing was tuned yet: `phasewise tune-kernels MODEL` measures what it would gain.")
-    for one in worth_by_machine(worth):
-        told = " (imported: measured elsewhere)" if one.is_imported else ""
-        core = core_words(one.machine.core_sig).replace("+", " ")
-        say(textwrap.fill(on_one_line(f"{one.machine.placement_sig}{told}; {core}"), WIDTH))
+    for machine_worth in worth_by_machine(worth):
+        told = " (imported: measured elsewhere)" if machine_worth.is_imported else ""
+        core = core_words(machine_worth.machine.core_sig).replace("+", " ")
+        say(textwrap.fill(on_one_line(f"{machine_worth.machine.placement_sig}{told}; {core}"), WIDTH))
         say("")
-        if one.models:
-            _print_table(MODEL_COLUMNS, one.models, ["left", "left"])
-        if one.products:
-            _print_table(PRODUCT_COLUMNS, one.products, ["left", "left", "right"])
-        for remark in one.remarks:
+        if machine_worth.models:
+            _print_table(MODEL_COLUMNS, machine_worth.models, ["left", "left"])
+        if machine_worth.products:
+            _print_table(PRODUCT_COLUMNS, machine_worth.products, ["left", "left", "right"])
+        for remark in machine_worth.remarks:
             say(textwrap.fill(on_one_line(remark), WIDTH))
         say("")
 

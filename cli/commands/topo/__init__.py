@@ -114,11 +114,11 @@ def _show_trees(machine: Machine, power_of_two: bool, limit: int, as_json: bool)
     from phasewise.tuner.topotree import fundamental
     from phasewise.workflows.topo.trees_json import trees_fields
 
-    found = fundamental(machine)
+    symmetric_part = fundamental(machine)
     if as_json:
-        print_json({"source": machine.source, **trees_fields(found, power_of_two, limit)})
+        print_json({"source": machine.source, **trees_fields(symmetric_part, power_of_two, limit)})
     else:
-        _print(trees_lines(found, power_of_two, limit, sys.stdout.encoding))
+        _print(trees_lines(symmetric_part, power_of_two, limit, sys.stdout.encoding))
 
 
 def _show_tree(machine: Machine, notation: str, svg_path: Path | None, as_json: bool) -> None:
@@ -170,15 +170,15 @@ def _show_probe(machine: Machine, budget_s: float, svg_path: Path | None, as_jso
     from phasewise.workflows.topo.probe import probe_machine
 
     check_target(svg_path)
-    found = probe_machine(machine, budget_s, user_lock(note), note)
+    probe = probe_machine(machine, budget_s, user_lock(note), note)
     if svg_path is not None:
         from phasewise.workflows.topo.probe_svg import draw_probe
 
-        _write_picture(svg_path, draw_probe(machine, found))
+        _write_picture(svg_path, draw_probe(machine, probe))
     if as_json:
-        print_json(found.fields())
+        print_json(probe.fields())
     elif not owns_stdout(svg_path):
-        _print(probe_lines(machine, found))
+        _print(probe_lines(machine, probe))
 
 
 def _draw(machine: Machine, groups: Iterable[PuGroup] | None, svg_path: Path | None) -> None:

@@ -73,7 +73,7 @@ def _blocks(node: Node) -> list[list[int]]:
     if node.kind is Kind.CORE:
         return [[pu for child in node.children for pu in child.cpus]]
     inside = [block for child in node.children for block in _blocks(child)]
-    n_cores = sum(one.kind is Kind.CORE for one in node.walk())
+    n_cores = sum(part.kind is Kind.CORE for part in node.walk())
     if node.kind in SHARING and len(inside) == n_cores:
         return [[pu for block in inside for pu in block]]
     return inside
@@ -88,8 +88,8 @@ def _strip(phase: str, blocks: Sequence[Sequence[str]]) -> Iterator[str]:
     while words:
         cut = words
         if len(words) > room:
-            at = words.rfind(" ", 0, room + 1)
-            cut = words[: at if at > 0 else room]
+            space = words.rfind(" ", 0, room + 1)
+            cut = words[: space if space > 0 else room]
         yield f"  {label:{LABEL}}{cut}"
         words, label = words[len(cut) :].lstrip(" "), ""
 

@@ -41,21 +41,21 @@ def probe_lines(machine: Machine, probe: Probe) -> list[str]:
     lines += _matrix_lines(probe.pus, probe.latency_ns, "{:.0f}".format) if n <= MAX_COLUMNS else []
     lines += _shared_lines(machine, probe.pus, _once(probe.latency_ns), "{:.0f} ns".format)
     lines += _sibling_lines(probe)
-    for source, one in probe.interference.items():
-        lines += ["", *_interference_lines(machine, source, one)]
+    for source, interference in probe.interference.items():
+        lines += ["", *_interference_lines(machine, source, interference)]
     lines += ["", *_level_lines(probe.levels), *_group_lines(probe.groups), *_condition_lines(probe)]
     return [piece for line in lines for piece in _wrapped(line)]
 
 
-def _interference_lines(machine: Machine, source: str, one: Interference) -> Iterator[str]:
-    size = f"{one.buffer_bytes >> 20} MiB each"
+def _interference_lines(machine: Machine, source: str, interference: Interference) -> Iterator[str]:
+    size = f"{interference.buffer_bytes >> 20} MiB each"
     yield f"Lost while another core reads, by {MEASURED[source]} ({size})"
-    rates = [rate / 1e9 for rate in one.alone_bytes_per_s if rate is not None]
+    rates = [rate / 1e9 for rate in interference.alone_bytes_per_s if rate is not None]
     if rates:
         yield f"  alone {min(rates):.1f} to {max(rates):.1f} GB/s"
-    if len(one.pus) <= MAX_COLUMNS:
-        yield from _matrix_lines(one.pus, one.lost, percent)
-    yield from _shared_lines(machine, one.pus, one.lost, percent)
+    if len(interference.pus) <= MAX_COLUMNS:
+        yield from _matrix_lines(interference.pus, interference.lost, percent)
+    yield from _shared_lines(machine, interference.pus, interference.lost, percent)
 
 
 def _matrix_lines(pus: Sequence[int], matrix: Matrix, form: Callable[[float], str]) -> Iterator[str]:
@@ -77,7 +77,7 @@ def _shared_lines(
                 by_part.setdefault(shared[i][j], []).append(float(value))
     for kind in sorted(by_part, key=SHARED_NAMES.index):
         values = sorted(by_part[kind])
-        low, middle, high = (form(values[at]) for at in (0, len(values) // 2, -1))
+        low, middle, high = (form(values[index]) for index in (0, len(values) // 2, -1))
         name = LABELS.get(kind, kind)
         yield f"  sharing {name:<18} {middle:>8}  ({low} to {high}, {_count(len(values))})"
 

@@ -48,8 +48,8 @@ def glyphs_for(encoding: str) -> tuple[str, ...]:
 
 def _heading(machine: Machine) -> str:
     cpu = machine.cpu
-    known = " ".join(word for word in (cpu.name or cpu.vendor, cpu.architecture) if word)
-    return on_one_line(f"{machine.source}: {known}" if known else machine.source)
+    cpu_text = " ".join(word for word in (cpu.name or cpu.vendor, cpu.architecture) if word)
+    return on_one_line(f"{machine.source}: {cpu_text}" if cpu_text else machine.source)
 
 
 def _tree_lines(lines: tuple[Line, ...], glyphs: tuple[str, ...], prefix: str) -> Iterator[str]:

@@ -49,17 +49,17 @@ def _named(numbers: range) -> str:
     return f"groups {', '.join(map(str, numbers[:2]))}{', ...' if len(numbers) > 2 else ''}"
 
 
-def trees_lines(found: Fundamental, power_of_two: bool, limit: int, encoding: str) -> Iterator[str]:
+def trees_lines(symmetric_part: Fundamental, power_of_two: bool, limit: int, encoding: str) -> Iterator[str]:
     """Counts first, then the groupings, each drawn."""
-    tree = found.tree
+    tree = symmetric_part.tree
     counted = count_trees(tree, power_of_two)
-    yield from _left_out_lines(found)
+    yield from _left_out_lines(symmetric_part)
     yield from _count_lines(tree, counted, power_of_two)
     first = list(islice(grouped_trees(tree, power_of_two=power_of_two), limit))
-    for number, one in enumerate(first, start=1):
+    for number, grouping in enumerate(first, start=1):
         yield ""
-        yield from _wrapped(f"{number}. ", one.notation)
-        yield from _drawing(one, encoding)
+        yield from _wrapped(f"{number}. ", grouping.notation)
+        yield from _drawing(grouping, encoding)
     rest = counted.groupings - len(first)
     if rest:
         yield ""
@@ -73,20 +73,21 @@ def one_tree_lines(tree: TopoTree, encoding: str) -> Iterator[str]:
     yield from _drawing(tree, encoding)
     yield from _wrapped("", f"{_count(tree.n_pus, 'active PU')}: {_spaced(sorted(tree.pus))}")
     for label, others in (("One removal from", parents(tree)), ("One removal makes", removals(tree))):
-        notations = [one.notation for one in others]
+        notations = [other.notation for other in others]
         if notations:
             yield f"{label}:"
             for notation in notations:
                 yield from _wrapped("  ", notation)
 
 
-def _left_out_lines(found: Fundamental) -> Iterator[str]:
-    n_left = sum(len(left.pus) for left in found.left_out)
+def _left_out_lines(symmetric_part: Fundamental) -> Iterator[str]:
+    n_left = sum(len(left.pus) for left in symmetric_part.left_out)
     if n_left:
         yield from _wrapped(
-            "", f"The largest symmetric part has {_count(found.tree.n_pus, 'PU')}; left to the system:"
+            "",
+            f"The largest symmetric part has {_count(symmetric_part.tree.n_pus, 'PU')}; left to the system:",
         )
-    for left in found.left_out:
+    for left in symmetric_part.left_out:
         yield from _wrapped("  ", f"PU {_spaced(left.pus)}: {REASONS[left.reason]}")
 
 

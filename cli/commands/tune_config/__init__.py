@@ -154,9 +154,9 @@ def tune_config(
     if dry_run:
         _print_dry_run(wish, subject, as_json)
         return
-    found = _run(wish, subject, started_s, verbose=verbose)
-    _print_found(found, emit, as_json, verbose=verbose)
-    if found.end == "interrupted":
+    result = _run(wish, subject, started_s, verbose=verbose)
+    _print_found(result, emit, as_json, verbose=verbose)
+    if result.end == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
@@ -190,11 +190,11 @@ def _rehearse(log: Path, wish: Wish, started_s: float, as_json: bool) -> None:
     from phasewise.workflows.tune_config.subject import check_weights
 
     check_weights(wish)
-    found = rehearse(log, wish, started_s, user_lock(note), note)
+    rehearsal = rehearse(log, wish, started_s, user_lock(note), note)
     if as_json:
-        print_json(rehearsal_fields(found))
+        print_json(rehearsal_fields(rehearsal))
     else:
-        say(rehearsal_text(found))
+        say(rehearsal_text(rehearsal))
 
 
 def _run(wish: Wish, subject: Subject, started_s: float, *, verbose: bool) -> Found:
@@ -207,19 +207,19 @@ def _run(wish: Wish, subject: Subject, started_s: float, *, verbose: bool) -> Fo
         return tune(wish, subject, started_s, show, user_lock(show.say))
 
 
-def _print_found(found: Found, emit: EmitChoice | None, as_json: bool, *, verbose: bool) -> None:
+def _print_found(result: Found, emit: EmitChoice | None, as_json: bool, *, verbose: bool) -> None:
     from phasewise.cli.commands.tune_config.text import found_text
     from phasewise.workflows.tune_config.json import found_fields
 
-    plans: dict[Phase, ServicePlan] = {phase: verdict.plan for phase, verdict in found.verdicts.items()}
+    plans: dict[Phase, ServicePlan] = {phase: verdict.plan for phase, verdict in result.verdicts.items()}
     if as_json:
-        emitted = _emit_fields(emit, plans, found.subject.machine) if emit and plans else {}
-        print_json({"dry_run": False, **found_fields(found), **emitted})
+        emitted = _emit_fields(emit, plans, result.subject.machine) if emit and plans else {}
+        print_json({"dry_run": False, **found_fields(result), **emitted})
     elif emit is None:
-        say(found_text(found, verbose=verbose))
+        say(found_text(result, verbose=verbose))
     else:
-        note(found_text(found, verbose=verbose))
-        _print_emitted(emit, plans, found.subject.machine)
+        note(found_text(result, verbose=verbose))
+        _print_emitted(emit, plans, result.subject.machine)
 
 
 def _emit_stored(wish: Wish, emit: EmitChoice, as_json: bool) -> bool:

@@ -160,10 +160,10 @@ def _result(tried: Tried, machine: Machine) -> str:
     words = plan_words(tried.candidate.configuration.plan("decode"), machine)
     if tried.state == "failed":
         return f"{words} failed: {tried.reason}"
-    known = ", known before" if tried.is_replayed else ""
+    replayed = ", known before" if tried.is_replayed else ""
     if tried.state == "pruned" or tried.cost_ms is None:
-        return f"{words}: stopped early{known}"
-    return f"{words}: {milliseconds(tried.cost_ms)}{known}"
+        return f"{words}: stopped early{replayed}"
+    return f"{words}: {milliseconds(tried.cost_ms)}{replayed}"
 
 
 def _clock(seconds: float) -> str:

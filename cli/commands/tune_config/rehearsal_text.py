@@ -19,34 +19,35 @@ METRICS = {
 }
 
 
-def rehearsal_text(found: Rehearsal) -> str:
+def rehearsal_text(rehearsal: Rehearsal) -> str:
     """The hour, the proposal, its gain and its error, and all that was left out."""
     lines = [
-        f"{counted(len(found.hour.arrivals), 'request')} in {number(found.hour.span_s / 60, 3)} minutes; "
-        f"{METRICS[found.objective.kind]} today, simulated: {_today(found)}"
+        f"{counted(len(rehearsal.hour.arrivals), 'request')} in "
+        f"{number(rehearsal.hour.span_s / 60, 3)} minutes; "
+        f"{METRICS[rehearsal.objective.kind]} today, simulated: {_today(rehearsal)}"
     ]
-    if found.proposed == found.today:
-        lines.append(f"Today's settings stay: none of {len(found.tried) - 1} others is shown to gain.")
+    if rehearsal.proposed == rehearsal.today:
+        lines.append(f"Today's settings stay: none of {len(rehearsal.tried) - 1} others is shown to gain.")
     else:
-        one = found.expected
-        lines.append(f"Proposed: phasewise serve {' '.join(found.proposed.options(found.today))}")
+        expected = rehearsal.expected
+        lines.append(f"Proposed: phasewise serve {' '.join(rehearsal.proposed.options(rehearsal.today))}")
         lines.append(
-            f"Expected gain: {multiple(one.gain, 3)} ({one.low:.3f} to {one.high:.3f}, over other samples of "
-            "the same steps)"
+            f"Expected gain: {multiple(expected.gain, 3)} ({expected.low:.3f} to {expected.high:.3f}, "
+            "over other samples of the same steps)"
         )
-        lines.append(_check_line(found))
-    lines += [f"{remark[0].upper()}{remark[1:]}." for remark in found.remarks]
+        lines.append(_check_line(rehearsal))
+    lines += [f"{remark[0].upper()}{remark[1:]}." for remark in rehearsal.remarks]
     return "\n".join(textwrap.fill(line, WIDTH, break_on_hyphens=False) for line in lines)
 
 
-def _today(found: Rehearsal) -> str:
-    if found.objective.kind == "goodput":
-        return percent(found.today_merit, 1)
-    return f"{number(1 / found.today_merit, 3)} s"
+def _today(rehearsal: Rehearsal) -> str:
+    if rehearsal.objective.kind == "goodput":
+        return percent(rehearsal.today_merit, 1)
+    return f"{number(1 / rehearsal.today_merit, 3)} s"
 
 
-def _check_line(found: Rehearsal) -> str:
-    check = found.check
+def _check_line(rehearsal: Rehearsal) -> str:
+    check = rehearsal.check
     if check is None:
         return "The gain was not checked by a run."
     return (

@@ -43,17 +43,17 @@ def milliseconds(value: float) -> str:
     return f"{number(value, 3)} ms" if value < 100 else f"{value:.0f} ms"
 
 
-def found_text(found: Found, *, verbose: bool = False) -> str:
+def found_text(result: Found, *, verbose: bool = False) -> str:
     """The text at the end of a run, for people. `verbose`: with words of the search."""
-    parts = ["\n".join(_heading(found))]
-    parts += ["\n".join(_phase_lines(found, one)) for one in found.searched]
-    parts.append("\n".join(_run_lines(found, verbose=verbose)))
+    parts = ["\n".join(_heading(result))]
+    parts += ["\n".join(_phase_lines(result, searched)) for searched in result.searched]
+    parts.append("\n".join(_run_lines(result, verbose=verbose)))
     return "\n\n".join(parts)
 
 
-def _heading(found: Found) -> Iterator[str]:
-    subject = found.subject
-    yield f"{on_one_line(subject.model_key)} on {subject.key.placement_sig}, {found.wish.evaluator}"
+def _heading(result: Found) -> Iterator[str]:
+    subject = result.subject
+    yield f"{on_one_line(subject.model_key)} on {subject.key.placement_sig}, {result.wish.evaluator}"
     yield f"{objective_words(subject.objective)}; {describe(subject.trace)}"
     yield fill(covered_words(subject.objective), WIDTH)
 
@@ -67,12 +67,12 @@ def covered_words(objective: Objective) -> str:
     return "ms: mean time to the first token for prefill, per output token for decode, one request at a time"
 
 
-def _best_lines(one: Searched, verdict: PhaseVerdict, machine: Machine) -> Iterator[str]:
+def _best_lines(searched: Searched, verdict: PhaseVerdict, machine: Machine) -> Iterator[str]:
     """The best of the search, as the progress told it, and what became of it."""
-    best = best_found_fields(one, verdict)
-    if one.outcome.best is None or best is None:
+    best = best_found_fields(searched, verdict)
+    if searched.outcome.best is None or best is None:
         return
-    words = plan_words(one.outcome.best[0].plan(one.phase), machine)
+    words = plan_words(searched.outcome.best[0].plan(searched.phase), machine)
     cost = milliseconds(best["search_ms"])
     again = None if best["latency_ms"] is None else milliseconds(best["latency_ms"])
     if best["standing"] == "the plan" and again == cost:
@@ -83,38 +83,38 @@ def _best_lines(one: Searched, verdict: PhaseVerdict, machine: Machine) -> Itera
     yield fill(f"{', '.join(parts)}.", WIDTH)
 
 
-def _phase_lines(found: Found, one: Searched) -> Iterator[str]:
-    verdict, machine = found.verdicts.get(one.phase), found.subject.machine
+def _phase_lines(result: Found, searched: Searched) -> Iterator[str]:
+    verdict, machine = result.verdicts.get(searched.phase), result.subject.machine
     if verdict is None:
-        best = one.outcome.best
+        best = searched.outcome.best
         if best is None:
-            tried = "no configuration could be run" if one.failures else "no configuration was tried yet"
-            yield f"{one.phase}: {tried}"
-            for reason, count in sorted(one.failures.items(), key=lambda pair: -pair[1])[:3]:
+            tried = "no configuration could be run" if searched.failures else "no configuration was tried yet"
+            yield f"{searched.phase}: {tried}"
+            for reason, count in sorted(searched.failures.items(), key=lambda pair: -pair[1])[:3]:
                 yield fill(f"{count} x {reason}", WIDTH, initial_indent="  ", subsequent_indent="  ")
         else:
             configuration, cost_ms = best
-            words = plan_words(configuration.plan(one.phase), machine)
-            yield f"{one.phase}: {words}, {milliseconds(cost_ms)} so far"
-            yield from _rank_lines(configuration.plan(one.phase))
+            words = plan_words(configuration.plan(searched.phase), machine)
+            yield f"{searched.phase}: {words}, {milliseconds(cost_ms)} so far"
+            yield from _rank_lines(configuration.plan(searched.phase))
             yield "Not compared with the references yet: nothing is stored."
         return
     if verdict.is_settled:
-        yield f"{one.phase}: {plan_words(verdict.plan, machine)}, {milliseconds(verdict.latency_ms)}"
+        yield f"{searched.phase}: {plan_words(verdict.plan, machine)}, {milliseconds(verdict.latency_ms)}"
         yield from _rank_lines(verdict.plan)
     else:
-        yield f"{one.phase}: not decided"
-    yield from _best_lines(one, verdict, machine)
+        yield f"{searched.phase}: not decided"
+    yield from _best_lines(searched, verdict, machine)
     yield ""
     yield _against_table(verdict, machine)
     yield ""
-    yield _verdict_line(verdict, machine, found.wish.evaluator == "measured")
+    yield _verdict_line(verdict, machine, result.wish.evaluator == "measured")
 
 
 def _rank_lines(plan: ServicePlan) -> Iterator[str]:
-    for at, rank in enumerate(plan.ranks[:MOST_RANKS_SHOWN]):
+    for index, rank in enumerate(plan.ranks[:MOST_RANKS_SHOWN]):
         node = "" if rank.numa_node is None else f" (NUMA node {rank.numa_node})"
-        yield f"  rank {at}: {list_cores(rank.cores)}{node}"
+        yield f"  rank {index}: {list_cores(rank.cores)}{node}"
     if len(plan.ranks) > MOST_RANKS_SHOWN:
         yield f"  and {len(plan.ranks) - MOST_RANKS_SHOWN} more"
 
@@ -124,20 +124,20 @@ def _against_table(verdict: PhaseVerdict, machine: Machine) -> str:
     from tabulate import tabulate
 
     alike: list[list[Versus]] = []
-    for one in verdict.against:
-        plan = one.reference.plan
+    for versus in verdict.against:
+        plan = versus.reference.plan
         same = [
             row for row in alike if plan and row[0].reference.plan and same_cores(plan, row[0].reference.plan)
         ]
         if same:
-            same[0].append(one)
+            same[0].append(versus)
         else:
-            alike.append([one])
+            alike.append([versus])
     rows = [_against_row(row, machine) for row in alike]
     headers = ("reference", "plan", "latency", "speed-up", "interval")
     aligned = ("left", "left", "right", "right", "right")
     table = tabulate(rows, headers=headers, disable_numparse=True, colalign=aligned)
-    if all(one.comparison is None for one in verdict.against):
+    if all(versus.comparison is None for versus in verdict.against):
         return table
     return f"{table}\nlatency: of the last run; speed-up: the median of pairs of turns, and its interval"
 
@@ -147,25 +147,25 @@ def _short_name(reference: Reference) -> str:
 
 
 def _against_row(alike: Sequence[Versus], machine: Machine) -> tuple[str, ...]:
-    one = alike[0]
+    first = alike[0]
     name = "\n".join(_short_name(each.reference) for each in alike)
-    plan = plan_words(one.reference.plan, machine) if one.reference.plan else "-"
-    latency = "-" if one.latency_ms is None else milliseconds(one.latency_ms)
-    if one.is_same:
+    plan = plan_words(first.reference.plan, machine) if first.reference.plan else "-"
+    latency = "-" if first.latency_ms is None else milliseconds(first.latency_ms)
+    if first.is_same:
         return name, plan, latency, "same plan", ""
-    if one.gain is None:
+    if first.gain is None:
         return name, plan, latency, "-", ""
     interval = ""
-    if one.comparison is not None:
-        interval = f"{one.comparison.gain_low:.3f} to {one.comparison.gain_high:.3f}"
-    return name, plan, latency, multiple(one.gain, 3), interval
+    if first.comparison is not None:
+        interval = f"{first.comparison.gain_low:.3f} to {first.comparison.gain_high:.3f}"
+    return name, plan, latency, multiple(first.gain, 3), interval
 
 
 def _verdict_line(verdict: PhaseVerdict, machine: Machine, is_measured: bool) -> str:
     named: dict[str, list[str]] = {}
-    for one in verdict.against:
-        if one.reason:
-            named.setdefault(one.reason, []).append(_short_name(one.reference))
+    for versus in verdict.against:
+        if versus.reason:
+            named.setdefault(versus.reason, []).append(_short_name(versus.reference))
     reasons = [f"{', '.join(names)}: {reason}." for reason, names in named.items()]
     match verdict.standing:
         case "faster" if is_measured:
@@ -189,41 +189,43 @@ def _verdict_line(verdict: PhaseVerdict, machine: Machine, is_measured: bool) ->
 def _kept_name(verdict: PhaseVerdict) -> str:
     """The name of the reference that the plan is."""
     names = [
-        _short_name(one.reference)
-        for one in verdict.against
-        if one.reference.plan and same_cores(one.reference.plan, verdict.plan)
+        _short_name(versus.reference)
+        for versus in verdict.against
+        if versus.reference.plan and same_cores(versus.reference.plan, verdict.plan)
     ]
     return names[0] if names else "a reference"
 
 
-def _run_lines(found: Found, *, verbose: bool) -> Iterator[str]:
-    sums = totals(found)
-    minutes, seconds = divmod(round(found.elapsed_s), 60)
+def _run_lines(result: Found, *, verbose: bool) -> Iterator[str]:
+    sums = totals(result)
+    minutes, seconds = divmod(round(result.elapsed_s), 60)
     yield (
         f"{sums['evaluations']} of {counted(sums['configurations'], 'configuration')} evaluated, "
         f"{sums['replayed']} known before, {sums['failed']} failed,"
     )
     cut = f", {counted(sums['trees_cut'], 'tree')} cut" if verbose else ""
     yield f"{sums['pruned']} stopped early{cut}; {minutes}:{seconds:02}."
-    if any(one.outcome.gains for one in found.kernels):
-        tuned = sum(not gain.is_default for one in found.kernels for gain in one.outcome.gains)
-        count = sum(len(one.outcome.gains) for one in found.kernels)
+    if any(tuned_round.outcome.gains for tuned_round in result.kernels):
+        tuned = sum(
+            not gain.is_default for tuned_round in result.kernels for gain in tuned_round.outcome.gains
+        )
+        count = sum(len(tuned_round.outcome.gains) for tuned_round in result.kernels)
         products = f"{tuned} of {counted(count, 'product')}"
         yield f"Kernels: {products} faster than by default on the finalists' cores."
-    if found.disturbed > DISTURBED_LAPS * max(1, found.laps):
-        yield f"The machine was busy during {found.disturbed} of {counted(found.laps, 'timing')}."
-    yield from _closing_lines(found)
+    if result.disturbed > DISTURBED_LAPS * max(1, result.laps):
+        yield f"The machine was busy during {result.disturbed} of {counted(result.laps, 'timing')}."
+    yield from _closing_lines(result)
 
 
-def _closing_lines(found: Found) -> Iterator[str]:
-    if found.end != "complete":
-        yield "Interrupted." if found.end == "interrupted" else "The budget is used up."
-        if found.wish.evaluator == "measured" or found.wish.storage:
-            yield goes_on(found.wish.resume)
-    if found.stored:
-        phases = [phase for phase in found.verdicts if phase in found.stored]
+def _closing_lines(result: Found) -> Iterator[str]:
+    if result.end != "complete":
+        yield "Interrupted." if result.end == "interrupted" else "The budget is used up."
+        if result.wish.evaluator == "measured" or result.wish.storage:
+            yield goes_on(result.wish.resume)
+    if result.stored:
+        phases = [phase for phase in result.verdicts if phase in result.stored]
         yield f"Stored: the {plural(len(phases), 'plan')} for {' and '.join(phases)}."
-    elif found.wish.evaluator != "measured" and found.verdicts:
+    elif result.wish.evaluator != "measured" and result.verdicts:
         yield "Not stored: only plans that were measured on a machine come into use there."
 
 
@@ -240,11 +242,12 @@ def dry_run_text(wish: Wish, subject: Subject) -> str:
     lines.append(f"the machine as a tree: {fields['tree']}")
     lines.append(fill(covered_words(subject.objective), WIDTH))
     lines += [
-        f"CPUs {one['pus']} are left to the operating system: {one['reason']}" for one in fields["left_out"]
+        f"CPUs {group['pus']} are left to the operating system: {group['reason']}"
+        for group in fields["left_out"]
     ]
     for phase, steps in fields["steps"].items():
         lines.append(f"{phase}: each is timed by at most {counted(len(steps), 'step')}, e.g. {steps[0]}")
-    for one in fields["references"]:
-        lines.append(f"reference {one['name']}: {one['plan'] or one['reason']}")
+    for reference in fields["references"]:
+        lines.append(f"reference {reference['name']}: {reference['plan'] or reference['reason']}")
     lines.append(budget_words(wish.budget_s, wish.resume))
     return "\n".join(lines)

@@ -222,7 +222,7 @@ def _tune_user_kernel(
         )  # fmt: skip
         outcomes = tune_user_kernel(setting, wanted)
     if as_json:
-        print_json({"shapes": [tuned_fields(one) for one in outcomes]})
+        print_json({"shapes": [tuned_fields(outcome) for outcome in outcomes]})
     else:
         say(tuned_text(outcomes, resume=resume))
 
@@ -235,13 +235,13 @@ def parse_shapes(text: str, kernel_format: str) -> list[Shape]:
     if kernel_format == "native":
         raise typer.BadParameter("--shapes needs a --format, such as bf16 or int8")
     kind_of(kernel_format)
-    found = []
+    problem_shapes = []
     for part in text.split(";"):
         match = re.fullmatch(r"\s*([1-9]\d{0,6})\s*,\s*([1-9]\d{0,6})\s*", part)
         if match is None:
             raise typer.BadParameter(f"shapes are written like 3072,576;576,1536, not {text!r:.60}")
-        found.append(Shape(kernel_format, int(match[1]), int(match[2]), uses=1))
-    return list(dict.fromkeys(found))
+        problem_shapes.append(Shape(kernel_format, int(match[1]), int(match[2]), uses=1))
+    return list(dict.fromkeys(problem_shapes))
 
 
 def _rounds(
@@ -259,8 +259,8 @@ def _rounds(
     from phasewise.workflows.tune_kernels.run import rounds_of_model, rounds_of_shapes
 
     if model is None:
-        found = parse_shapes(shapes or "", weight_format)
-        return rounds_of_shapes(found, machine, phases, max_m, threads), None
+        problem_shapes = parse_shapes(shapes or "", weight_format)
+        return rounds_of_shapes(problem_shapes, machine, phases, max_m, threads), None
     if weight_format not in WEIGHT_FORMATS:
         raise typer.BadParameter(f"a model's --format is one of {', '.join(WEIGHT_FORMATS)}")
     from phasewise.workflows.opening.open_model import Weights, open_model
@@ -297,14 +297,14 @@ def _print_plan(rounds: list[Round], budget_s: float, resume: bool, as_json: boo
     if as_json:
         fields = [
             {
-                "phases": list(one.phases),
-                "cores": list(one.cores),
+                "phases": list(tuning_round.phases),
+                "cores": list(tuning_round.cores),
                 "weights": [
                     {**plan_fields(shape, task), "ms": list(task.ms)}
-                    for shape, task in zip(one.shapes, one.tasks, strict=True)
+                    for shape, task in zip(tuning_round.shapes, tuning_round.tasks, strict=True)
                 ],
             }
-            for one in rounds
+            for tuning_round in rounds
         ]
         print_json({"dry_run": True, "budget_s": budget_s, "resume": resume, "rounds": fields})
     else:
@@ -318,9 +318,15 @@ def _print_tuned(tuned: list[TunedRound], changes: list[SpeedChange], resume: bo
 
     if as_json:
         of_model = [asdict(change) for change in changes]
-        print_json({"dry_run": False, "rounds": [tuned_fields(one) for one in tuned], "model": of_model})
+        print_json(
+            {
+                "dry_run": False,
+                "rounds": [tuned_fields(tuned_round) for tuned_round in tuned],
+                "model": of_model,
+            }
+        )
     else:
-        parts = [tuned_text(one, resume=resume) for one in tuned] + (
+        parts = [tuned_text(tuned_round, resume=resume) for tuned_round in tuned] + (
             [changes_text(changes)] if changes else []
         )
         say("\n\n".join(parts))

@@ -57,16 +57,19 @@ def plan_text(rounds: Sequence[Round]) -> str:
     from tabulate import tabulate
 
     return "\n\n".join(
-        f"{_round_name(one)}\n"
-        + tabulate([plan_fields(*pair) for pair in zip(one.shapes, one.tasks, strict=True)], headers="keys")
-        for one in rounds
+        f"{_round_name(tuning_round)}\n"
+        + tabulate(
+            [plan_fields(*pair) for pair in zip(tuning_round.shapes, tuning_round.tasks, strict=True)],
+            headers="keys",
+        )
+        for tuning_round in rounds
     )
 
 
-def _round_name(one: Round) -> str:
+def _round_name(tuning_round: Round) -> str:
     from phasewise.tuner.plans import list_cores
 
-    return f"{' and '.join(one.phases)} on cores {list_cores(one.cores)}"
+    return f"{' and '.join(tuning_round.phases)} on cores {list_cores(tuning_round.cores)}"
 
 
 def tuned_text(tuned: TunedRound, *, resume: bool = True) -> str:
@@ -80,17 +83,17 @@ def tuned_text(tuned: TunedRound, *, resume: bool = True) -> str:
 def changes_text(changes: Sequence[SpeedChange]) -> str:
     """The whole model before and after, two lines for each test, with the names of the statistics."""
     lines = ["the whole model before and after, medians of pairs of turns:"]
-    for one in changes:
-        found = one.comparison
-        rates = f"{one.before_tokens_per_s:.1f} and {one.after_tokens_per_s:.1f} tokens/s"
-        interval = f"no interval: {counted(found.pairs, 'pair')} only"
-        if found.gain_low > 0:
-            span = f"{found.gain_low:.3f} to {found.gain_high:.3f}"
-            interval = f"{span} with {percent(found.confidence)} confidence"
-        of_answers = counted(one.n_sequences, "sequence")
-        of = counted(one.n_tokens, "token") if one.phase == "prefill" else of_answers
-        lines.append(f"  {one.phase} of {of}: {rates}")
-        lines.append(f"    ratio within a pair, median: {multiple(found.gain, 3)} ({interval})")
+    for change in changes:
+        comparison = change.comparison
+        rates = f"{change.before_tokens_per_s:.1f} and {change.after_tokens_per_s:.1f} tokens/s"
+        interval = f"no interval: {counted(comparison.pairs, 'pair')} only"
+        if comparison.gain_low > 0:
+            span = f"{comparison.gain_low:.3f} to {comparison.gain_high:.3f}"
+            interval = f"{span} with {percent(comparison.confidence)} confidence"
+        of_answers = counted(change.n_sequences, "sequence")
+        of = counted(change.n_tokens, "token") if change.phase == "prefill" else of_answers
+        lines.append(f"  {change.phase} of {of}: {rates}")
+        lines.append(f"    ratio within a pair, median: {multiple(comparison.gain, 3)} ({interval})")
     return "\n".join(lines)
 
 
@@ -135,11 +138,11 @@ def _storage_table(tuned: TunedRound) -> str | None:
 
 
 def _attention_text(gain: Gain) -> str:
-    one = gain.schedule
+    schedule = gain.schedule
     return (
-        f"pieces of {one.block_k} positions"
+        f"pieces of {schedule.block_k} positions"
         if gain.problem.m == 1
-        else f"{one.mr} of {counted(one.block_m, 'row')}"
+        else f"{schedule.mr} of {counted(schedule.block_m, 'row')}"
     )
 
 
@@ -172,10 +175,10 @@ def _row(tuned: TunedRound, gain: Gain) -> dict[str, str]:
 
 def schedule_text(gain: Gain) -> str:
     """E.g. `8x32 64x128x576 nm 1x2x1`: tile, block, loop order, grid."""
-    one = gain.schedule
+    schedule = gain.schedule
     return (
-        f"{one.mr}x{one.nr} {one.block_m}x{one.block_n}x{one.block_k} {one.loop_order} "
-        f"{one.threads_m}x{one.threads_n}x{one.threads_k}"
+        f"{schedule.mr}x{schedule.nr} {schedule.block_m}x{schedule.block_n}x{schedule.block_k} "
+        f"{schedule.loop_order} {schedule.threads_m}x{schedule.threads_n}x{schedule.threads_k}"
     )
 
 
