@@ -73,7 +73,7 @@ def code_flags(flags: Sequence[str]) -> list[str]:
 
 def essence(text: str) -> str:
     """C source without comments, and with one space for any run of white space."""
-    bare = _COMMENT_OR_TEXT.sub(lambda found: found[0] if found[0].startswith('"') else " ", text)
+    bare = _COMMENT_OR_TEXT.sub(lambda match: match[0] if match[0].startswith('"') else " ", text)
     return " ".join(bare.split())
 
 

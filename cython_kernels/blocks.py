@@ -152,8 +152,8 @@ def joined(pieces: list[BlockRows]) -> BlockRows:
     """The rows of several pieces of one kind, one below the other."""
 
     def join(arrays: list[Array | None]) -> Array | None:
-        found = [array for array in arrays if array is not None]
-        return np.concatenate(found) if found else None
+        present = [array for array in arrays if array is not None]
+        return np.concatenate(present) if present else None
 
     return BlockRows(
         pieces[0].kind,
@@ -197,8 +197,8 @@ def looked_up(rows: BlockRows) -> Array:
     table = rows.format.table
     if table is None:
         return rows.codes
-    found: Array = (np.array(table, np.int16) + LOOKED_UP_ZERO).astype(np.uint8)[rows.codes]
-    return found
+    shifted: Array = (np.array(table, np.int16) + LOOKED_UP_ZERO).astype(np.uint8)[rows.codes]
+    return shifted
 
 
 def pack_values(rows: BlockRows) -> Array:
@@ -232,13 +232,13 @@ def unpack_values(kind: str, values: Array, n: int, k: int) -> BlockRows:
     """The rows that `pack_values` was given."""
     form = BLOCKS[kind]
     panels, blocks, _ = values.shape
-    at = 0
+    offset = 0
 
     def take(count: int) -> Array:
-        nonlocal at
-        found = values[:, :, at : at + count]
-        at += count
-        return found
+        nonlocal offset
+        taken = values[:, :, offset : offset + count]
+        offset += count
+        return taken
 
     def by_row(array: Array) -> Array:
         """[P, blocks, each, 16] to [n, blocks * each]."""
@@ -262,8 +262,8 @@ def unpack_values(kind: str, values: Array, n: int, k: int) -> BlockRows:
     dtype = np.dtype(np.uint8 if form.scaling == "exponent" else np.float16)
 
     def scales() -> Array:
-        found = np.ascontiguousarray(take(PANEL * dtype.itemsize)).view(dtype)
-        return by_row(found.reshape(panels, blocks, 1, PANEL))
+        stored = np.ascontiguousarray(take(PANEL * dtype.itemsize)).view(dtype)
+        return by_row(stored.reshape(panels, blocks, 1, PANEL))
 
     top = scales()
     if form.has_mins:

@@ -241,10 +241,10 @@ def unpacked(elem: Scalar, which: int) -> Build:
 
 
 def neighbours(a: Sequence[ir.Expr], elem: Scalar) -> ir.Expr:
-    one, other = as_elem(a[0], elem), as_elem(a[1], elem)
+    first, second = as_elem(a[0], elem), as_elem(a[1], elem)
     group = 2 * (16 // elem.size)
-    even = shuffled(one, other, range(0, group, 2))
-    return binary("+", even, shuffled(one, other, range(1, group, 2)))
+    even = shuffled(first, second, range(0, group, 2))
+    return binary("+", even, shuffled(first, second, range(1, group, 2)))
 
 
 def element(p: ir.Expr) -> ir.Expr:

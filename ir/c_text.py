@@ -100,9 +100,9 @@ def wrapped(text: str) -> str:
     return f"({text})"
 
 
-def _closes_at_end(text: str, at: int) -> bool:
+def _closes_at_end(text: str, start: int) -> bool:
     depth = 0
-    for i, mark in enumerate(text[at:], at):
+    for i, mark in enumerate(text[start:], start):
         depth += (mark in "([") - (mark in ")]")
         if depth == 0:
             return i == len(text) - 1

@@ -84,9 +84,12 @@ def emitted_header(text: str, about: str) -> str:
 
 def _section(text: str, name: str, tuned: TunedTarget) -> tuple[str, str]:
     """The variants for a target, and the function that chooses among them."""
-    choices = list(dict.fromkeys(tuple(sorted(one.items())) for one in tuned.by_shape.values()))
+    choices = list(dict.fromkeys(tuple(sorted(parameters.items())) for parameters in tuned.by_shape.values()))
     variants = [_variant(text, dict(choice), tuned, f"{name}_variant{i}") for i, choice in enumerate(choices)]
-    numbers = {shape: choices.index(tuple(sorted(one.items()))) for shape, one in tuned.by_shape.items()}
+    numbers = {
+        shape: choices.index(tuple(sorted(parameters.items())))
+        for shape, parameters in tuned.by_shape.items()
+    }
     definitions: dict[str, str] = {}
     for variant in variants:
         definitions |= variant.definitions

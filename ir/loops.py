@@ -77,11 +77,11 @@ def accumulators(loop: ir.Steps) -> tuple[list[Accumulator], list[str]]:
     carried |= {name for name in own if _is_read_first(loop.body, name)}
     sums, others = [], []
     for name in sorted(carried):
-        one = _accumulator(loop.body, name)
-        if one is None:
+        accumulator = _accumulator(loop.body, name)
+        if accumulator is None:
             others.append(name)
         else:
-            sums.append(one)
+            sums.append(accumulator)
     return sums, others
 
 
@@ -161,16 +161,16 @@ def coefficient(e: ir.Expr, variable: str, changing: set[str]) -> int | None:
             inner = coefficient(a, variable, changing)
             return None if inner is None else -inner
         case ir.Binary(op="+" | "-" as op, a=a, b=b):
-            one, other = coefficient(a, variable, changing), coefficient(b, variable, changing)
-            return None if one is None or other is None else one + other if op == "+" else one - other
+            of_a, of_b = coefficient(a, variable, changing), coefficient(b, variable, changing)
+            return None if of_a is None or of_b is None else of_a + of_b if op == "+" else of_a - of_b
         case ir.Binary(op="*", a=a, b=b):
-            one, other = coefficient(a, variable, changing), coefficient(b, variable, changing)
-            if one == 0 and other == 0:
+            of_a, of_b = coefficient(a, variable, changing), coefficient(b, variable, changing)
+            if of_a == 0 and of_b == 0:
                 return 0
-            if isinstance(b, ir.Const) and one is not None:
-                return one * int(b.value)
-            if isinstance(a, ir.Const) and other is not None:
-                return other * int(a.value)
+            if isinstance(b, ir.Const) and of_a is not None:
+                return of_a * int(b.value)
+            if isinstance(a, ir.Const) and of_b is not None:
+                return of_b * int(a.value)
             return None
     return 0 if not (ir.used(e) & (changing | {variable})) else None
 
@@ -214,18 +214,18 @@ def trip_count(loop: ir.Steps) -> int | None:
     return None
 
 
-def continued(body: ir.Body, at: int) -> ir.Steps | None:
+def continued(body: ir.Body, index: int) -> ir.Steps | None:
     """The remainder loop: single turns from where a loop stops to the same end; None: there is none."""
-    loop = body[at]
+    loop = body[index]
     assert isinstance(loop, ir.Steps)
-    for statement in body[at + 1 :]:
+    for statement in body[index + 1 :]:
         if isinstance(statement, ir.Steps) and statement.start == ir.Var(loop.type, loop.variable):
             match loop.condition, statement.condition:
                 case ir.Binary(op="<" | "<=", b=end), ir.Binary(op="<", a=ir.Var(name=name), b=other):
                     is_next = (
                         end == other
                         and name == statement.variable
-                        and not ir.used(end) & ir.assigned(body[at:])
+                        and not ir.used(end) & ir.assigned(body[index:])
                     )
                     return (
                         statement if is_next and statement.step == ir.Const(statement.step.type, 1) else None

@@ -70,15 +70,15 @@ class _Lowerer(LoweredExpressions):
 
     def _definitions(self) -> dict[str, str]:
         words = self._words
-        made = {word.name: word.text for word in words.made.values()}
-        calls_halves = any("from_f16(a[i])" in text or "to_f16(a[i])" in text for text in made.values())
+        texts = {word.name: word.text for word in words.made.values()}
+        calls_halves = any("from_f16(a[i])" in text or "to_f16(a[i])" in text for text in texts.values())
         types = sorted(words.types.values(), key=lambda of: (of.size, of.elem.name))
         return {
             **{vec_name(of): typedef(of) for of in types},
             **({"halves": halves(self._target)} if self._is_half_used or calls_halves else {}),
             **{table.name: self._table(table) for table in self._function.tables},
             **self._extra,
-            **made,
+            **texts,
         }
 
     def _table(self, declaration: ir.Declare) -> str:
@@ -199,8 +199,8 @@ class _Lowerer(LoweredExpressions):
         parts = self._vector(value)
         place = self._scalar(what.args[0])
         for i, register in enumerate(parts):
-            at = f"{wrapped(place)} + {i * part.lanes}" if i else place
-            self._line(f"{self._memory_word('store', part)}({at}, {register});")
+            address = f"{wrapped(place)} + {i * part.lanes}" if i else place
+            self._line(f"{self._memory_word('store', part)}({address}, {register});")
 
     def _steps(self, loop: ir.Steps) -> None:
         variable = loop.variable

@@ -130,16 +130,16 @@ class LoweredExpressions:
 
     def _ternary(self, of: Type, condition: ir.Expr, a: ir.Expr, b: ir.Expr) -> str:
         test = self._scalar(condition)
-        (before_a, one), (before_b, other) = self._captured(a), self._captured(b)
+        (before_a, text_a), (before_b, text_b) = self._captured(a), self._captured(b)
         if not before_a and not before_b:
-            return f"{wrapped(test)} ? {wrapped(one)} : {wrapped(other)}"
+            return f"{wrapped(test)} ? {wrapped(text_a)} : {wrapped(text_b)}"
         self._n_temporaries += 1
         name = f"t{self._n_temporaries}"
         self._line(f"{c_type(of, name)};")
         self._line(f"if ({test}) {{")
-        self._lines += ["    " + line for line in (*before_a, f"{'    ' * self._depth}{name} = {one};")]
+        self._lines += ["    " + line for line in (*before_a, f"{'    ' * self._depth}{name} = {text_a};")]
         self._line("} else {")
-        self._lines += ["    " + line for line in (*before_b, f"{'    ' * self._depth}{name} = {other};")]
+        self._lines += ["    " + line for line in (*before_b, f"{'    ' * self._depth}{name} = {text_b};")]
         self._line("}")
         return name
 
@@ -181,11 +181,11 @@ class LoweredExpressions:
             raise AssertionError("min and max of numbers are ternaries")
         source = e.args[0]
         if e.name == "lane":
-            (at,) = e.numbers
-            assert isinstance(at, ir.Const)
+            (lane,) = e.numbers
+            assert isinstance(lane, ir.Const)
             part = self._part(ir.vec(source))
-            one = self._bound(part, self._vector(source)[int(at.value) // part.lanes])
-            return f"{one}[{int(at.value) % part.lanes}]"
+            register = self._bound(part, self._vector(source)[int(lane.value) // part.lanes])
+            return f"{register}[{int(lane.value) % part.lanes}]"
         assert e.name in REDUCTIONS
         order = ORDERS[e.places[0] if e.numbers else 0]
         return self._reduced(e.name.removeprefix("reduce_"), source, order)
@@ -216,10 +216,10 @@ class LoweredExpressions:
 
     def _combined(self, op: str, a: str, b: str, elem: Scalar) -> str:
         c = C_NAMES[elem.name]
-        one, other = self._temporary(c, a), self._temporary(c, b)
+        first, second = self._temporary(c, a), self._temporary(c, b)
         if op == "add":
-            return f"({one} + {other})"
-        return f"({one} {'>' if op == 'max' else '<'} {other} ? {one} : {other})"
+            return f"({first} + {second})"
+        return f"({first} {'>' if op == 'max' else '<'} {second} ? {first} : {second})"
 
     # ---- vectors ----
 
@@ -342,18 +342,18 @@ class LoweredExpressions:
         if count == part.lanes and start % part.lanes == 0:
             return parts[first]
         if count < part.lanes:
-            one = self._bound(part, parts[first])
-            parts[first] = one
+            register = self._bound(part, parts[first])
+            parts[first] = register
             if count == 1:
-                return f"(({own}){{{one}[{start % part.lanes}]}})"
+                return f"(({own}){{{register}[{start % part.lanes}]}})"
             places = ", ".join(str(start % part.lanes + i) for i in range(count))
-            return f"__builtin_shufflevector({one}, {one}, {places})"
+            return f"__builtin_shufflevector({register}, {register}, {places})"
         if count == 2 * part.lanes:
             places = ", ".join(map(str, range(count)))
             return f"__builtin_shufflevector({parts[first]}, {parts[first + 1]}, {places})"
         half = count // 2
-        one, other = (self._take(parts, of, start + at, half) for at in (0, half))
-        return f"__builtin_shufflevector({one}, {other}, {', '.join(map(str, range(count)))})"
+        low, high = (self._take(parts, of, start + offset, half) for offset in (0, half))
+        return f"__builtin_shufflevector({low}, {high}, {', '.join(map(str, range(count)))})"
 
     def _moved(self, e: ir.CallExpression, of: Vec) -> Parts:
         part, n = self._part(of), self._n_parts(of)
@@ -361,9 +361,9 @@ class LoweredExpressions:
         assert isinstance(source, Vec)
         match e.name:
             case "lo" | "hi":
-                at = 0 if e.name == "lo" else of.lanes
+                lane = 0 if e.name == "lo" else of.lanes
                 parts = self._vector(e.args[0])
-                return [self._take(parts, source, at + i * part.lanes, part.lanes) for i in range(n)]
+                return [self._take(parts, source, lane + i * part.lanes, part.lanes) for i in range(n)]
             case "concat":
                 parts = self._vector(e.args[0]) + self._vector(e.args[1])
                 if len(parts) == n:
@@ -374,12 +374,12 @@ class LoweredExpressions:
                     return [f"(({self._words.type(part)}){{{values}}})"]
                 return [f"__builtin_shufflevector({parts[0]}, {parts[1]}, {places})"]
             case "with_lane":
-                at = e.places[0]
+                lane = e.places[0]
                 parts = list(self._vector(e.args[0]))
                 value = self._scalar(e.args[1])
-                name = self._temporary(self._words.type(part), parts[at // part.lanes])
-                self._line(f"{name}[{at % part.lanes}] = {value};")
-                parts[at // part.lanes] = name
+                name = self._temporary(self._words.type(part), parts[lane // part.lanes])
+                self._line(f"{name}[{lane % part.lanes}] = {value};")
+                parts[lane // part.lanes] = name
                 return parts
         places_of = e.places
         if e.name == "permute":

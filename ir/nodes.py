@@ -278,9 +278,9 @@ def walk(node: object) -> list[object]:
     """A node and everything in it, parents first."""
     nodes, waiting = [], [node]
     while waiting:
-        one = waiting.pop()
-        nodes.append(one)
-        waiting += reversed(children(one))
+        visited = waiting.pop()
+        nodes.append(visited)
+        waiting += reversed(children(visited))
     return nodes
 
 

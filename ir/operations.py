@@ -70,16 +70,16 @@ class Operands:
     numbers: tuple[ir.Expr, ...]
     of: Scalar | None
 
-    def number(self, at: int = 0) -> int:
+    def number(self, index: int = 0) -> int:
         """A number that is known before the kernel runs."""
-        value = self.numbers[at] if at < len(self.numbers) else None
+        value = self.numbers[index] if index < len(self.numbers) else None
         if not isinstance(value, ir.Const) or not isinstance(value.value, int):
             raise Mistyped("a number that is known before the kernel runs is missing")
         return value.value
 
-    def vector(self, at: int = 0) -> Vec:
+    def vector(self, index: int = 0) -> Vec:
         """The type of a value that must be a vector."""
-        of = self.types[at]
+        of = self.types[index]
         if not isinstance(of, Vec):
             raise Mistyped(f"{self.name} takes a vector, not {spelled(of)}")
         return of
@@ -112,7 +112,7 @@ class Operands:
 
     def below(self, most: int, count: int, text: str) -> None:
         """Refuse a number outside 0 .. most - 1."""
-        _need(all(0 <= self.number(at) < most for at in range(count)), text)
+        _need(all(0 <= self.number(index) < most for index in range(count)), text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ def _half_float(given: Operands) -> Type:
 def _dot(given: Operands) -> Type:
     name = given.name
     first, second, result, products, is_added = DOTS[name]
-    a, b = (given.vector(at) for at in (-2, -1))
+    a, b = (given.vector(index) for index in (-2, -1))
     _need((a.elem.name, b.elem.name) == (first, second), f"{name} takes {first} and {second}")
     _need(a.lanes == b.lanes and a.lanes % products == 0, f"{name} takes as many lanes of both")
     sums = Vec(SCALARS[result], a.lanes // products)
@@ -318,9 +318,11 @@ def call(
     name: str, args: tuple[ir.Expr, ...], numbers: Sequence[ir.Expr | int] = (), of: Scalar | None = None
 ) -> ir.CallExpression:
     """A call with its type. `of` is the element type that the text names, e.g. in `widen(v, i32)`."""
-    known = tuple(ir.integer(constant) if isinstance(constant, int) else constant for constant in numbers)
-    result = _result(Operands(name, [a.type for a in args], known, of))
-    return ir.CallExpression(result, name, args, known)
+    expressions = tuple(
+        ir.integer(constant) if isinstance(constant, int) else constant for constant in numbers
+    )
+    result = _result(Operands(name, [a.type for a in args], expressions, of))
+    return ir.CallExpression(result, name, args, expressions)
 
 
 def _result(given: Operands) -> Type:

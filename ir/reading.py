@@ -145,17 +145,17 @@ class _Reader(TextExpressions):
         self._tables[name] = ir.Declare(name, of, None, node.lineno, values, True)
         self._types[name] = of
 
-    def _list(self, node: ast.expr | None, of: Array, at: ast.AST) -> tuple[int | float, ...]:
+    def _list(self, node: ast.expr | None, of: Array, statement: ast.AST) -> tuple[int | float, ...]:
         inner = innermost(of)
         if not isinstance(inner, Scalar):
-            raise self._refuse(at, f"values of {spelled(of)}")
+            raise self._refuse(statement, f"values of {spelled(of)}")
         if isinstance(node, ast.Name) and node.id == "zeros":
             return (0,) * (of.size // inner.size)
         if not isinstance(node, ast.List):
-            raise self._refuse(at, "values stand in a list")
+            raise self._refuse(statement, "values stand in a list")
         values = tuple(self._plain_number(value, inner) for value in node.elts)
         if len(values) != of.size // inner.size:
-            raise self._refuse(at, f"{of.size // inner.size} values are needed, not {len(values)}")
+            raise self._refuse(statement, f"{of.size // inner.size} values are needed, not {len(values)}")
         return values
 
     # ---- the kernel ----
@@ -212,8 +212,8 @@ class _Reader(TextExpressions):
             case ast.Expr(value=ast.Call(func=ast.Name(id="reassociate"))):
                 self._reassociate = True
                 return True
-            case ast.Expr(value=ast.Call(func=ast.Name(id="describe")) as one):
-                self._describe(one)
+            case ast.Expr(value=ast.Call(func=ast.Name(id="describe")) as description):
+                self._describe(description)
                 return True
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if re.fullmatch(
                 r"[A-Z][A-Z0-9_]*", name
@@ -249,30 +249,36 @@ class _Reader(TextExpressions):
                 pass
             case _:
                 raise self._refuse(node, "describe begins with the name of an argument")
-        one = ir.Argument(name, node.lineno)
+        argument = ir.Argument(name, node.lineno)
         for keyword in node.keywords:
             match keyword.arg, keyword.value:
                 case "count", value:
-                    one = replace(one, count=self._expr(value))
+                    argument = replace(argument, count=self._expr(value))
                 case ("low" | "high" | "least" | "most" | "multiple") as word, value:
-                    one = replace(
-                        one, numbers=(*one.numbers, (word, float(self._plain_number(value, SCALARS["f64"]))))
+                    argument = replace(
+                        argument,
+                        numbers=(*argument.numbers, (word, float(self._plain_number(value, SCALARS["f64"])))),
                     )
                 case "halves", ast.Constant(value=str(text)):
-                    one = replace(one, halves=tuple(text.split()))
+                    argument = replace(argument, halves=tuple(text.split()))
                 case "out", ast.Constant(value=True):
-                    one = replace(one, is_out=True)
+                    argument = replace(argument, is_out=True)
                 case "alias", ast.Name(id=other) if self._may_alias(name, other):
-                    one = replace(one, alias=other)
+                    argument = replace(argument, alias=other)
                 case "alias", _:
                     raise self._refuse(node, f"`{name}` may be another buffer of the same type alone")
                 case word, _:
                     raise self._refuse(node, f"describe does not know `{word}`")
-        self._described.append(one)
+        self._described.append(argument)
 
     def _may_alias(self, name: str, other: str) -> bool:
-        one, two = self._types.get(name), self._types.get(other)
-        return name != other and isinstance(one, Pointer) and isinstance(two, Pointer) and one.to == two.to
+        type_of_name, type_of_other = self._types.get(name), self._types.get(other)
+        return (
+            name != other
+            and isinstance(type_of_name, Pointer)
+            and isinstance(type_of_other, Pointer)
+            and type_of_name.to == type_of_other.to
+        )
 
     # ---- statements ----
 
@@ -292,8 +298,8 @@ class _Reader(TextExpressions):
                 return [self._declaration(name, self._type(annotation), value, node)]
             case ast.Assign(targets=[target], value=value):
                 return [self._assignment(target, self._expr(value), node)]
-            case ast.Expr(value=ast.Call() as one):
-                call = self._expr(one)
+            case ast.Expr(value=ast.Call() as expression):
+                call = self._expr(expression)
                 if not isinstance(call, ir.CallExpression) or not OPERATIONS[call.name].is_effect:
                     raise self._refuse(node, "has no effect")
                 return [ir.Do(call, line)]
@@ -335,9 +341,9 @@ class _Reader(TextExpressions):
         return ir.Declare(name, of, init, node.lineno)
 
     def _new_name(self, name: str, of: Type, node: ast.AST) -> None:
-        known = self._types.get(name)
-        if known is not None:
-            raise self._refuse(node, f"`{name}` exists already, as {spelled(known)}")
+        declared = self._types.get(name)
+        if declared is not None:
+            raise self._refuse(node, f"`{name}` exists already, as {spelled(declared)}")
         if (
             name in OPERATIONS
             or name in SCALARS
@@ -372,17 +378,17 @@ class _Reader(TextExpressions):
 
     def _assignment(self, target: ast.expr, value: ir.Expr, node: ast.stmt) -> ir.Stmt:
         if isinstance(target, ast.Name):
-            known = self._types.get(target.id)
-            if known is None:
+            declared = self._types.get(target.id)
+            if declared is None:
                 if not isinstance(value.type, Vec):
                     raise self._refuse(
                         node, f"`{target.id}` is new: write `{target.id}: {spelled(value.type)} = ..`"
                     )
                 self._new_name(target.id, value.type, node)
                 return ir.Declare(target.id, value.type, value, node.lineno)
-            if isinstance(known, Array) or target.id in self._tables:
+            if isinstance(declared, Array) or target.id in self._tables:
                 raise self._refuse(node, f"`{target.id}` is an array; assign to its elements")
-            return ir.Assign(ir.Var(known, target.id), self._fit(value, known, node), node.lineno)
+            return ir.Assign(ir.Var(declared, target.id), self._fit(value, declared, node), node.lineno)
         place = self._expr(target)
         if not isinstance(place, ir.Index | ir.Member) or isinstance(place.type, Array | Struct):
             raise self._refuse(node, "only variables, elements and fields are assigned to")
@@ -407,14 +413,14 @@ class _Reader(TextExpressions):
         self._loops.add(name.value)
         first = self._expr(start)
         of = decayed(first.type)
-        known = self._types.get(variable)
+        declared = self._types.get(variable)
         if not isinstance(of, Scalar | Pointer) or (isinstance(of, Scalar) and of.is_float):
             raise self._refuse(node, f"a loop over {spelled(of)}")
-        if known is None:
+        if declared is None:
             self._new_name(variable, of, node)
-        elif known != of:
-            first = self._fit(first, known, node)
-            of = known
+        elif declared != of:
+            first = self._fit(first, declared, node)
+            of = declared
         until, by = self._number(condition), self._expr(step)
         if not isinstance(by.type, Scalar) or by.type.is_float:
             raise self._refuse(node, "a step is a whole number")
@@ -444,7 +450,7 @@ class _Reader(TextExpressions):
     ) -> None:
         """A parameter may not choose what a loop computes."""
         names = {part.id for arg in args for part in ast.walk(arg) if isinstance(part, ast.Name)}
-        chosen = [one for one in names if one in self._free]
+        chosen = [parameter for parameter in names if parameter in self._free]
         if chosen and WHOLE in words:
             raise self._refuse(node, f'"whole" goes with a number: by `{chosen[0]}` the loop has other turns')
         if chosen and name == "apart" and not self._reassociate:

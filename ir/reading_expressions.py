@@ -197,13 +197,13 @@ class TextExpressions:
         return binary("/" if op == "//" else op, a, b)
 
     def _choice_of(self, condition: ir.Expr, a: ir.Expr, b: ir.Expr, node: ast.expr) -> ir.Expr:
-        one, other = decayed(a.type), decayed(b.type)
-        if one == other:
-            return ir.Ternary(one, condition, a, b)
-        if isinstance(one, Scalar) and isinstance(other, Scalar):
-            of = common(one, other)
+        of_a, of_b = decayed(a.type), decayed(b.type)
+        if of_a == of_b:
+            return ir.Ternary(of_a, condition, a, b)
+        if isinstance(of_a, Scalar) and isinstance(of_b, Scalar):
+            of = common(of_a, of_b)
             return ir.Ternary(of, condition, cast(of, a), cast(of, b))
-        raise self._refuse(node, f"{spelled(one)} or {spelled(other)}")
+        raise self._refuse(node, f"{spelled(of_a)} or {spelled(of_b)}")
 
     def _index(self, base: ir.Expr, index: ir.Expr, node: ast.expr) -> ir.Expr:
         element = (
@@ -251,9 +251,9 @@ class TextExpressions:
         node: ast.expr,
     ) -> ir.Expr:
         """Numbers may be parameters: the type is that of their defaults, the names stay."""
-        known = tuple(self._known(constant) for constant in numbers)
-        operation = call(name, values, known, of)
-        return operation if known == numbers else replace(operation, numbers=numbers)
+        defaults = tuple(self._known(constant) for constant in numbers)
+        operation = call(name, values, defaults, of)
+        return operation if defaults == numbers else replace(operation, numbers=numbers)
 
     def _known(self, e: ir.Expr) -> ir.Expr:
         by_default = {name: ir.integer(parameter.values[0]) for name, parameter in self._parameters.items()}

@@ -76,9 +76,9 @@ class _Transformer(ir.StatementRewriter):
     def refuse(self, loop: ir.Steps, reason: str) -> SourceError:
         return SourceError(self._where, loop.line, f"loop `{loop.name}`: {reason}")
 
-    def count(self, loop: ir.Steps, how: ir.How, at: int = 0) -> int:
+    def count(self, loop: ir.Steps, how: ir.How, index: int = 0) -> int:
         """An argument of a transformation: a number from 1 on."""
-        value = how.args[at]
+        value = how.args[index]
         if not isinstance(value, ir.Const) or not isinstance(value.value, int):
             raise self.refuse(loop, f"{how.name} takes a number that is known before the kernel runs")
         if not 0 <= value.value <= (MAX_COPIES if how.name in _COPYING else 1 << 20):
@@ -166,9 +166,9 @@ def _expanded(worker: _Transformer, loop: ir.Steps, trips: int) -> ir.Body:
     assert isinstance(loop.step, ir.Const)
     statements: list[ir.Stmt] = []
     for turn in range(trips):
-        at = ir.Const(loop.type, int(loop.start.value) + turn * int(loop.step.value))
+        counter = ir.Const(loop.type, int(loop.start.value) + turn * int(loop.step.value))
         body = renamed(loop.body, worker.suffix(turn)) if turn else loop.body
-        statements += ir.Substitute({loop.variable: at}).body(body)
+        statements += ir.Substitute({loop.variable: counter}).body(body)
     end = ir.Const(loop.type, int(loop.start.value) + trips * int(loop.step.value))
     return (*statements, ir.Declare(loop.variable, loop.type, end, loop.line))
 

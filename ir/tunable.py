@@ -28,7 +28,7 @@ def with_parameters(text: str, where: str = "kernel") -> str:
     `reassociate()`.
     """
     function = read(text, where)
-    loops = [one for one in innermost(function.body) if _is_worth(one, function)]
+    loops = [loop for loop in innermost(function.body) if _is_worth(loop, function)]
     n_choices = 1
     for number, loop in enumerate(loops, 1):
         suffix = f"_{number}" if len(loops) > 1 else ""
@@ -63,12 +63,12 @@ class _Change:
         start = rf'^(\s*for \w+ in steps\("{re.escape(self.loop)}", .*?)'
         if self.given:
             pattern = re.compile(rf"{start}\b{word}\(\d+(.*)$", re.MULTILINE)
-            return pattern.sub(lambda found: f"{found[1]}{word}({value}{found[2]}", text, count=1)
+            return pattern.sub(lambda match: f"{match[1]}{word}({value}{match[2]}", text, count=1)
         pattern = re.compile(rf"{start}((?:, (?:{'|'.join(COPYING)})\([^()]*\))*)\):$", re.MULTILINE)
         new = f", {word}({value})"
         is_first = word == "widen"
         return pattern.sub(
-            lambda found: f"{found[1]}{new if is_first else found[2]}{found[2] if is_first else new}):",
+            lambda match: f"{match[1]}{new if is_first else match[2]}{match[2] if is_first else new}):",
             text,
             count=1,
         )
@@ -120,9 +120,9 @@ def _is_worth(loop: ir.Steps, function: ir.FunctionDefinition) -> bool:
 def _declared(text: str, line: str) -> str:
     """The text with a parameter before the first line of the kernel that is none."""
     lines = text.splitlines()
-    at = next(i for i, one in enumerate(lines) if one.startswith("def ")) + 1
-    at += sum(1 for _ in itertools.takewhile(_is_first, lines[at:]))
-    return "\n".join([*lines[:at], f"    {line}", *lines[at:]]) + "\n"
+    index = next(i for i, kernel_line in enumerate(lines) if kernel_line.startswith("def ")) + 1
+    index += sum(1 for _ in itertools.takewhile(_is_first, lines[index:]))
+    return "\n".join([*lines[:index], f"    {line}", *lines[index:]]) + "\n"
 
 
 def _is_first(line: str) -> bool:

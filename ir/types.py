@@ -73,12 +73,12 @@ class Struct:
     fields: tuple[tuple[str, Type], ...]
 
     def offset(self, field: str) -> int:
-        at = 0
+        offset = 0
         for name, of in self.fields:
-            at = -(-at // alignment(of)) * alignment(of)
+            offset = -(-offset // alignment(of)) * alignment(of)
             if name == field:
-                return at
-            at += of.size
+                return offset
+            offset += of.size
         raise KeyError(field)
 
     def type_of(self, field: str) -> Type | None:
@@ -86,10 +86,10 @@ class Struct:
 
     @property
     def size(self) -> int:
-        at = 0
+        end = 0
         for _, of in self.fields:
-            at = -(-at // alignment(of)) * alignment(of) + of.size
-        return -(-at // alignment(self)) * alignment(self)
+            end = -(-end // alignment(of)) * alignment(of) + of.size
+        return -(-end // alignment(self)) * alignment(self)
 
 
 @dataclass(frozen=True, slots=True)

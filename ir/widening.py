@@ -145,16 +145,16 @@ class _Widener:
         self._known[name] = _Turns(tuple(copies))
 
     def _set(self, name: str, value: _Turns | _Long, line: int) -> None:
-        known = self._known[name]
-        if isinstance(known, _Long):
-            self._out.append(ir.Assign(known.value, self._long(value), line))
+        variable = self._known[name]
+        if isinstance(variable, _Long):
+            self._out.append(ir.Assign(variable.value, self._long(value), line))
             return
-        for target, one in zip(known.values, self._turns(value).values, strict=True):
+        for target, turn_value in zip(variable.values, self._turns(value).values, strict=True):
             if not isinstance(target, ir.Var) or (
-                known.is_same and self._n > 1 and len(set(known.values)) == 1
+                variable.is_same and self._n > 1 and len(set(variable.values)) == 1
             ):
                 raise ValueError(f"`{name}` differs from turn to turn and did not before")
-            self._out.append(ir.Assign(target, one, line))
+            self._out.append(ir.Assign(target, turn_value, line))
 
     def _store(self, place: ir.Expr, value: ir.Expr, line: int) -> None:
         new = self._value(value)
@@ -162,8 +162,8 @@ class _Widener:
         if self._stride(place) == ir.vec(value).lanes:
             self._out.append(ir.Do(call("store", (places[0], self._long(new))), line))
             return
-        for at, one in zip(places, self._turns(new).values, strict=True):
-            self._out.append(ir.Do(call("store", (at, one)), line))
+        for address, turn_value in zip(places, self._turns(new).values, strict=True):
+            self._out.append(ir.Do(call("store", (address, turn_value)), line))
 
     # ---- values ----
 
@@ -278,12 +278,12 @@ def _joined(values: list[ir.Expr]) -> ir.Expr:
     return values[0]
 
 
-def _part(e: ir.Expr, at: int, n: int) -> ir.Expr:
+def _part(e: ir.Expr, index: int, n: int) -> ir.Expr:
     """The n-th part of a long vector."""
     while n > 1:
         n //= 2
-        which = "hi" if at >= n else "lo"
+        which = "hi" if index >= n else "lo"
         is_joined = ir.is_call(e, "concat")
         e = e.args[which == "hi"] if isinstance(e, ir.CallExpression) and is_joined else call(which, (e,))
-        at %= n
+        index %= n
     return e

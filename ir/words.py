@@ -82,7 +82,7 @@ class Words:
         name = f"{word}_reduce_{op}_{order}"
         if name in self.made:
             return name
-        lines, at, lanes = [], "v", of.lanes
+        lines, register, lanes = [], "v", of.lanes
         while lanes > 1:
             half = Vec(of.elem, lanes // 2)
             is_pairs = order == "pairs" or (order == "halves_pairs" and lanes * of.elem.size <= 16)
@@ -92,13 +92,13 @@ class Words:
             if half.size < 8 or lanes == 2:
                 break
             sides = [
-                f"__builtin_shufflevector({at}, {at}, {', '.join(map(str, places))})"
+                f"__builtin_shufflevector({register}, {register}, {', '.join(map(str, places))})"
                 for places in (first, second)
             ]
             text = self.paired(op, half, *sides)
             lines.append(f"    {smaller} v{lanes // 2} = {text};")
-            at, lanes = f"v{lanes // 2}", lanes // 2
-        lines.append(f"    return {_last_lanes(op, at, lanes, of.elem, order)};")
+            register, lanes = f"v{lanes // 2}", lanes // 2
+        lines.append(f"    return {_last_lanes(op, register, lanes, of.elem, order)};")
         text = "\n".join([f"static inline {c} {name}({word} v) {{", *lines, "}"])
         self.made[name] = Word(name, text, (of,))
         return name

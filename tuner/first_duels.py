@@ -31,14 +31,14 @@ def in_order_of_worth(
 
     A hint in the default arithmetic is tried alone; others of a weight together, which change all or none.
     """
-    found = [one for task in tasks for one in _hinted(task, hints, obstacle)]
+    hinted = [hint for task in tasks for hint in _hinted(task, hints, obstacle)]
 
-    def worth(one: Hinted) -> tuple[bool, float]:
-        ends = {one.task.ms[0], one.task.ms[-1]}
-        seconds = sum(step_s(one.task.problem(m)) for m in one.schedules)
-        return ends.isdisjoint(one.schedules), -seconds
+    def worth(hint: Hinted) -> tuple[bool, float]:
+        ends = {hint.task.ms[0], hint.task.ms[-1]}
+        seconds = sum(step_s(hint.task.problem(m)) for m in hint.schedules)
+        return ends.isdisjoint(hint.schedules), -seconds
 
-    return sorted(found, key=worth)
+    return sorted(hinted, key=worth)
 
 
 def _hinted(
@@ -55,6 +55,6 @@ def _hinted(
         return
     arithmetic = arithmetic_of(next(iter(schedules.values())))
     if arithmetic == task.group.arithmetics[0]:
-        yield from (Hinted(task, {m: one}) for m, one in schedules.items())
+        yield from (Hinted(task, {m: schedule}) for m, schedule in schedules.items())
     elif arithmetic in task.group.arithmetics:
         yield Hinted(task, schedules)

@@ -114,9 +114,11 @@ class Ledger:
             self._verdicts[problem] = [row for row in rows if row.origin.verified]
         return self._verdicts[problem]
 
-    def add_verdict(self, problem: Problem, winner: Schedule, loser: Schedule, found: Comparison) -> None:
-        """From now on `winner` is in use. `found` compares it, as the candidate, with the loser."""
-        row = Promotion(problem, winner, loser, found, self._scope.kernel_abi, self._origin())
+    def add_verdict(
+        self, problem: Problem, winner: Schedule, loser: Schedule, comparison: Comparison
+    ) -> None:
+        """From now on `winner` is in use. `comparison` sets it, as the candidate, against the loser."""
+        row = Promotion(problem, winner, loser, comparison, self._scope.kernel_abi, self._origin())
         self._store.add_promotions([row])
         self._verdicts.pop(problem, None)
 
@@ -134,11 +136,11 @@ class Ledger:
         return Origin(self._scope.machine, self._scope.program_version, now_ms)
 
 
-def reversed_comparison(found: Comparison) -> Comparison:
+def reversed_comparison(comparison: Comparison) -> Comparison:
     """The same duel as the incumbent sees it."""
     return replace(
-        found,
-        gain=1 / found.gain,
-        gain_low=1 / found.gain_high,
-        gain_high=1 / found.gain_low,
+        comparison,
+        gain=1 / comparison.gain,
+        gain_low=1 / comparison.gain_high,
+        gain_high=1 / comparison.gain_low,
     )

@@ -90,8 +90,8 @@ class _Weight:
         if nearest in self.own:
             return ScheduleChoice(m, None, "default", f"default: nothing was faster at m={nearest}")
         around = self._around(m)
-        if len({_manner(even_tiles(self.tuned[one], m)) for one in around}) > 1:
-            both = " and ".join(f"m={one}" for one in around)
+        if len({_manner(even_tiles(self.tuned[tuned_m], m)) for tuned_m in around}) > 1:
+            both = " and ".join(f"m={tuned_m}" for tuned_m in around)
             return ScheduleChoice(m, None, "default", f"default: {both} were tuned to different tiles")
         why = f"neighbour: tuned at m={nearest}"
         return ScheduleChoice(m, even_tiles(self.tuned[nearest], m), "neighbour", why)
@@ -102,8 +102,8 @@ class _Weight:
 
     def _around(self, m: int) -> list[int]:
         """The tuned m before and after an m that was not; one of them at either end."""
-        at = bisect.bisect(self._ms, m)
-        return self._ms[max(0, at - 1) : at + 1]
+        index = bisect.bisect(self._ms, m)
+        return self._ms[max(0, index - 1) : index + 1]
 
     @cached_property
     def _ms(self) -> list[int]:
@@ -283,5 +283,5 @@ def _joined(before: ScheduleChoice, after: ScheduleChoice) -> ScheduleChoice:
 def _join_nearest(ranges: list[ScheduleChoice]) -> None:
     """Join the two ranges whose ends are nearest in ratio. The larger m, where more is at stake, decides."""
     firsts = [1, *(choice.last_m + 1 for choice in ranges)]
-    at = min(range(len(ranges) - 1), key=lambda i: ranges[i + 1].last_m / firsts[i])
-    del ranges[at]
+    index = min(range(len(ranges) - 1), key=lambda i: ranges[i + 1].last_m / firsts[i])
+    del ranges[index]

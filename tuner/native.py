@@ -93,9 +93,9 @@ def numeric_error(weight_format: str, n: int, k: int, arithmetic: Arithmetic) ->
     """
     weight = random_weight(weight_format, min(n, REFERENCE_COLUMNS), k)
     x = np.random.default_rng(1).uniform(-1, 1, (REFERENCE_ROWS, k)).astype(np.float32)
-    found = _native.gemm(x, weight, path=arithmetic.compute_path, k_parts=arithmetic.k_parts)
+    computed = _native.gemm(x, weight, path=arithmetic.compute_path, k_parts=arithmetic.k_parts)
     expected = x.astype(np.float64) @ packing.unpack(weight).astype(np.float64).T
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
+    return float(np.abs(computed - expected).max() / np.abs(expected).max())
 
 
 def arithmetics(weight_format: str, n: int, k: int, threads: int) -> tuple[Arithmetic, ...]:
@@ -106,7 +106,10 @@ def arithmetics(weight_format: str, n: int, k: int, threads: int) -> tuple[Arith
     if threads > 1:
         others.append(Arithmetic(default.compute_path, min(threads, MAX_K_PARTS)))
     limit = ACCURACY.get(weight_format, ACCURACY_OF_QUANTISED)
-    return (default, *(one for one in others if numeric_error(weight_format, n, k, one) <= limit))
+    return (
+        default,
+        *(arithmetic for arithmetic in others if numeric_error(weight_format, n, k, arithmetic) <= limit),
+    )
 
 
 def paths_of(weight_format: str) -> tuple[str, ...]:
@@ -143,7 +146,9 @@ def group_of(weight_format: str, n: int, k: int, threads: int, caches: Caches) -
         k=k,
         threads=threads,
         arithmetics=ways,
-        kernels={one.compute_path: micro_kernels(weight, one.compute_path) for one in ways},
+        kernels={
+            arithmetic.compute_path: micro_kernels(weight, arithmetic.compute_path) for arithmetic in ways
+        },
         caches=caches,
         weight_bits=round(8 * weight.nbytes / (packing.padded_n(n) * packing.padded_k(k))),
         default=lambda m: default_schedule(weight, m, threads, ways[0]),
@@ -178,10 +183,12 @@ class NativeEvaluator:
         """One sample of each, timed in turns. KernelMismatchError if one gives another result."""
         contestants = [self._contestant(problem, schedule) for schedule in schedules]
         self._watch.begin()
-        taken, pace = steadily(lambda: timing.race([one.take for one in contestants]), self._yardstick)
+        taken, pace = steadily(
+            lambda: timing.race([contestant.take for contestant in contestants]), self._yardstick
+        )
         conditions = replace(self._watch.lap(), pace=pace)
         pairs = zip(contestants, taken, strict=True)
-        return [one.sample(samples_ns, conditions) for one, samples_ns in pairs]
+        return [contestant.sample(samples_ns, conditions) for contestant, samples_ns in pairs]
 
     def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> timing.Duel:
         """Both, timed in pairs."""
@@ -221,7 +228,7 @@ class NativeEvaluator:
         Nanoseconds [count, schedules, then systems].
         """
         contestants = [self._contestant(problem, schedule) for schedule in schedules]
-        return shuffled_rounds([*(one.take for one in contestants), *beside], count)
+        return shuffled_rounds([*(contestant.take for contestant in contestants), *beside], count)
 
     def compare(self, problem: Problem, candidate: Schedule, incumbent: Schedule | None) -> Comparison:
         """The verdict of a duel with the incumbent; None: with the kernels' own schedule."""
@@ -256,7 +263,9 @@ class NativeEvaluator:
         """The product for this m; products for other m are dropped, because their rows take memory."""
         weights, key = self._weights_of(problem), (problem.m, arithmetic)
         if key not in self._products:
-            self._products = {known: one for known, one in self._products.items() if known[0] == problem.m}
+            self._products = {
+                old_key: product for old_key, product in self._products.items() if old_key[0] == problem.m
+            }
             self._products[key] = _Product(self._team, weights, problem.m, arithmetic)
         return self._products[key]
 

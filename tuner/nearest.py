@@ -86,11 +86,11 @@ def _weight_bytes(problem: Problem) -> int:
         return 0
 
 
-def distance(one: CoreFacts, other: CoreFacts) -> float:
+def distance(facts: CoreFacts, other: CoreFacts) -> float:
     """0: the same in all that is known; 1: one figure is twice the other's."""
     total = 0.0
     for fact in fields(CoreFacts):
-        a, b = getattr(one, fact.name), getattr(other, fact.name)
+        a, b = getattr(facts, fact.name), getattr(other, fact.name)
         if a and b:
             total += abs(math.log2(a / b))
         elif a or b:
@@ -104,7 +104,7 @@ class NearestSchedules:
     def __init__(self, store: MeasuredStore, here: MachineKey, obstacle: Obstacle) -> None:
         self._obstacle = obstacle
         threads = here.placement_sig.partition(":")[0]
-        found: list[tuple[float, MachineKey, Mapping[tuple[str, str, int], list[Measurement]]]] = []
+        candidates: list[tuple[float, MachineKey, Mapping[tuple[str, str, int], list[Measurement]]]] = []
         own_facts = facts_of(here.core_sig, store.promoted_measurements(here))
         for machine in store.machines():
             if machine.placement_sig.partition(":")[0] != threads:
@@ -114,8 +114,8 @@ class NearestSchedules:
                 rows += store.promoted_measurements(machine)
             if rows:
                 far = distance(own_facts, facts_of(machine.core_sig, rows)) if machine != here else 0.0
-                found.append((far, machine, _by_rows(rows)))
-        self._nearest = sorted(found, key=lambda one: (one[0], repr(one[1])))
+                candidates.append((far, machine, _by_rows(rows)))
+        self._nearest = sorted(candidates, key=lambda candidate: (candidate[0], repr(candidate[1])))
 
     def __call__(self, problem: Problem) -> Sequence[Schedule]:
         """The schedules in use there for such a product: of its weight, else of the weight most like it."""
@@ -130,11 +130,11 @@ class NearestSchedules:
 
 
 def _by_rows(rows: Sequence[Measurement]) -> dict[tuple[str, str, int], list[Measurement]]:
-    found: dict[tuple[str, str, int], list[Measurement]] = {}
+    by_rows: dict[tuple[str, str, int], list[Measurement]] = {}
     for row in rows:
-        found.setdefault((row.problem.family, row.problem.format, row.problem.m), []).append(row)
-    return found
+        by_rows.setdefault((row.problem.family, row.problem.format, row.problem.m), []).append(row)
+    return by_rows
 
 
-def _unlike(one: Problem, other: Problem) -> float:
-    return abs(math.log2(one.n / other.n)) + abs(math.log2(one.k / other.k))
+def _unlike(problem: Problem, other: Problem) -> float:
+    return abs(math.log2(problem.n / other.n)) + abs(math.log2(problem.k / other.k))

@@ -163,8 +163,8 @@ def _placed_fields(text: str) -> tuple[Phase, int, list[tuple[int, ...]]]:
         raise PlanError(f"the PUs of a plan must be a number from 1 to {MAX_PU + 1}, not {n_pus!r:.40}")
     if not isinstance(ranks, list) or not all(isinstance(rank, list) for rank in ranks):
         raise PlanError("the ranks of a plan must be lists of places")
-    found = [RankCores(tuple(rank)).cores for rank in ranks[: MAX_RANKS + 1]]
-    return fields["phase"], n_pus, found
+    places = [RankCores(tuple(rank)).cores for rank in ranks[: MAX_RANKS + 1]]
+    return fields["phase"], n_pus, places
 
 
 def _parsed(text: str) -> Any:
@@ -239,7 +239,7 @@ def _divided(machine: Machine, pus: tuple[int, ...], n_ranks: int) -> tuple[Rank
         )
     nodes = [set(node.cpus) for node in machine.nodes(Kind.NUMA)]
     by_node = sorted(pus, key=lambda pu: [pu not in node for node in nodes])
-    cuts = [len(pus) * at // n_ranks for at in range(n_ranks + 1)]
+    cuts = [len(pus) * rank // n_ranks for rank in range(n_ranks + 1)]
     return tuple(rank_on(machine, tuple(by_node[a:b])) for a, b in itertools.pairwise(cuts))
 
 

@@ -47,6 +47,6 @@ def measure_roofline(cores: Sequence[int], formats: Iterable[str], read_buffer_b
 
     `read_buffer_bytes` is what the timed weights take together.
     """
-    kinds = dict.fromkeys(kind for one in formats for kind in peak_kinds(one))
+    kinds = dict.fromkeys(kind for weight_format in formats for kind in peak_kinds(weight_format))
     peaks = {kind: peak_flops(kind, cores) for kind in kinds}
     return Roofline(peaks, read_bandwidth(cores, read_buffer_bytes, READ_PASSES))

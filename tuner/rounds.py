@@ -52,8 +52,8 @@ def shuffled_rounds(takes: Sequence[Take], rounds: int, seed: int = 0) -> Times:
     order = list(range(len(takes)))
     for number in range(rounds):
         dice.shuffle(order)
-        for one in order:
-            times[number, one] = estimate_ns(takes[one]())
+        for contestant in order:
+            times[number, contestant] = estimate_ns(takes[contestant]())
     return times
 
 
@@ -91,7 +91,7 @@ def halved(contestants: Sequence[T], race: Race[T], keep: int, rounds: int = 4) 
     running = list(contestants)
     while len(running) > keep:
         ranks = np.argsort(standing(race(running, rounds)), kind="stable")
-        running = [running[at] for at in ranks[: max(keep, -(-len(running) // 2))]]
+        running = [running[index] for index in ranks[: max(keep, -(-len(running) // 2))]]
         rounds *= 2
     return running
 

@@ -49,7 +49,7 @@ LAWS: Sequence[Callable[[Times], Breach]] = (more_rows_cost_less, slower_than_tw
 def breaking(times: Times, allowance: float = ALLOWANCE) -> tuple[int, ...]:
     """The numbers of rows whose products are too slow by a law, ascending."""
     both = (*_beside_more(times), *_beside_two(times))
-    return tuple(sorted({one.dearer for one in both if one.ratio > 1 + allowance}))
+    return tuple(sorted({breach.dearer for breach in both if breach.ratio > 1 + allowance}))
 
 
 def _beside_more(times: Times) -> Iterator[Breach]:

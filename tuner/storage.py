@@ -56,8 +56,8 @@ class StorageTable:
 def _verdict(duels: Mapping[int, StorageDuel]) -> StorageVerdict:
     gains = {m: duels[m].comparison for m in sorted(duels)}
     is_faster = gains[min(gains)].proves_faster
-    costs_little = all(one.gain >= LEAST_GAIN for one in gains.values())
-    rates = ", ".join(f"{one.gain:.2f} x at m={m}" for m, one in gains.items())
+    costs_little = all(comparison.gain >= LEAST_GAIN for comparison in gains.values())
+    rates = ", ".join(f"{comparison.gain:.2f} x at m={m}" for m, comparison in gains.items())
     return StorageVerdict(is_faster and costs_little, f"measured: sparse against dense {rates}")
 
 

@@ -99,7 +99,7 @@ class TaskDivision:
 
     def share(self, task: Task, waiting: Sequence[Task]) -> float:
         """Share of what is left to this run that `task` deserves, 0 to 1."""
-        ours = [one for one in waiting if self._name(one) not in self._elsewhere]
+        ours = [waiting_task for waiting_task in waiting if self._name(waiting_task) not in self._elsewhere]
         whole = sum(map(self._work_of, ours))
         return self._work_of(task) / whole if task in ours else 1 / len(waiting)
 
@@ -113,12 +113,12 @@ class TaskDivision:
     def known(self, task: Task) -> ScheduleCache:
         """The results of other weights that its search may learn from."""
         begun_ms = self._begun_ms(task)
-        others = [one for one in self._tasks if one.problems != task.problems]
-        settled = [(self._ledger.settled_ms(one.problems), one) for one in others]
+        others = [other for other in self._tasks if other.problems != task.problems]
+        settled = [(self._ledger.settled_ms(other.problems), other) for other in others]
         cache = ScheduleCache()
-        for ended_ms, one in sorted(settled, key=lambda pair: pair[0]):
+        for ended_ms, other in sorted(settled, key=lambda pair: pair[0]):
             if ended_ms <= begun_ms and ended_ms < math.inf:
-                cache.add(one.group, self._found(one, begun_ms))
+                cache.add(other.group, self._found(other, begun_ms))
         return cache
 
     def _found(self, task: Task, at_ms: float) -> GroupOutcome:
@@ -127,7 +127,11 @@ class TaskDivision:
         arithmetic = arithmetic_of(
             max(used.values(), key=lambda verdict: verdict.origin.created_at_ms).schedule
         )
-        best = {m: one.schedule for m, one in used.items() if arithmetic_of(one.schedule) == arithmetic}
+        best = {
+            m: verdict.schedule
+            for m, verdict in used.items()
+            if arithmetic_of(verdict.schedule) == arithmetic
+        }
         return GroupOutcome(arithmetic, best, ())
 
     def _in_turn(self, waiting: Sequence[Task]) -> list[Task]:

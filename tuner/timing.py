@@ -81,17 +81,17 @@ def race(takes: Sequence[Take]) -> list[Samples]:
     taken: list[Samples] = [() for _ in takes]
     running = list(range(len(takes)))
     for done in range(1, ROUNDS + 1):
-        for one in running if done % 2 else reversed(running):
-            taken[one] += takes[one]()
+        for contestant in running if done % 2 else reversed(running):
+            taken[contestant] += takes[contestant]()
         if done in MARGINS:
             running = _within(MARGINS[done], running, taken)
     return taken
 
 
 def _within(margin: float, running: Sequence[int], taken: Sequence[Samples]) -> list[int]:
-    estimates = {one: estimate_ns(taken[one]) for one in running}
+    estimates = {contestant: estimate_ns(taken[contestant]) for contestant in running}
     limit = margin * min(estimates.values(), default=0)
-    return [one for one in running if estimates[one] <= limit]
+    return [contestant for contestant in running if estimates[contestant] <= limit]
 
 
 @dataclass(frozen=True)

@@ -177,15 +177,15 @@ def settle_hints(hinted: Sequence[Hinted], tools: Tools, budget_s: float) -> Hin
     Those that a duel proves faster come into use, as after a search; nothing else does. Ctrl-C ends it, and
     goes on to the caller.
     """
-    run = _Run([one.task for one in hinted], tools, budget_s)
-    done = [one for one in hinted if run.settle_hint(one)]
+    run = _Run([hint.task for hint in hinted], tools, budget_s)
+    done = [hint for hint in hinted if run.settle_hint(hint)]
     promoted = 0
-    for one in done:
-        problems = {m: tools.ledger.verdicts(one.task.problem(m)) for m in one.schedules}
-        promoted += sum(bool(v) and v[-1].schedule == one.schedules[m] for m, v in problems.items())
+    for hint in done:
+        problems = {m: tools.ledger.verdicts(hint.task.problem(m)) for m in hint.schedules}
+        promoted += sum(bool(v) and v[-1].schedule == hint.schedules[m] for m, v in problems.items())
     return HintsOutcome(
-        sum(len(one.schedules) for one in hinted),
-        sum(len(one.schedules) for one in done),
+        sum(len(hint.schedules) for hint in hinted),
+        sum(len(hint.schedules) for hint in done),
         promoted,
         run.outcome("complete").elapsed_s,
     )
@@ -286,7 +286,7 @@ class _Run:
         own, times = task.group.arithmetics[0], dict[int, float]()
         if not task.has_row_laws or _arithmetic_in_use(task, self._tools.ledger) != own:
             return None
-        for m in (one for one in task.ms if one <= MOST_ROWS):
+        for m in (n_rows for n_rows in task.ms if n_rows <= MOST_ROWS):
             default = task.group.space(m, own).fitted(task.group.default(m))
             samples = self._answer(number, task, TimingBatch(m, (default,), (0,)), deadline_s)
             if samples is None:
@@ -364,11 +364,11 @@ class _Run:
         if self._missing(problem, ask):
             ledger.refresh(problem)
         absent = self._missing(problem, ask)
-        for at in range(0, len(absent), INTERLEAVED):
-            if self._is_over(deadline_s) or not self._measure(problem, absent[at : at + INTERLEAVED]):
+        for start in range(0, len(absent), INTERLEAVED):
+            if self._is_over(deadline_s) or not self._measure(problem, absent[start : start + INTERLEAVED]):
                 return None
             self._report(number, task, ask.m)
-        new = {(problem, *one) for one in zip(ask.schedules, ask.takes, strict=True)} - self._answered
+        new = {(problem, *asked) for asked in zip(ask.schedules, ask.takes, strict=True)} - self._answered
         self._replayed += len(new) - len(absent)
         self._answered |= new
         samples = ledger.samples(problem)
@@ -414,10 +414,10 @@ class _Run:
         self, problem: Problem, arithmetic: Arithmetic, but: Schedule | None = None
     ) -> Schedule | None:
         """By the first sample of each, as the search saw them; `but` does not count."""
-        known = self._tools.ledger.samples(problem)
+        by_schedule = self._tools.ledger.samples(problem)
         costs = {
             schedule: samples[0].estimate_ns
-            for schedule, samples in known.items()
+            for schedule, samples in by_schedule.items()
             if arithmetic_of(schedule) == arithmetic and schedule != but
         }
         return min(costs, key=lambda schedule: costs[schedule], default=None)
@@ -432,12 +432,12 @@ class _Run:
         settled = [self._settle_one(task, m, schedule, deadline_s) for m, schedule in best.items()]
         return all(settled) and len(best) == len(task.ms)
 
-    def _settle_one(self, task: Task, m: int, found: Schedule, deadline_s: float) -> bool:
+    def _settle_one(self, task: Task, m: int, best: Schedule, deadline_s: float) -> bool:
         """False if a duel was due and there was no time for it."""
         problem, ledger = task.problem(m), self._tools.ledger
         incumbent = _in_use(task, m, ledger)
-        candidate: Schedule | None = found
-        if found == incumbent and not ledger.verdicts(problem):
+        candidate: Schedule | None = best
+        if best == incumbent and not ledger.verdicts(problem):
             # The default was found best: a duel with the next best confirms it.
             candidate = self._fastest(problem, arithmetic_of(incumbent), but=incumbent)
         if candidate is None or _is_judged(problem, candidate, ledger):
@@ -501,7 +501,11 @@ def gains_of(task: Task, ledger: Ledger) -> list[Gain]:
         last = verdicts[-1]
         own = task.group.default(m)
         # In another arithmetic than its own, where the weight had changed to that before this m was tuned.
-        defaults = [one for one in (own, _in_arithmetic(own, arithmetic_of(last.schedule))) if one in samples]
+        defaults = [
+            schedule
+            for schedule in (own, _in_arithmetic(own, arithmetic_of(last.schedule)))
+            if schedule in samples
+        ]
         if defaults:
             gains.append(
                 Gain(
@@ -540,4 +544,4 @@ def _arithmetic_in_use(task: Task, ledger: Ledger) -> Arithmetic:
 
 def _is_judged(problem: Problem, candidate: Schedule, ledger: Ledger) -> bool:
     """True if a duel of this schedule with what is in use, or was, has been fought."""
-    return any(candidate in (one.schedule, one.incumbent) for one in ledger.verdicts(problem))
+    return any(candidate in (verdict.schedule, verdict.incumbent) for verdict in ledger.verdicts(problem))

@@ -134,8 +134,8 @@ def _neon_plain(table: Table, q: str, suffix: str, reg: Vec) -> None:
 
 def _bit_select(a: Sequence[ir.Expr], elem: Scalar, bits: Scalar) -> ir.Expr:
     """(mask & a) | (~mask & b), bit by bit, as the instruction does."""
-    mask, one, other = (as_elem(e, bits) for e in a)
-    return as_elem(binary("|", binary("&", mask, one), call("andnot", (mask, other))), elem)
+    mask, if_set, if_clear = (as_elem(e, bits) for e in a)
+    return as_elem(binary("|", binary("&", mask, if_set), call("andnot", (mask, if_clear))), elem)
 
 
 def _neon_halves(table: Table, suffix: str, elem: Scalar) -> None:

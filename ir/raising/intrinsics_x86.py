@@ -160,9 +160,9 @@ def _set(elem: Scalar, lanes: int, is_reversed: bool = False) -> Build:
         values = [cast(elem, arg) for arg in (reversed(given) if is_reversed else given)]
         if len(values) != lanes:
             raise Mistyped(f"takes {lanes} numbers, not {len(values)}")
-        known = [value.value for value in values if isinstance(value, ir.Const)]
-        if len(known) == lanes:
-            return constant(elem, known)
+        numbers = [value.value for value in values if isinstance(value, ir.Const)]
+        if len(numbers) == lanes:
+            return constant(elem, numbers)
         if all(value == values[0] for value in values):
             return call("splat", (values[0],), (lanes,))
         return _gathered(values, elem)
@@ -243,10 +243,10 @@ def _bitwise(op: str, elem: Scalar) -> Build:
         own = [arg.type.elem for arg in a if isinstance(arg.type, Vec)]
         shared = own[0] if own[0] == own[1] and not own[0].is_float else elem
 
-        for one, other in ((0, 1), (1, 0)):
-            constant_side = ir.is_call(a[one], "splat", "vector")
-            if constant_side and not own[one].is_float and own[one] != own[other]:
-                shared = own[one]
+        for side, other in ((0, 1), (1, 0)):
+            constant_side = ir.is_call(a[side], "splat", "vector")
+            if constant_side and not own[side].is_float and own[side] != own[other]:
+                shared = own[side]
         return binary(op, as_elem(a[0], shared), as_elem(a[1], shared))
 
     return build
@@ -288,13 +288,13 @@ def _register(elem: Scalar, size: int) -> Vec:
     return Vec(elem, size // elem.size)
 
 
-def _part(e: ir.Expr, at: int, size: int) -> ir.Expr:
-    """The part number `at` of `size` bytes."""
+def _part(e: ir.Expr, index: int, size: int) -> ir.Expr:
+    """The part number `index` of `size` bytes."""
     parts = size_of(e) // size
     while parts > 1:
         parts //= 2
-        e = half("hi" if at >= parts else "lo", e)
-        at %= parts
+        e = half("hi" if index >= parts else "lo", e)
+        index %= parts
     return e
 
 

@@ -55,7 +55,7 @@ def _one_number(function: ir.FunctionDefinition) -> int | None:
 def _is_free(body: ir.Body, lanes: int) -> bool:
     """True if every use of vectors in a body holds for any number of lanes."""
     sums: set[str] = set()
-    for at, statement in enumerate(body):
+    for index, statement in enumerate(body):
         if not _has_vectors(statement):
             continue
         if isinstance(statement, ir.Steps) and any(isinstance(inner, ir.Steps) for inner in statement.body):
@@ -63,7 +63,7 @@ def _is_free(body: ir.Body, lanes: int) -> bool:
             if _vectors_given(statement.body) - own or not _is_free(statement.body, lanes):
                 return False
         elif isinstance(statement, ir.Steps):
-            loop_sums = _sums_of(body, at, statement, lanes)
+            loop_sums = _sums_of(body, index, statement, lanes)
             if loop_sums is None:
                 return False
             sums |= loop_sums
@@ -98,17 +98,17 @@ def _is_uniform(e: ir.Expr) -> bool:
     return not any(isinstance(node, ir.Var) or getattr(node, "name", "") == "load" for node in leaves)
 
 
-def _sums_of(body: ir.Body, at: int, loop: ir.Steps, lanes: int) -> set[str] | None:
+def _sums_of(body: ir.Body, index: int, loop: ir.Steps, lanes: int) -> set[str] | None:
     """The vectors that a loop adds up, if it does the same with any number of lanes; None: it does not."""
     sums, others = accumulators(loop)
     holds = (
         not others
         and loop.step == ir.integer(lanes)
         and _condition(loop, lanes) is not None
-        and continued(body, at) is not None
+        and continued(body, index) is not None
         and all(_is_vector_statement(statement) for statement in loop.body)
         and _Places(loop).are_all_neighbours()
-        and all(_is_sum(body[:at], body[at + 1 :], accumulator) for accumulator in sums)
+        and all(_is_sum(body[:index], body[index + 1 :], accumulator) for accumulator in sums)
     )
     return {accumulator.name for accumulator in sums} if holds else None
 

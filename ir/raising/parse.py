@@ -62,11 +62,11 @@ def parse(expanded: Expanded, function: str, path: str) -> ir.FunctionDefinition
     """As `parse_file`, of preprocessed text."""
     source = _Unit(expanded, path)
     if function not in source.names.functions:
-        known = ", ".join(list(source.names.functions)[:8]) or "none"
+        function_names = ", ".join(list(source.names.functions)[:8]) or "none"
         broken = source.first_error()
         if broken:
             raise broken
-        raise SourceError(path, 0, f"defines no function `{function}` (it has: {known})")
+        raise SourceError(path, 0, f"defines no function `{function}` (it has: {function_names})")
     return source.function(function)
 
 
@@ -97,17 +97,18 @@ class _Unit(Source):
     def _check_size(self, node: Node) -> None:
         waiting, seen = [(node, 0)], 0
         while waiting:
-            one, depth = waiting.pop()
+            visited, depth = waiting.pop()
             seen += 1
-            if one.type == "ERROR" or one.is_missing:
+            if visited.type == "ERROR" or visited.is_missing:
                 raise self.refuse(
-                    one, f"this is not C as far as can be read: `{' '.join(self.text(one).split())[:40]}`"
+                    visited,
+                    f"this is not C as far as can be read: `{' '.join(self.text(visited).split())[:40]}`",
                 )
             if depth > MAX_NESTING:
-                raise self.refuse(one, f"nested more than {MAX_NESTING} deep")
+                raise self.refuse(visited, f"nested more than {MAX_NESTING} deep")
             if seen > MAX_NODES:
-                raise self.refuse(one, f"a function of more than {MAX_NODES} words")
-            waiting += [(child, depth + 1) for child in one.children]
+                raise self.refuse(visited, f"a function of more than {MAX_NODES} words")
+            waiting += [(child, depth + 1) for child in visited.children]
 
 
 _UNSUPPORTED = {
@@ -276,12 +277,12 @@ class _Body(SourceExpressions):
         return statements
 
     def _declared(
-        self, name: str, of: Type, value: Node | None, line: int, is_const: bool, at: Node
+        self, name: str, of: Type, value: Node | None, line: int, is_const: bool, declarator: Node
     ) -> ir.Declare:
         if isinstance(of, Array):
-            return self._array(name, of, value, line, is_const, at)
+            return self._array(name, of, value, line, is_const, declarator)
         if isinstance(of, Struct):
-            raise self._refuse(at, f"`{name}`: variables that are structs are not in the subset")
+            raise self._refuse(declarator, f"`{name}`: variables that are structs are not in the subset")
         self._note(of)
         if isinstance(of, Vec) and value is not None and value.type == "initializer_list":
             return ir.Declare(
@@ -290,8 +291,10 @@ class _Body(SourceExpressions):
         init = None if value is None else self._converted(value, of)
         return ir.Declare(self._new(name, of).name, of, init, line, is_const=is_const)
 
-    def _registers_declared(self, name: str, of: Array, value: Node, line: int, at: Node) -> list[ir.Stmt]:
-        declared = self._array(name, of, None, line, False, at)
+    def _registers_declared(
+        self, name: str, of: Array, value: Node, line: int, declarator: Node
+    ) -> list[ir.Stmt]:
+        declared = self._array(name, of, None, line, False, declarator)
         return [declared, *self._registers(ir.Var(of, declared.name), value, line)]
 
     def _registers(self, target: ir.Expr, value: Node, line: int) -> list[ir.Stmt]:
@@ -335,8 +338,13 @@ class _Body(SourceExpressions):
 
     def _loaded_together(self, node: Node, of: Array) -> list[ir.Expr]:
         name, _, many = self._text(node.child_by_field_name("function")).rpartition("_x")
-        known = self.source.intrinsics.get(name)
-        if known is None or known.result != of.of or many != str(of.count) or not isinstance(of.of, Vec):
+        intrinsic = self.source.intrinsics.get(name)
+        if (
+            intrinsic is None
+            or intrinsic.result != of.of
+            or many != str(of.count)
+            or not isinstance(of.of, Vec)
+        ):
             raise self._refuse(node, f"{self._quoted(node)} where {of.count} registers are needed")
         (place,) = self._arguments(node)
         starts = [ir.integer(i * of.of.lanes) for i in range(of.count)]

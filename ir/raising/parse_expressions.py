@@ -109,7 +109,7 @@ class SourceExpressions:
         return next((scope[name] for scope in reversed(self.scopes) if name in scope), None)
 
     def _array(
-        self, name: str, of: Array, value: Node | None, line: int, is_const: bool, at: Node
+        self, name: str, of: Array, value: Node | None, line: int, is_const: bool, declarator: Node
     ) -> ir.Declare:
         values: tuple[int | float, ...] = ()
         if value is not None:
@@ -122,9 +122,9 @@ class SourceExpressions:
             of = Array(of.of, len(values) // inner)
         n_all = of.size // innermost(of).size
         if not isinstance(innermost(of), Scalar) and not isinstance(of.of, Vec):
-            raise self._refuse(at, f"`{name}`: arrays of {spelled(of.of)} are not in the subset")
+            raise self._refuse(declarator, f"`{name}`: arrays of {spelled(of.of)} are not in the subset")
         if len(values) > n_all:
-            raise self._refuse(at, f"`{name}` has {counted(n_all, 'element')}, not {len(values)}")
+            raise self._refuse(declarator, f"`{name}` has {counted(n_all, 'element')}, not {len(values)}")
         if value is not None:
             values = values + (0,) * (n_all - len(values))
         return ir.Declare(self._new(name, of).name, of, None, line, values, is_const)
@@ -153,7 +153,7 @@ class SourceExpressions:
     def _converted(self, node: Node, to: Type) -> ir.Expr:
         return self._convert(self.expr(node), to, node)
 
-    def _convert(self, value: ir.Expr, to: Type, at: Node) -> ir.Expr:
+    def _convert(self, value: ir.Expr, to: Type, node: Node) -> ir.Expr:
         """As C converts it without a cast."""
         given = decayed(value.type)
         if given == to:
@@ -169,7 +169,7 @@ class SourceExpressions:
                 return ir.Cast(to, value)
         if to == VOID:
             return value
-        raise self._refuse(at, f"{spelled(given)} where {spelled(to)} is needed")
+        raise self._refuse(node, f"{spelled(given)} where {spelled(to)} is needed")
 
     def _typed(self, make: Callable[[], ir.Expr], node: Node) -> ir.Expr:
         try:
@@ -238,9 +238,9 @@ class SourceExpressions:
 
     def _identifier(self, node: Node) -> ir.Expr:
         name = self._text(node)
-        known = self._look_up(name)
-        if known is not None:
-            return known
+        variable = self._look_up(name)
+        if variable is not None:
+            return variable
         if name in self.source.names.numbers:
             value, more = self.source.names.numbers[name]
             if value is None or value.type == "enumerator":
@@ -252,13 +252,13 @@ class SourceExpressions:
             return self._table(name, node)
         raise self._refuse(node, f"unknown name `{name}`")
 
-    def _table(self, name: str, at: Node) -> ir.Expr:
+    def _table(self, name: str, identifier: Node) -> ir.Expr:
         """A constant of the file."""
         if name not in self.tables:
             node, declarator = self.source.names.tables[name]
             if not is_const_node(node):
                 raise self._refuse(
-                    at, f"`{name}` is a variable of the file; only constants are in the subset"
+                    identifier, f"`{name}` is a variable of the file; only constants are in the subset"
                 )
             base = self.source.type_of(node.child_by_field_name("type"), node)
             declared, of, value = self.source.declared(base, declarator, is_const=True)
@@ -267,7 +267,7 @@ class SourceExpressions:
                 if isinstance(number, ir.Const):
                     return number
             if not isinstance(of, Array):
-                raise self._refuse(at, f"`{name}` is no array of numbers")
+                raise self._refuse(identifier, f"`{name}` is no array of numbers")
             outer = SourceExpressions(self.source, "")
             self.tables[name] = outer._array(declared, of, value, self._line(node), True, declarator)
             self.taken.add(name)
@@ -391,9 +391,9 @@ class SourceExpressions:
         args = self._arguments(node)
         if name in ("__builtin_inff", "__builtin_nanf"):
             return ir.Const(F32, float("inf" if name.endswith("inff") else "nan"))
-        known = self.source.intrinsics.get(name)
-        if known is not None:
-            return ir.CallExpression(known.result, name, tuple(args))
+        intrinsic = self.source.intrinsics.get(name)
+        if intrinsic is not None:
+            return ir.CallExpression(intrinsic.result, name, tuple(args))
         if name in _ABS:
             return self._absolute(args[0], node)
         library = name.removeprefix("__builtin_")
@@ -414,8 +414,8 @@ class SourceExpressions:
             raise self._refuse(
                 node, f"`{name}` takes {counted(len(helper.args), 'argument')}, not {len(args)}"
             )
-        for one in (*helper.helpers, helper):
-            self.helpers[one.name] = one
+        for function in (*helper.helpers, helper):
+            self.helpers[function.name] = function
         for struct in helper.structs:
             self.structs[struct.name] = struct
         for table in helper.tables:
@@ -427,10 +427,10 @@ class SourceExpressions:
 def _identifiers(node: Node, source: Source) -> list[str]:
     names, waiting = [], [node]
     while waiting:
-        one = waiting.pop()
-        if one.type == "identifier":
-            names.append(source.text(one))
-        waiting += one.children
+        visited = waiting.pop()
+        if visited.type == "identifier":
+            names.append(source.text(visited))
+        waiting += visited.children
     return names
 
 

@@ -148,10 +148,10 @@ class Source(ABC):
 
     # ---- types ----
 
-    def type_of(self, node: Node | None, at: Node) -> Type:
+    def type_of(self, node: Node | None, parent: Node) -> Type:
         """A type specifier, without its declarator."""
         if node is None:
-            raise self.refuse(at, "a declaration without a type")
+            raise self.refuse(parent, "a declaration without a type")
         match node.type:
             case "primitive_type" | "type_identifier":
                 return self._named_type(self.text(node), node)
@@ -167,9 +167,9 @@ class Source(ABC):
                 )
 
     def _named_type(self, name: str, node: Node) -> Type:
-        known = NAMED_TYPES.get(name) or self.registers.get(name) or self._types.get(name)
-        if known is not None:
-            return known
+        existing = NAMED_TYPES.get(name) or self.registers.get(name) or self._types.get(name)
+        if existing is not None:
+            return existing
         defined = self.names.types.get(name)
         if defined is None:
             raise self.refuse(node, f"unknown type `{name}`")

@@ -162,7 +162,7 @@ def preprocess(
             "-iquote", str(path.parent.absolute()),
             *(flag for macro in (*ALWAYS, *MACROS[isa]) for flag in ("-D", macro)),
             *(flag for macro in define for flag in ("-D", macro)),
-            *(flag for one in include for flag in ("-I", str(one))),
+            *(flag for directory in include for flag in ("-I", str(directory))),
             "-isystem", folder, str(path),
         ]  # fmt: skip
         done = run(command, LIMITS)

@@ -40,11 +40,11 @@ def raise_file(
 
 def _with_descriptions(text: str, source: str) -> str:
     lines = text.splitlines()
-    at = next(i for i, line in enumerate(lines) if line.startswith("def "))
-    names = set(re.findall(r"(\w+): ", lines[at]))
+    def_index = next(i for i, line in enumerate(lines) if line.startswith("def "))
+    names = set(re.findall(r"(\w+): ", lines[def_index]))
     described = {
         name: f'    describe("{name}", {", ".join(words.split())})'
         for name, words in _DESCRIBED.findall(source)
         if name in names
     }
-    return "\n".join([*lines[: at + 1], *described.values(), *lines[at + 1 :]]) + "\n"
+    return "\n".join([*lines[: def_index + 1], *described.values(), *lines[def_index + 1 :]]) + "\n"

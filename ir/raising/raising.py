@@ -178,11 +178,11 @@ class _Raiser:
             if isinstance(statement, ir.Assign) and isinstance(statement.target, ir.Var)
         ]
         counted = [
-            one
-            for one in steps
-            if one.target.name in ir.used(condition)  # type: ignore[union-attr]
-            and one.target.name not in ir.assigned(loop.body)  # type: ignore[union-attr]
-            and _step_of(one) is not None
+            assignment
+            for assignment in steps
+            if assignment.target.name in ir.used(condition)  # type: ignore[union-attr]
+            and assignment.target.name not in ir.assigned(loop.body)  # type: ignore[union-attr]
+            and _step_of(assignment) is not None
         ]
         if counted and _counts_down_unsigned(counted[0]):  # copies of a turn would ask behind zero
             counted = []
@@ -251,10 +251,10 @@ class _Raiser:
             case ir.Binary(_, op, a, b):
                 return self._binary(op, a, b)
             case ir.Ternary(_, condition, a, b):
-                one, other = self.expr(a), self.expr(b)
-                if isinstance(one.type, Vec) and isinstance(other.type, Vec):
-                    other = as_elem(other, one.type.elem)
-                return ir.Ternary(one.type, self.expr(condition), one, other)
+                if_true, if_false = self.expr(a), self.expr(b)
+                if isinstance(if_true.type, Vec) and isinstance(if_false.type, Vec):
+                    if_false = as_elem(if_false, if_true.type.elem)
+                return ir.Ternary(if_true.type, self.expr(condition), if_true, if_false)
             case ir.Cast(of, a):
                 return self._cast(of, a)
             case ir.Index(of, base, index):
@@ -305,14 +305,14 @@ class _Raiser:
             place = self._binary("+", base, index)
             return self._intrinsic_load(place, of)
         new: ir.Expr = self.expr(base)
-        at = self.expr(index)
+        raised_index = self.expr(index)
         if isinstance(new, ir.Binary) and isinstance(new.a.type, Pointer | Array):
-            is_sum = new.op == "+" and at == ir.integer(0)
-            new, at = (new.a, new.b) if is_sum else (new, at)
+            is_sum = new.op == "+" and raised_index == ir.integer(0)
+            new, raised_index = (new.a, new.b) if is_sum else (new, raised_index)
         element = _memory_type(of)
         if isinstance(of, Vec) and isinstance(new.type, Array):
             element = new.type.of
-        return ir.Index(element, new, at)
+        return ir.Index(element, new, raised_index)
 
     def _intrinsic_load(self, place: ir.Expr, of: Vec) -> ir.Expr:
         p = pointer_to(place, None if of.elem == BITS else of.elem)
@@ -333,16 +333,20 @@ class _Raiser:
         args = tuple(self.expr(arg) for arg in e.args)
         if e.name in LIBRARY:
             return call(e.name, args)
-        known = self._table[e.name]
+        intrinsic = self._table[e.name]
         if e.name.startswith("vqtbl1q_") and is_below_16(ir.Substitute(self._constants).expr(args[1])):
             looked_up = call("lookup", (as_elem(args[0], I8), as_elem(args[1], I8)))
             return as_elem(looked_up, I8 if e.name.endswith("s8") else U8)
         try:
-            operation = known.build(args)
+            operation = intrinsic.build(args)
         except (AssertionError, IndexError):
             raise self._refuse(f"`{e.name}` with these arguments is not in the subset") from None
-        if isinstance(known.result, Vec) and known.result.elem != BITS and operation.type != known.result:
-            operation = as_elem(operation, known.result.elem)
+        if (
+            isinstance(intrinsic.result, Vec)
+            and intrinsic.result.elem != BITS
+            and operation.type != intrinsic.result
+        ):
+            operation = as_elem(operation, intrinsic.result.elem)
         return operation
 
 

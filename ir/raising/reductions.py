@@ -85,10 +85,10 @@ class _Recogniser(ir.Rewriter):
 
     def _reduction(self, e: ir.CallExpression) -> ir.Expr | None:
         lanes = self._lanes(e.args[0])
-        at = e.numbers[0]
-        if lanes is None or not isinstance(at, ir.Const) or not isinstance(e.type, Scalar):
+        index = e.numbers[0]
+        if lanes is None or not isinstance(index, ir.Const) or not isinstance(e.type, Scalar):
             return None
-        tree = lanes[int(at.value)]
+        tree = lanes[int(index.value)]
         leaves = _leaves(tree)
         if len(leaves) < 2 or tree[0] not in OPERATIONS:
             return None
@@ -150,18 +150,18 @@ class _Recogniser(ir.Rewriter):
         return self._shuffled(sides[0], sides[1], places, e.type)  # type: ignore[arg-type]
 
     def _paired(self, op: str, a: ir.Expr, b: ir.Expr, of: Vec) -> list[Tree] | None:
-        one, other = self._lanes(a), self._lanes(b)
-        if one is None or other is None:
+        lanes_a, lanes_b = self._lanes(a), self._lanes(b)
+        if lanes_a is None or lanes_b is None:
             return None
-        return [_node(op, x, y, of.elem) for x, y in zip(one, other, strict=True)]
+        return [_node(op, x, y, of.elem) for x, y in zip(lanes_a, lanes_b, strict=True)]
 
     def _shuffled(self, a: ir.Expr, b: ir.Expr, places: list[int], of: Vec) -> list[Tree] | None:
-        one, other = self._lanes(a), self._lanes(b)
-        if one is None or other is None:
+        lanes_a, lanes_b = self._lanes(a), self._lanes(b)
+        if lanes_a is None or lanes_b is None:
             return None
         group = 16 // of.elem.size
         return [
-            (one if place < group else other)[start + place % group]
+            (lanes_a if place < group else lanes_b)[start + place % group]
             for start in range(0, of.lanes, group)
             for place in places
         ]
@@ -205,11 +205,11 @@ def _unwrapped(e: ir.Expr, of: Vec) -> ir.Expr | None:
 def _leaves(tree: Tree) -> list[Tree]:
     leaves, waiting = [], [tree]
     while waiting:
-        one = waiting.pop()
-        if len(one) == 3:
-            waiting += [one[1], one[2]]
+        subtree = waiting.pop()
+        if len(subtree) == 3:
+            waiting += [subtree[1], subtree[2]]
         else:
-            leaves.append(one)
+            leaves.append(subtree)
     return leaves
 
 

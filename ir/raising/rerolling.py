@@ -46,26 +46,26 @@ class _Roller(ir.StatementRewriter):
 
     def body(self, body: ir.Body) -> ir.Body:
         statements = tuple(new for statement in body for new in self.statement(statement))
-        at = 0
-        while at < len(statements):
-            one = statements[at]
-            if isinstance(one, ir.Steps) and not one.how:
-                statements = _rolled_at(statements, at, one, self._whole) or statements
-            at += 1
+        index = 0
+        while index < len(statements):
+            statement = statements[index]
+            if isinstance(statement, ir.Steps) and not statement.how:
+                statements = _rolled_at(statements, index, statement, self._whole) or statements
+            index += 1
         return statements
 
 
 class _Loosener(ir.StatementRewriter):
     def body(self, body: ir.Body) -> ir.Body:
         statements = list(super().body(body))
-        for at, statement in enumerate(statements):
-            if isinstance(statement, ir.Steps) and continued(tuple(statements), at) is not None:
+        for index, statement in enumerate(statements):
+            if isinstance(statement, ir.Steps) and continued(tuple(statements), index) is not None:
                 how = tuple(replace(h, args=tuple(a for a in h.args if a != WHOLE)) for h in statement.how)
-                statements[at] = replace(statement, how=how)
+                statements[index] = replace(statement, how=how)
         return tuple(statements)
 
 
-def _rolled_at(body: ir.Body, at: int, loop: ir.Steps, whole: ir.Body) -> ir.Body | None:
+def _rolled_at(body: ir.Body, index: int, loop: ir.Steps, whole: ir.Body) -> ir.Body | None:
     """The body with a loop in it rolled up; None: it is not several turns alike."""
     if not isinstance(loop.step, ir.Const) or loop.type not in SUMMED or leaves_early(loop.body):
         return None
@@ -80,10 +80,10 @@ def _rolled_at(body: ir.Body, at: int, loop: ir.Steps, whole: ir.Body) -> ir.Bod
         for copies in (_one_after_another(loop.body, n), _side_by_side(loop.body, n)):
             turns = _turns(loop, copies, step // n) if condition and copies else None
             if condition and turns:
-                one = replace(
+                one_turn = replace(
                     loop, condition=condition, step=ir.integer(step // n, loop.step.type), body=copies[0]
                 )
-                rolled_up = _in_one(body, at, one, turns, n, whole)
+                rolled_up = _in_one(body, index, one_turn, turns, n, whole)
                 if rolled_up:
                     return rolled_up
     return None
@@ -176,9 +176,11 @@ def _condition_of_one(loop: ir.Steps, ahead: int) -> ir.Expr | None:
     return None
 
 
-def _in_one(body: ir.Body, at: int, loop: ir.Steps, turns: _Turns, n: int, whole: ir.Body) -> ir.Body | None:
+def _in_one(
+    body: ir.Body, index: int, loop: ir.Steps, turns: _Turns, n: int, whole: ir.Body
+) -> ir.Body | None:
     """The body with the loop of one turn in place of that of n."""
-    before, after = body[:at], body[at + 1 :]
+    before, after = body[:index], body[index + 1 :]
     words: tuple[str, ...] = ()
     if turns.is_apart:
         combined = _sums_apart(before, loop, after, turns)
@@ -192,9 +194,9 @@ def _in_one(body: ir.Body, at: int, loop: ir.Steps, turns: _Turns, n: int, whole
         words = (WHOLE, *words)
     how = ir.How("apart" if turns.is_apart else "unroll", (ir.integer(n), *words))
     rolled_up = (*before, replace(loop, how=(how,)), *after)
-    gone = {name for names in turns.carried.values() for name in names[1:]} - set(turns.carried)
-    is_all_here = _mentions(whole, gone) == _mentions(body, gone)
-    return rolled_up if is_all_here and not _mentions(rolled_up, gone) else None
+    removed = {name for names in turns.carried.values() for name in names[1:]} - set(turns.carried)
+    is_all_here = _mentions(whole, removed) == _mentions(body, removed)
+    return rolled_up if is_all_here and not _mentions(rolled_up, removed) else None
 
 
 def _mentions(body: ir.Body, names: set[str]) -> int:
@@ -233,56 +235,56 @@ def _without_beginnings(before: ir.Body, each: Accumulator, copies: Sequence[str
         own = first
     if any(repr(values.get(name)) != repr(own) for name in copies[1:]):
         return None
-    gone = set(copies[1:])
+    removed = set(copies[1:])
     left = tuple(
         statement
         for statement in before
-        if not (isinstance(statement, ir.Declare) and statement.name in gone)
+        if not (isinstance(statement, ir.Declare) and statement.name in removed)
     )
-    return left if not _mentions(left, gone) else None
+    return left if not _mentions(left, removed) else None
 
 
 def _without_ending(after: ir.Body, each: Accumulator, copies: Sequence[str]) -> tuple[ir.Body, str] | None:
     """The statements behind the loop, the first sum in place of the total of all, and the order of that."""
     names = set(copies)
-    at = next((i for i, statement in enumerate(after) if _mentions((statement,), names)), None)
-    if at is None:
+    index = next((i for i, statement in enumerate(after) if _mentions((statement,), names)), None)
+    if index is None:
         return None
     parts: list[ir.Expr] = [ir.Var(each.type, name) for name in copies]
     totals = {order: each.total(parts, order) for order in reversed(SUM_ORDERS)}
     by_tree = {repr(tree): order for order, tree in totals.items()}
     first = ir.Var(each.type, each.name)
-    made, end = _added_up(after, at, each, names)
-    order = by_tree.get(repr(made))
+    total, end = _added_up(after, index, each, names)
+    order = by_tree.get(repr(total))
     if order is not None:
-        return (*after[:at], *after[end:]), order
+        return (*after[:index], *after[end:]), order
     for order in SUM_ORDERS:
-        if isinstance(after[at], ir.Steps | ir.While | ir.If):
+        if isinstance(after[index], ir.Steps | ir.While | ir.If):
             return None
-        (new,) = ir.Replace(totals[order], first).body((after[at],))
-        if new == after[at]:
+        (new,) = ir.Replace(totals[order], first).body((after[index],))
+        if new == after[index]:
             continue
-        rest = after[at + 1 :]
+        rest = after[index + 1 :]
         is_copy = isinstance(new, ir.Declare) and new.value == first and new.type == first.type
         if isinstance(new, ir.Declare) and is_copy and not _mentions(rest, {first.name}):
-            return (*after[:at], *ir.Substitute({new.name: first}).body(rest)), order
-        return (*after[:at], new, *rest), order
+            return (*after[:index], *ir.Substitute({new.name: first}).body(rest)), order
+        return (*after[:index], new, *rest), order
     return None
 
 
-def _added_up(after: ir.Body, at: int, each: Accumulator, names: set[str]) -> tuple[ir.Expr | None, int]:
+def _added_up(after: ir.Body, index: int, each: Accumulator, names: set[str]) -> tuple[ir.Expr | None, int]:
     """The value of the first sum after statements that add sums to sums, and where these end."""
-    made: dict[str, ir.Expr] = {name: ir.Var(each.type, name) for name in names}
-    while at < len(after):
-        match after[at]:
+    sums: dict[str, ir.Expr] = {name: ir.Var(each.type, name) for name in names}
+    while index < len(after):
+        match after[index]:
             case ir.Assign(target=ir.Var(name=name), value=value) if name in names and _is_total(
                 value, each, names
             ):
-                made[name] = ir.Substitute(made).expr(value)
+                sums[name] = ir.Substitute(sums).expr(value)
             case _:
                 break
-        at += 1
-    return made[each.name], at
+        index += 1
+    return sums[each.name], index
 
 
 def _is_total(e: ir.Expr, each: Accumulator, names: set[str]) -> bool:

@@ -32,9 +32,9 @@ class View:
             return ("sum", e.type, *self._frozen(e))
         return self._whole(e)
 
-    def statement(self, one: ir.Stmt) -> Key:
+    def statement(self, statement: ir.Stmt) -> Key:
         """None where a statement is of a kind that is not compared."""
-        match one:
+        match statement:
             case ir.Declare(name=name, type=of, value=value, values=()) if not isinstance(of, Array):
                 given = None if value is None else self.key(value)
                 return ("declare", of, self.names.get(name, name), given)
@@ -104,8 +104,8 @@ class View:
         match e:
             case ir.Index(of, base, index):
                 inner = self._place(base) if isinstance(base, ir.Index | ir.Member) else self.sum_of(base)
-                at = self.sum_of(index) if _is_summed(index.type) else ({self.key(index): 1}, 0)
-                return _plus(inner, _scaled(at, of.size))
+                offset = self.sum_of(index) if _is_summed(index.type) else ({self.key(index): 1}, 0)
+                return _plus(inner, _scaled(offset, of.size))
             case ir.Member(_, base, name):
                 assert isinstance(base.type, Struct)
                 inner = (
@@ -127,8 +127,8 @@ def _is_summed(of: Type) -> bool:
     return isinstance(of, Pointer | Array) or (isinstance(of, Scalar) and of in SUMMED)
 
 
-def _scaled(one: tuple[dict[Key, int], int], by: int) -> tuple[dict[Key, int], int]:
-    return {term: factor * by for term, factor in one[0].items()}, one[1] * by
+def _scaled(linear: tuple[dict[Key, int], int], by: int) -> tuple[dict[Key, int], int]:
+    return {term: factor * by for term, factor in linear[0].items()}, linear[1] * by
 
 
 def _plus(a: tuple[dict[Key, int], int], b: tuple[dict[Key, int], int]) -> tuple[dict[Key, int], int]:

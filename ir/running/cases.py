@@ -85,27 +85,27 @@ def draw(
 
     `is_plain`: without zeros and subnormal numbers, which take a processor longer than others do.
     """
-    known = described(function, where)
+    descriptions = described(function, where)
     numbers: dict[str, int | float] = {}
     for name, of in function.args:
         if isinstance(of, Scalar):
-            one = known.get(name) or ir.Argument(name, 0)
+            description = descriptions.get(name) or ir.Argument(name, 0)
             if shape is not None and name in shape:
-                numbers[name] = _on_grid(shape[name], dict(one.numbers))
+                numbers[name] = _on_grid(shape[name], dict(description.numbers))
             else:
-                numbers[name] = _number(one, of, rng, edge)
+                numbers[name] = _number(description, of, rng, edge)
     values: list[int | float | bytes] = []
     for name, of in function.args:
         if isinstance(of, Scalar):
             values.append(numbers[name])
         else:
             assert isinstance(of, Pointer)
-            one = known[name]
-            assert one.count is not None
-            count = evaluate(one.count, numbers)
+            description = descriptions[name]
+            assert description.count is not None
+            count = evaluate(description.count, numbers)
             if not 0 <= count * of.to.size <= MAX_BUFFER_BYTES:
-                raise SourceError(where, one.line, f"`{name}` would have {count} elements")
-            values.append(_content(of.to, count, one, rng, is_plain))
+                raise SourceError(where, description.line, f"`{name}` would have {count} elements")
+            values.append(_content(of.to, count, description, rng, is_plain))
     names = [name for name, _ in function.args]
     aliases = []
     for argument in function.described:
@@ -144,8 +144,8 @@ def _content(of: Type, count: int, argument: ir.Argument, rng: np.random.Generat
         for name, field in of.fields:
             inner, n = _flat(field)
             values = _numbers(inner, (count, n), argument, rng, name in argument.halves, is_plain)
-            at = of.offset(name)
-            whole[:, at : at + field.size] = (
+            offset = of.offset(name)
+            whole[:, offset : offset + field.size] = (
                 np.ascontiguousarray(values).view(np.uint8).reshape(count, field.size)
             )
         return whole.tobytes()
@@ -211,13 +211,15 @@ def _absolute_fields(value: bytes, of: Struct, halves: Sequence[str]) -> bytes:
     whole = np.frombuffer(value, np.uint8).reshape(-1, of.size).copy()
     for name, field in of.fields:
         inner, _ = _flat(field)
-        at = of.offset(name)
-        part = np.ascontiguousarray(whole[:, at : at + field.size]).view(DTYPES[inner.name])
+        offset = of.offset(name)
+        part = np.ascontiguousarray(whole[:, offset : offset + field.size]).view(DTYPES[inner.name])
         if name in halves:
             part = part & 0x7FFF
         elif inner.is_signed:
             part = np.abs(np.maximum(part, -127)) if inner.size == 1 else np.abs(part)
-        whole[:, at : at + field.size] = np.ascontiguousarray(part.astype(DTYPES[inner.name])).view(np.uint8)
+        whole[:, offset : offset + field.size] = np.ascontiguousarray(part.astype(DTYPES[inner.name])).view(
+            np.uint8
+        )
     return whole.tobytes()
 
 

@@ -96,9 +96,9 @@ class Program:
         }
         call = ", ".join(f"{name}={value}" for name, value in sizes.items())
         if "argument" in words:
-            at, offset = int(words[3]), int(words[5])
-            name, of = self._function.args[at]
-            size = len(cases[number].values[at])  # type: ignore[arg-type]
+            index, offset = int(words[3]), int(words[5])
+            name, of = self._function.args[index]
+            size = len(cases[number].values[index])  # type: ignore[arg-type]
             if 0 <= offset < size:
                 return f"{self._function.name}({call}) writes to `{name}`, which is const"
             return (
@@ -109,14 +109,14 @@ class Program:
         return f"{self._function.name}({call}) ended with signal {signal} far from its arguments"
 
     def _read(self, out: Path, cases: Sequence[Case]) -> list[KernelOutputs]:
-        data, at, outputs = out.read_bytes(), 0, []
+        data, offset, outputs = out.read_bytes(), 0, []
         for case in cases:
-            result, at = data[at : at + 8], at + 8
+            result, offset = data[offset : offset + 8], offset + 8
             buffers = []
             for value, (_, of) in zip(case.values, self._function.args, strict=True):
                 if isinstance(value, bytes) and isinstance(of, Pointer) and not of.is_const:
-                    buffers.append(data[at : at + len(value)])
-                    at += len(value)
+                    buffers.append(data[offset : offset + len(value)])
+                    offset += len(value)
             outputs.append(KernelOutputs(result, tuple(buffers)))
         return outputs
 
@@ -179,8 +179,10 @@ def _difference(
         triple = (outputs.result[:size] for outputs in (expected, got, scale))
         worst = _of_numbers(function.result, *triple)
     out = [of for _, of in function.args if isinstance(of, Pointer) and not of.is_const]
-    for of, one, two, three in zip(out, expected.buffers, got.buffers, scale.buffers, strict=True):
-        worst = max(worst, _of_buffer(of.to, one, two, three))
+    for of, expected_buffer, got_buffer, scale_buffer in zip(
+        out, expected.buffers, got.buffers, scale.buffers, strict=True
+    ):
+        worst = max(worst, _of_buffer(of.to, expected_buffer, got_buffer, scale_buffer))
     return worst
 
 

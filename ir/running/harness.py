@@ -239,12 +239,12 @@ def _arguments(function: ir.FunctionDefinition) -> str:
         for i, (_, of) in enumerate(function.args)
         if isinstance(of, Scalar)
     )
-    made = ", ".join(values)
+    arguments = ", ".join(values)
     if isinstance(function.result, Void):
-        body = f"    function({made});\n    return 0;"
+        body = f"    function({arguments});\n    return 0;"
     else:
         body = (
-            f"    uint64_t bits = 0;\n    {c_type(function.result)} x = function({made});\n"
+            f"    uint64_t bits = 0;\n    {c_type(function.result)} x = function({arguments});\n"
             "    memcpy(&bits, &x, sizeof x);\n    return bits;"
         )
     is_output = (isinstance(of, Pointer) and not of.is_const for _, of in function.args)

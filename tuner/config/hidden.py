@@ -71,7 +71,7 @@ def read_hidden(path: str | os.PathLike[str], machine: Machine) -> tuple[HiddenR
     return tuple(_resource(entry, f"{name}, entry {n}", allowed) for n, entry in enumerate(entries, 1))
 
 
-def _resource(entry: Any, where: str, known: frozenset[int]) -> HiddenResource:
+def _resource(entry: Any, where: str, machine_pus: frozenset[int]) -> HiddenResource:
     if not isinstance(entry, dict) or entry.keys() != FIELDS:
         raise EvaluationError(f"{where}: an object with exactly {', '.join(sorted(FIELDS))} expected")
     if not isinstance(entry["pus"], list):
@@ -80,7 +80,7 @@ def _resource(entry: Any, where: str, known: frozenset[int]) -> HiddenResource:
         resource = HiddenResource(tuple(entry["pus"]), entry["read_gbps"], entry["lost_per_extra_pu"])
     except EvaluationError as error:
         raise EvaluationError(f"{where}: {error}") from None
-    if foreign := sorted(set(resource.pus) - known):
+    if foreign := sorted(set(resource.pus) - machine_pus):
         raise EvaluationError(f"{where}: the machine has no PU {list_cores(foreign[:8])}")
     return resource
 

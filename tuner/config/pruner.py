@@ -48,9 +48,9 @@ class TransformationTreePruner(optuna.pruners.BasePruner):
         states = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
         finished = study.get_trials(deepcopy=False, states=states)
         if key is None:
-            complete = [one for one in finished if one.state is optuna.trial.TrialState.COMPLETE]
-            return min(complete, key=lambda one: one.value or 0.0, default=None)
-        for one in finished:
-            if one.user_attrs.get(KEY) == key:
-                return self._rivals.setdefault(key, one)
+            complete = [trial for trial in finished if trial.state is optuna.trial.TrialState.COMPLETE]
+            return min(complete, key=lambda trial: trial.value or 0.0, default=None)
+        for trial in finished:
+            if trial.user_attrs.get(KEY) == key:
+                return self._rivals.setdefault(key, trial)
         return None

@@ -161,11 +161,11 @@ def key_of_places(plan_json: str) -> str:
 def configuration_of(row: StepTime, machine: Machine) -> Configuration:
     """The cores here on which a step like the recorded one would run. PlanError where it is none."""
     plan = stored_plan(row.plan_json, machine)
-    found = Configuration(plan.ranks)
-    key = key_of_places(row.plan_json) if is_placed(row.plan_json) else found.key
+    configuration = Configuration(plan.ranks)
+    key = key_of_places(row.plan_json) if is_placed(row.plan_json) else configuration.key
     if plan.phase != row.step.phase or key != row.configuration_key:
         raise PlanError("its plan is not the one that its key names")
-    return found
+    return configuration
 
 
 def configurations(
@@ -190,8 +190,8 @@ def _cores_of(configuration: Configuration) -> str:
     return f"{counted(count, 'rank')} ({cores})"
 
 
-def _named(known: Mapping[Step, StepTime]) -> str:
+def _named(times: Mapping[Step, StepTime]) -> str:
     """The recorded steps, the first of many."""
-    names = [step.describe() for step in sorted(known)[:MAX_STEPS_NAMED]]
-    more = len(known) - len(names)
+    names = [step.describe() for step in sorted(times)[:MAX_STEPS_NAMED]]
+    more = len(times) - len(names)
     return ", ".join(names) + (f" and {more} more" if more else "")

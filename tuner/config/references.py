@@ -40,9 +40,9 @@ def references(machine: Machine, phase: Phase, refusal: Callable[[int], str | No
     )
 
 
-def same_cores(one: ServicePlan, other: ServicePlan) -> bool:
+def same_cores(plan: ServicePlan, other: ServicePlan) -> bool:
     """True if two plans of one phase are the same to a machine: source and order of PUs aside."""
-    return _as_sets(one) == _as_sets(other)
+    return _as_sets(plan) == _as_sets(other)
 
 
 def _as_sets(plan: ServicePlan) -> list[frozenset[int]]:

@@ -104,7 +104,7 @@ class Neighbourhood:
 
 
 def _holders(machine: Machine, kind: Kind) -> dict[int, int]:
-    return {pu: at for at, node in enumerate(machine.nodes(kind)) for pu in node.cpus}
+    return {pu: index for index, node in enumerate(machine.nodes(kind)) for pu in node.cpus}
 
 
 class ReadSharing:
@@ -123,7 +123,7 @@ class ReadSharing:
         """The rate at which each rank reads while all of them do."""
         pus = [pu for rank in ranks for pu in rank.cores]
         memories = [memory for rank in ranks for memory in [self.where.memory_of(rank)] * len(rank.cores)]
-        demand = np.array([one for rank in ranks for one in self._demands(rank)])
+        demand = np.array([core_demand for rank in ranks for core_demand in self._demands(rank)])
         demand *= self.where.core_shares(pus)
         limits = [*self._cache_limits(pus), *self._memory_limits(pus, memories)]
         limits += self._hidden_limits(pus, demand)

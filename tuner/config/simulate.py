@@ -63,9 +63,9 @@ class LatencyBounds:
 def parse_slo(text: str) -> LatencyBounds:
     """TTFT and TPOT of an SLO's text (`slo.parse_bounds`); TraceError for other metrics and percentiles."""
     bounds = parse_bounds(text)
-    if any(one.metric == "e2e" or one.percentile is not None for one in bounds):
+    if any(bound.metric == "e2e" or bound.percentile is not None for bound in bounds):
         raise TraceError(f"an SLO is written like ttft=200ms,tpot=50ms here, not {text!r:.60}")
-    bounds_ms = {one.metric: one.below_ms for one in bounds}
+    bounds_ms = {bound.metric: bound.below_ms for bound in bounds}
     return LatencyBounds(bounds_ms.get("ttft"), bounds_ms.get("tpot"))
 
 
@@ -121,9 +121,9 @@ class StepGrid:
     def of(cls, trace: Trace, objective: Objective, phase: Phase) -> StepGrid:
         """The same for a trace and any part of it that is asked about later."""
         if phase == "decode":
-            ends = {end for one in trace for end in (_contexts(one)[0], _contexts(one)[-1])}
+            ends = {end for request in trace for end in (_contexts(request)[0], _contexts(request)[-1])}
             return cls(phase, _points(ends, GRID_FACTOR[phase]), objective.concurrency)
-        chunks = {chunk for one in trace for chunk in _chunks(one)}
+        chunks = {chunk for request in trace for chunk in _chunks(request)}
         pieces = {tokens for tokens, _ in chunks}
         far_context = max(context for _, context in chunks)
         if far_context:
@@ -174,8 +174,10 @@ def cost_ms(
         total_ms = np.array(_prefill_ms(requests, ask, grid))
         of_token_ms = total_ms
     else:
-        total_ms = np.array([float(grid.times_ns(_contexts(one), ask).sum()) / 1e6 for one in requests])
-        of_token_ms = total_ms / np.array([len(_contexts(one)) for one in requests])
+        total_ms = np.array(
+            [float(grid.times_ns(_contexts(request), ask).sum()) / 1e6 for request in requests]
+        )
+        of_token_ms = total_ms / np.array([len(_contexts(request)) for request in requests])
     match objective.kind:
         case "goodput":
             slo = objective.slo or LatencyBounds()
@@ -188,7 +190,7 @@ def cost_ms(
 
 
 def _prefill_ms(requests: Iterable[RequestLengths], timer: StepTimer, grid: StepGrid) -> list[float]:
-    return [_prompt_ns(_chunks(one), timer, grid) / 1e6 for one in requests]
+    return [_prompt_ns(_chunks(request), timer, grid) / 1e6 for request in requests]
 
 
 def _prompt_ns(chunks: Sequence[tuple[int, int]], timer: StepTimer, grid: StepGrid) -> float:

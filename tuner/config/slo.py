@@ -42,7 +42,7 @@ def parse_bounds(text: str) -> list[LatencyBound]:
             raise TraceError(f"an SLO is written like ttft=1.5s,tpot=50ms,e2e=20s, not {text!r:.60}")
         percentile = int(match[2]) if match[2] else None
         bound = LatencyBound(_NAMES[match[1]], percentile, below_ms)
-        if any(one[:2] == bound[:2] for one in bounds):
+        if any(earlier[:2] == bound[:2] for earlier in bounds):
             raise TraceError(f"an SLO bounds a metric once, not {match[1]} twice: {text!r:.60}")
         bounds.append(bound)
     return bounds

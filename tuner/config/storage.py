@@ -74,8 +74,8 @@ class StudyFacts:
     @property
     def best(self) -> TrialFacts | None:
         """The cheapest that was timed to the end."""
-        complete = [one for one in self.trials if one.state == "complete" and one.cost_ms is not None]
-        return min(complete, key=lambda one: one.cost_ms or 0.0, default=None)
+        complete = [trial for trial in self.trials if trial.state == "complete" and trial.cost_ms is not None]
+        return min(complete, key=lambda trial: trial.cost_ms or 0.0, default=None)
 
 
 def read_studies(location: Location, core_sigs: Collection[str]) -> list[StudyFacts]:
@@ -91,12 +91,12 @@ def read_studies(location: Location, core_sigs: Collection[str]) -> list[StudyFa
             if machine[0] not in core_sigs:
                 continue
             study_id = storage.get_study_id_from_name(study.study_name)
-            trials = [_trial_facts(one) for one in storage.get_all_trials(study_id, deepcopy=False)]
+            trials = [_trial_facts(trial) for trial in storage.get_all_trials(study_id, deepcopy=False)]
             model, phase, objective = (
                 str(attributes.get(key, "")) for key in ("model", "phase", "objective")
             )
             studies.append(StudyFacts(study.study_name, model, phase, objective, trials))
-    return sorted(studies, key=lambda one: one.name)
+    return sorted(studies, key=lambda facts: facts.name)
 
 
 def _trial_facts(trial: FrozenTrial) -> TrialFacts:

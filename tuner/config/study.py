@@ -221,11 +221,11 @@ class _Search:
 
     def outcome(self, end: End) -> SearchOutcome:
         """The result so far."""
-        states = [known.state for known in self._known.values()]
+        states = [answer.state for answer in self._known.values()]
         complete = [
-            (self._candidates[key].configuration, known.cost_ms)
-            for key, known in self._known.items()
-            if known.state == "complete" and known.cost_ms is not None
+            (self._candidates[key].configuration, answer.cost_ms)
+            for key, answer in self._known.items()
+            if answer.state == "complete" and answer.cost_ms is not None
         ]
         return SearchOutcome(
             end=end,
@@ -298,19 +298,19 @@ class _Search:
                 self._learn(candidate, answers[key])
         return elsewhere
 
-    def _learn(self, candidate: Candidate, known: Known) -> None:
-        self._known[candidate.configuration.key] = known
+    def _learn(self, candidate: Candidate, answer: Known) -> None:
+        self._known[candidate.configuration.key] = answer
         best_ms = self._best[1] if self._best else math.inf
-        if known.state == "complete" and known.cost_ms is not None and known.cost_ms < best_ms:
-            self._best = candidate.configuration, known.cost_ms
+        if answer.state == "complete" and answer.cost_ms is not None and answer.cost_ms < best_ms:
+            self._best = candidate.configuration, answer.cost_ms
         self._report(
             Tried(
                 number=len(self._known),
                 candidate=candidate,
-                state=known.state,
+                state=answer.state,
                 is_replayed=candidate.configuration.key not in self._own,
-                cost_ms=known.cost_ms,
-                reason=known.reason,
+                cost_ms=answer.cost_ms,
+                reason=answer.reason,
                 best=self._best,
                 evaluations=len(self._own),
                 configurations=self._configurations,

@@ -55,7 +55,7 @@ def sampled(trace: Trace, count: int, seed: int) -> Trace:
     if count >= len(trace):
         return trace
     chosen = sorted(random.Random(seed).sample(range(len(trace)), count))
-    return tuple(trace[at] for at in chosen)
+    return tuple(trace[index] for index in chosen)
 
 
 def slices(trace: Trace, count: int) -> tuple[Trace, ...]:
@@ -64,8 +64,8 @@ def slices(trace: Trace, count: int) -> tuple[Trace, ...]:
     A search that looks at the first ones first pays for short steps only until it knows what is hopeless.
     """
     count = max(1, min(count, len(trace)))
-    ordered = sorted(trace, key=lambda one: (one.tokens, one.prompt_tokens))
-    ends = [len(ordered) * at // count for at in range(count + 1)]
+    ordered = sorted(trace, key=lambda request: (request.tokens, request.prompt_tokens))
+    ends = [len(ordered) * part // count for part in range(count + 1)]
     return tuple(tuple(ordered[start:end]) for start, end in pairwise(ends))
 
 
@@ -73,10 +73,12 @@ def fitted(trace: Trace, context_tokens: int) -> Trace:
     """Requests cut to what a model can hold: the prompt first, and at least one token of the answer stays."""
     if context_tokens < 2:
         raise TraceError(f"a context of {counted(context_tokens, 'token')} holds no request")
-    prompts = [replace(one, prompt_tokens=min(one.prompt_tokens, context_tokens - 1)) for one in trace]
+    prompts = [
+        replace(request, prompt_tokens=min(request.prompt_tokens, context_tokens - 1)) for request in trace
+    ]
     return tuple(
-        replace(one, output_tokens=min(one.output_tokens, context_tokens - one.prompt_tokens))
-        for one in prompts
+        replace(request, output_tokens=min(request.output_tokens, context_tokens - request.prompt_tokens))
+        for request in prompts
     )
 
 
@@ -85,8 +87,8 @@ def describe(trace: Trace) -> str:
     parts = (
         f"{name} p50 {statistics.median_low(lengths)} max {max(lengths)}"
         for name, lengths in (
-            ("prompt", [one.prompt_tokens for one in trace]),
-            ("output", [one.output_tokens for one in trace]),
+            ("prompt", [request.prompt_tokens for request in trace]),
+            ("output", [request.output_tokens for request in trace]),
         )
     )
     return f"{counted(len(trace), 'request')}, {', '.join(parts)} tokens"

@@ -102,10 +102,10 @@ def _rows(first: str, rest: TextIO, name: str) -> Iterator[Row]:
 
 def _checked(rows: Iterator[Row], name: str) -> Trace:
     requests: list[RequestLengths] = []
-    for at, request in rows:
+    for number, request in rows:
         if request is not None:
             requests.append(request)
-        if at > MAX_REQUESTS:
+        if number > MAX_REQUESTS:
             raise TraceError(f"{name} has more than {counted(MAX_REQUESTS, 'row')}: cut a part of it out")
     if not requests:
         raise TraceError(f"{name} holds no request")
@@ -114,12 +114,13 @@ def _checked(rows: Iterator[Row], name: str) -> Trace:
 
 def _from_first(requests: Sequence[RequestLengths]) -> Trace:
     """Arrivals counted from the earliest one."""
-    arrivals = [one.arrival_s for one in requests if one.arrival_s is not None]
+    arrivals = [request.arrival_s for request in requests if request.arrival_s is not None]
     if not arrivals:
         return tuple(requests)
     first = min(arrivals)
     return tuple(
-        one if one.arrival_s is None else replace(one, arrival_s=one.arrival_s - first) for one in requests
+        request if request.arrival_s is None else replace(request, arrival_s=request.arrival_s - first)
+        for request in requests
     )
 
 
@@ -127,21 +128,21 @@ def _lines(first: str | None, rest: TextIO, name: str) -> Iterator[tuple[int, st
     """Lines with their numbers in the file, blank ones left out."""
     if first is not None and first.strip():
         yield 1, first
-    for at, line in enumerate(iter(lambda: rest.readline(MAX_ROW_CHARS + 1), ""), 2):
+    for number, line in enumerate(iter(lambda: rest.readline(MAX_ROW_CHARS + 1), ""), 2):
         if len(line) > MAX_ROW_CHARS:
-            raise TraceError(f"{name}, row {at}: longer than {MAX_ROW_CHARS} characters")
+            raise TraceError(f"{name}, row {number}: longer than {MAX_ROW_CHARS} characters")
         if line.strip():
-            yield at, line
+            yield number, line
 
 
 def _splitwise_sim(header: Sequence[str], lines: Iterator[tuple[int, str]], name: str) -> Iterator[Row]:
-    for at, row in _csv_rows(header, lines, name):
+    for number, row in _csv_rows(header, lines, name):
         try:
             arrival_s = _seconds(row["arrival_timestamp"])
             prompt, output = _count(row["prompt_size"]), _count(row["token_size"])
-            yield at, RequestLengths(prompt, output, arrival_s) if prompt and output else None
+            yield number, RequestLengths(prompt, output, arrival_s) if prompt and output else None
         except TraceError as error:
-            raise TraceError(f"{name}, row {at}: {error}") from None
+            raise TraceError(f"{name}, row {number}: {error}") from None
 
 
 def _seconds(text: str) -> float:
@@ -157,21 +158,21 @@ def _seconds(text: str) -> float:
 def _csv_rows(
     header: Sequence[str], lines: Iterator[tuple[int, str]], name: str
 ) -> Iterator[tuple[int, dict[str, str]]]:
-    for at, line in lines:
-        fields = _fields(line, f"{name}, row {at}")
+    for number, line in lines:
+        fields = _fields(line, f"{name}, row {number}")
         if len(fields) != len(header):
-            raise TraceError(f"{name}, row {at}: {counted(len(fields), 'field')}, {len(header)} expected")
-        yield at, dict(zip(header, fields, strict=True))
+            raise TraceError(f"{name}, row {number}: {counted(len(fields), 'field')}, {len(header)} expected")
+        yield number, dict(zip(header, fields, strict=True))
 
 
 def _azure(header: Sequence[str], lines: Iterator[tuple[int, str]], name: str) -> Iterator[Row]:
-    for at, row in _csv_rows(header, lines, name):
+    for number, row in _csv_rows(header, lines, name):
         try:
             arrival_s = _instant_s(row["TIMESTAMP"]) if "TIMESTAMP" in row else None
             prompt, output = _count(row["ContextTokens"]), _count(row["GeneratedTokens"])
-            yield at, RequestLengths(prompt, output, arrival_s) if prompt and output else None
+            yield number, RequestLengths(prompt, output, arrival_s) if prompt and output else None
         except TraceError as error:
-            raise TraceError(f"{name}, row {at}: {error}") from None
+            raise TraceError(f"{name}, row {number}: {error}") from None
 
 
 def _fields(line: str, where: str) -> list[str]:
@@ -197,18 +198,18 @@ def _instant_s(text: str) -> float:
 
 
 def _json_lines(lines: Iterator[tuple[int, str]], name: str) -> Iterator[Row]:
-    for at, line in lines:
-        yield at, _entry(_parsed(line, f"{name}, row {at}"), f"{name}, row {at}")
+    for number, line in lines:
+        yield number, _entry(_parsed(line, f"{name}, row {number}"), f"{name}, row {number}")
 
 
 def _conversations(text: str, rest: TextIO, name: str) -> Iterator[Row]:
     """The entries of one JSON list, of which no more than an entry is in memory. `text` begins with `[`."""
-    text, at = text[1:].lstrip(), 0
+    text, n_entries = text[1:].lstrip(), 0
     while True:
-        entry, text = _next_entry(text, rest, f"{name}, entry {at + 1}", may_end=at == 0)
+        entry, text = _next_entry(text, rest, f"{name}, entry {n_entries + 1}", may_end=n_entries == 0)
         if entry is not None:
-            at += 1
-            yield at, _entry(entry.value, f"{name}, entry {at}")
+            n_entries += 1
+            yield n_entries, _entry(entry.value, f"{name}, entry {n_entries}")
         mark, text = text[:1], text[1:].lstrip()
         if mark == "]" and not (text + rest.read(READ_CHARS)).strip():
             return

@@ -113,7 +113,9 @@ class Trials:
             outcome = self._known(trial)
             if outcome is not None:
                 answers.setdefault(trial.user_attrs[KEY], outcome)
-        return answers, {one.user_attrs[KEY] for one in trials if KEY in one.user_attrs and _is_running(one)}
+        return answers, {
+            trial.user_attrs[KEY] for trial in trials if KEY in trial.user_attrs and _is_running(trial)
+        }
 
     def claim(self, entry: TrialEntry) -> Claim | None:
         """The right to time a configuration; None where another process was quicker, now or long ago."""
@@ -135,7 +137,7 @@ class Trials:
 
     def _is_late(self, key: str) -> bool:
         """True if another trial of the configuration has a lower number than the one that is running here."""
-        first = next((one for one in self._all() if self._stands(one, key)), None)
+        first = next((trial for trial in self._all() if self._stands(trial, key)), None)
         return first is None or not _is_running(first) or first.user_attrs[_CLAIM] != _this_process()
 
     def report(self, claim: Claim, mean_ms: float, slice_number: int) -> bool:
@@ -162,7 +164,7 @@ class Trials:
         from optuna.trial import TrialState
 
         own = claim.trial.intermediate_values
-        complete = [one for one in self._all() if one.state is TrialState.COMPLETE]
+        complete = [trial for trial in self._all() if trial.state is TrialState.COMPLETE]
         self._end(claim, TrialState.PRUNED, own[max(own)], {_ESTIMATE: _extrapolated_ms(own, complete)})
 
     def fail(self, claim: Claim, reason: str) -> None:
@@ -282,7 +284,7 @@ def _finished(
 def _extrapolated_ms(own: Mapping[int, float], complete: Sequence[FrozenTrial]) -> float:
     """A mean over the first slices as one over all: scaled as these were in the best complete trial."""
     newest = max(own)
-    best = min(complete, key=lambda one: one.value or 0.0, default=None)
+    best = min(complete, key=lambda trial: trial.value or 0.0, default=None)
     if best is None or best.value is None or newest not in best.intermediate_values:
         return own[newest]
     return own[newest] * best.value / best.intermediate_values[newest]

@@ -143,7 +143,7 @@ def limited(host: Host) -> Iterator[Finding]:
     ]
     if not limits or not total:
         return
-    size, seen = min(limits, key=lambda one: one[0])
+    size, seen = min(limits, key=lambda limit: limit[0])
     if size < LEAST_LIMIT_SHARE * total:
         yield Finding(
             "memory-limit",

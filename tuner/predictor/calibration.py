@@ -46,7 +46,7 @@ def _some(trained: Sequence[float], window: int) -> list[float]:
     """As many as the window takes, evenly chosen, in an order that has nothing to do with their size."""
     ordered = sorted(trained)
     n = min(window, len(ordered))
-    evenly = [ordered[(2 * at + 1) * len(ordered) // (2 * n)] for at in range(n)]
+    evenly = [ordered[(2 * index + 1) * len(ordered) // (2 * n)] for index in range(n)]
     Random(0).shuffle(evenly)
     return evenly
 

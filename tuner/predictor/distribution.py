@@ -50,14 +50,14 @@ class LengthDistribution:
         lengths = [0.0, *self.bounds[:n_within], float(self.limit)]
         reached = [0.0, *np.cumsum(self.shares[:n_within]), 1.0]
         corners = [0]
-        for at in range(1, len(lengths)):
+        for point in range(1, len(lengths)):
             while len(corners) > 1 and _slope(lengths, reached, corners[-2], corners[-1]) <= _slope(
-                lengths, reached, corners[-1], at
+                lengths, reached, corners[-1], point
             ):
                 corners.pop()
-            corners.append(at)
-        slopes = [_slope(lengths, reached, one, other) for one, other in pairwise(corners)]
-        return np.array([lengths[at] for at in corners]), np.array(slopes)
+            corners.append(point)
+        slopes = [_slope(lengths, reached, left, right) for left, right in pairwise(corners)]
+        return np.array([lengths[corner] for corner in corners]), np.array(slopes)
 
     def share_within(self, output_tokens: float) -> float:
         """P(length <= output_tokens), bins being even."""
@@ -79,13 +79,13 @@ class LengthDistribution:
     @property
     def uncertainty(self) -> float:
         """Entropy over the bins, those that the limit cuts as one: 0 sure, 1 no idea."""
-        at = int(np.searchsorted(self.bounds, self.limit))
-        merged = np.append(self.shares[:at], self.shares[at:].sum())
+        limit_bin = int(np.searchsorted(self.bounds, self.limit))
+        merged = np.append(self.shares[:limit_bin], self.shares[limit_bin:].sum())
         merged = merged[merged > 0]
         entropy = -float((merged * np.log(merged)).sum())
         return min(1.0, max(0.0, entropy / float(np.log(len(self.shares)))))
 
 
-def _slope(lengths: list[float], reached: list[float], one: int, other: int) -> float:
+def _slope(lengths: list[float], reached: list[float], left: int, right: int) -> float:
     """Share gained per token from one corner to the other."""
-    return (reached[other] - reached[one]) / (lengths[other] - lengths[one])
+    return (reached[right] - reached[left]) / (lengths[right] - lengths[left])

@@ -31,7 +31,7 @@ Doubles = npt.NDArray[np.float64]
 FOLDS = 5
 FEWEST_EXAMPLES = 100
 MOST_EXAMPLES = 2048
-LEVELS = (*(at / 40 for at in range(1, 40)), 0.985, 0.99, 0.995, 0.998)
+LEVELS = (*(numerator / 40 for numerator in range(1, 40)), 0.985, 0.99, 0.995, 0.998)
 """Levels of the residuals that are kept: closer in the tail, where room is dear."""
 WIDTHS = (0.1, 0.2, 0.3, 0.5)
 """Widths of the kernel: K = exp(-w |x - y|^2)."""
@@ -127,12 +127,12 @@ def features(facts: PromptFacts) -> Doubles:
     return np.concatenate([vector, [length, length * length / 2]])
 
 
-def kernel(one: Doubles | Floats, other: Doubles | Floats, width: float) -> Doubles:
+def kernel(points: Doubles | Floats, other: Doubles | Floats, width: float) -> Doubles:
     """[n, m] for [n, d] and [m, d]."""
-    a, b = one.astype(np.float64), other.astype(np.float64)
+    a, b = points.astype(np.float64), other.astype(np.float64)
     squares = (a * a).sum(axis=1)[:, None] + (b * b).sum(axis=1)[None] - 2 * a @ b.T
-    found: Doubles = np.exp(-width * np.maximum(squares, 0))
-    return found
+    similarity: Doubles = np.exp(-width * np.maximum(squares, 0))
+    return similarity
 
 
 def learnt_too_little(predictor: EncodedPredictor) -> str:
@@ -152,15 +152,15 @@ def train_encoded(
 
     Of more than MOST_EXAMPLES as many are drawn, by their prompts.
     """
-    chosen = sorted(examples, key=lambda one: place_of(one, seed, b"encoded"))[:MOST_EXAMPLES]
-    folds = np.array([int(place_of(one, seed, b"fold") * FOLDS) for one in chosen])
+    chosen = sorted(examples, key=lambda example: place_of(example, seed, b"encoded"))[:MOST_EXAMPLES]
+    folds = np.array([int(place_of(example, seed, b"fold") * FOLDS) for example in chosen])
     if len(chosen) < FEWEST_EXAMPLES or len(set(folds.tolist())) < FOLDS:
         raise PredictorError(
             f"{counted(len(chosen), 'answer')}, too few to learn from by an encoder: at least"
             f" {FEWEST_EXAMPLES} are needed; collect more, or train with --encoder none"
         )
-    x = np.stack([features(one.facts) for one in chosen])
-    tokens = np.array([one.output_tokens for one in chosen], np.float64)
+    x = np.stack([features(example.facts) for example in chosen])
+    tokens = np.array([example.output_tokens for example in chosen], np.float64)
     y = np.log(np.maximum(tokens, 1))
     width, ridge, told = _choose(x, y, tokens, folds)
     errors = np.sort(y - told)
@@ -169,8 +169,8 @@ def train_encoded(
     middle = float(np.median(y))
     fitted = _solve(x, y - middle, width, ridge)
     prices = [
-        _distribution(at, residuals, one.facts.limit).price_of(one.output_tokens)
-        for at, one in zip(told.tolist(), chosen, strict=True)
+        _distribution(log_length, residuals, example.facts.limit).price_of(example.output_tokens)
+        for log_length, example in zip(told.tolist(), chosen, strict=True)
     ]
     own = float(np.abs(np.exp(told + float(np.median(residuals))) - tokens).mean())
     return EncodedPredictor(
@@ -184,7 +184,7 @@ def train_encoded(
         np.sort(np.array(prices, np.float32)),
         {
             "answers": len(chosen),
-            "prompts": len({one.prompt_key for one in chosen}),
+            "prompts": len({example.prompt_key for example in chosen}),
             "error_share": own / max(1e-9, _constant_error(tokens, folds)),
             "width": width,
             "ridge": ridge,

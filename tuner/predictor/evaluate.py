@@ -47,8 +47,8 @@ class Given(NamedTuple):
     @staticmethod
     def together(parts: Sequence[Given]) -> Given:
         """Blocks of one run behind those of another."""
-        own = [one.is_bucket for one in parts if one.is_bucket is not None]
-        return Given(np.concatenate([one.blocks for one in parts]), np.concatenate(own) if own else None)
+        own = [part.is_bucket for part in parts if part.is_bucket is not None]
+        return Given(np.concatenate([part.blocks for part in parts]), np.concatenate(own) if own else None)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Score:
 
 def score(method: str, examples: Sequence[Example], given: Given) -> Score:
     """The worth of a method's blocks."""
-    lengths, limits = _lengths(examples), np.array([one.facts.limit for one in examples])
+    lengths, limits = _lengths(examples), np.array([example.facts.limit for example in examples])
     accuracy = float((lengths <= given.blocks).mean())
     return Score(
         method,
@@ -93,30 +93,32 @@ class FixedBuckets:
     @staticmethod
     def inner_bounds(longest: int) -> list[int]:
         """All bounds but the last one."""
-        return [-(-longest * at // S3_BUCKETS) for at in range(1, S3_BUCKETS)]
+        return [-(-longest * bucket // S3_BUCKETS) for bucket in range(1, S3_BUCKETS)]
 
     def give(self, examples: Sequence[Example], up: int = 0) -> Given:
         """`up`: number of buckets above the likeliest one."""
-        likeliest = [int(self.classifier.distribution(one.facts).shares.argmax()) for one in examples]
+        likeliest = [int(self.classifier.distribution(example.facts).shares.argmax()) for example in examples]
         return _given(examples, np.array(likeliest) + up, [*self.inner_bounds(self.longest), self.longest])
 
     def give_within(self, examples: Sequence[Example], block_tokens: float) -> Given:
         """All as many whole buckets larger as a mean block allows."""
         tried = [self.give(examples, up) for up in range(S3_BUCKETS)]
         return max(
-            (one for one in tried if one.mean <= block_tokens), key=lambda one: one.mean, default=tried[0]
+            (given for given in tried if given.mean <= block_tokens),
+            key=lambda given: given.mean,
+            default=tried[0],
         )
 
 
 def constant(examples: Sequence[Example], block_tokens: float) -> Given:
     """The same block for everybody."""
-    limits = np.array([one.facts.limit for one in examples])
+    limits = np.array([example.facts.limit for example in examples])
     return Given(np.minimum(max(1, int(block_tokens)), limits))
 
 
 def _given(examples: Sequence[Example], buckets: Ints, bounds: Sequence[int]) -> Given:
     edges = np.array(bounds)
-    limits, lengths = np.array([one.facts.limit for one in examples]), _lengths(examples)
+    limits, lengths = np.array([example.facts.limit for example in examples]), _lengths(examples)
     taken = np.minimum(buckets, len(edges) - 1)
     return Given(np.minimum(edges[taken], limits), np.searchsorted(edges, lengths) == taken)
 
@@ -144,7 +146,7 @@ class LearntBuckets:
         bucket of the mean block itself, or the limit.
         """
         buckets = sorted({*self.learn(deque(self.first_lengths, WINDOW)), max(1, int(block_tokens))})
-        limits = np.array([one.facts.limit for one in examples])
+        limits = np.array([example.facts.limit for example in examples])
         rooms = np.minimum(np.append(buckets, limits.max()), limits[:, np.newaxis])
         reached = np.array(
             [
@@ -158,7 +160,7 @@ class LearntBuckets:
         return Given(rooms[np.arange(len(rooms)), taken], taken == fits)
 
     def _thoughts(self, examples: Sequence[Example]) -> list[LengthDistribution]:
-        return [self.predictor.distribution(one.facts) for one in examples]
+        return [self.predictor.distribution(example.facts) for example in examples]
 
     def _replay(
         self,
@@ -170,15 +172,17 @@ class LearntBuckets:
         recent = deque(self.first_lengths, WINDOW)
         bounds = self.learn(recent)
         blocks, is_bucket = [], []
-        for at, (one, thought) in enumerate(zip(examples, thoughts, strict=True), 1):
-            edges = np.array([bound for bound in bounds if bound < one.facts.limit] + [one.facts.limit])
+        for number, (example, thought) in enumerate(zip(examples, thoughts, strict=True), 1):
+            edges = np.array(
+                [bound for bound in bounds if bound < example.facts.limit] + [example.facts.limit]
+            )
             bucket = int(np.searchsorted(edges, thought.room(running.price)))
             blocks.append(int(edges[bucket]))
-            is_bucket.append(bucket == int(np.searchsorted(edges, one.output_tokens)))
+            is_bucket.append(bucket == int(np.searchsorted(edges, example.output_tokens)))
             if adaptive:
-                running.observe(thought.price_of(one.output_tokens))
-                recent.append(one.output_tokens)
-                if at % REFRESH_EVERY == 0:
+                running.observe(thought.price_of(example.output_tokens))
+                recent.append(example.output_tokens)
+                if number % REFRESH_EVERY == 0:
                     bounds = self.learn(recent)
         return Given(np.array(blocks), np.array(is_bucket))
 
@@ -252,14 +256,14 @@ def told(
 ) -> Foretold:
     """By a predictor that learnt from none of these answers. first_lengths: those it learnt from."""
     price = predictor.price(hold)
-    forecasts = [predictor.forecast(one.facts, price) for one in examples]
-    room = np.array([one.room_tokens for one in forecasts])
+    forecasts = [predictor.forecast(example.facts, price) for example in examples]
+    room = np.array([forecast.room_tokens for forecast in forecasts])
     lengths = _lengths(examples)
     return Foretold(
-        np.array([one.uncertainty for one in forecasts]),
+        np.array([forecast.uncertainty for forecast in forecasts]),
         lengths <= room,
         room,
-        np.abs(np.array([one.likely_tokens for one in forecasts], np.float64) - lengths),
+        np.abs(np.array([forecast.likely_tokens for forecast in forecasts], np.float64) - lengths),
         np.abs(float(np.median(first_lengths)) - lengths),
         _reached(predictor, examples, seed),
     )
@@ -285,13 +289,13 @@ def _reached(predictor: AnyPredictor, examples: Sequence[Example], seed: int) ->
     """The place of each answer in its forecast: even from 0 to 1 where forecasts are right; drawn within a
     step."""
     rng = np.random.default_rng(seed)
-    thoughts = [predictor.distribution(one.facts) for one in examples]
+    thoughts = [predictor.distribution(example.facts) for example in examples]
     pairs = list(zip(thoughts, examples, strict=True))
-    below = np.array([thought.share_within(one.output_tokens - 1) for thought, one in pairs])
-    within = np.array([thought.share_within(one.output_tokens) for thought, one in pairs])
+    below = np.array([thought.share_within(example.output_tokens - 1) for thought, example in pairs])
+    within = np.array([thought.share_within(example.output_tokens) for thought, example in pairs])
     drawn: npt.NDArray[np.float64] = below + rng.random(len(pairs)) * (within - below)
     return drawn
 
 
 def _lengths(examples: Sequence[Example]) -> Ints:
-    return np.array([one.output_tokens for one in examples])
+    return np.array([example.output_tokens for example in examples])

@@ -58,19 +58,19 @@ def held_out(examples: Sequence[Example], share: float, seed: int) -> tuple[list
     """
     kept: list[Example] = []
     out: list[Example] = []
-    for one in examples:
-        (out if place_of(one, seed, b"held out") < share else kept).append(one)
+    for example in examples:
+        (out if place_of(example, seed, b"held out") < share else kept).append(example)
     return kept, out
 
 
 def part_of_folds(
-    examples: Sequence[Example], at: int, folds: int, seed: int
+    examples: Sequence[Example], fold: int, folds: int, seed: int
 ) -> tuple[list[Example], list[Example]]:
-    """(all others, those of fold `at`): a prompt is in one part of `folds`, chosen by it alone."""
+    """(all others, those of `fold`): a prompt is in one part of `folds`, chosen by it alone."""
     kept: list[Example] = []
     out: list[Example] = []
-    for one in examples:
-        (out if int(place_of(one, seed, b"folds") * folds) == at else kept).append(one)
+    for example in examples:
+        (out if int(place_of(example, seed, b"folds") * folds) == fold else kept).append(example)
     return kept, out
 
 

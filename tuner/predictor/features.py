@@ -80,10 +80,10 @@ def learn_rarity(prompts: Sequence[PromptFacts]) -> Floats:
     return _rarity(prompts, plain)  # the second time the first and last telling tokens are known
 
 
-def _rarity(prompts: Sequence[PromptFacts], known: Floats) -> Floats:
+def _rarity(prompts: Sequence[PromptFacts], earlier: Floats) -> Floats:
     having = np.zeros(N_ROWS, np.int64)
     for facts in prompts:
-        having[np.unique(pieces_of(facts, known))] += 1
+        having[np.unique(pieces_of(facts, earlier))] += 1
     rarity = np.minimum(np.log((len(prompts) + 1) / (having + 1)), MOST_RARITY)
     return np.where(having >= FEWEST_PROMPTS, rarity, 0).astype(np.float32)
 
@@ -115,7 +115,9 @@ def _read(token_ids: Sequence[int]) -> npt.NDArray[np.uint64]:
 
 def _numbered(tokens: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Tokens with their places, as one number each."""
-    return np.array([token * EDGE_TOKENS + at for at, token in enumerate(tokens.tolist())], dtype=np.uint64)
+    return np.array(
+        [token * EDGE_TOKENS + place for place, token in enumerate(tokens.tolist())], dtype=np.uint64
+    )
 
 
 def _rows(region: int, numbers: npt.NDArray[np.uint64]) -> Ints:

@@ -96,11 +96,11 @@ class _Unfit(Exception):
 def _file_of(arrays: Mapping[str, npt.NDArray[np.float32]], metadata: Mapping[str, str]) -> bytes:
     """A safetensors file of float32."""
     table: dict[str, Any] = {TABLES_METADATA: dict(metadata)}
-    at = 0
+    offset = 0
     for name, array in arrays.items():
-        places = {"shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
+        places = {"shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
         table[name] = {"dtype": "F32", **places}
-        at += array.nbytes
+        offset += array.nbytes
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned
     return struct.pack("<Q", len(text)) + text + b"".join(array.tobytes() for array in arrays.values())
@@ -129,8 +129,8 @@ def _parts_of(data: bytes) -> tuple[Any, dict[str, npt.NDArray[Any]]]:
 
 def _arrays(predictor: LengthPredictor) -> dict[str, npt.NDArray[Any]]:
     members = {
-        f"members.{at}.{name}": array
-        for at, params in enumerate(predictor.members)
+        f"members.{number}.{name}": array
+        for number, params in enumerate(predictor.members)
         for name, array in params.arrays().items()
     }
     whole = {
@@ -217,12 +217,12 @@ def _predictor(about: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> Le
     if (np.diff(prices) < 0).any() or (prices < 0).any():
         raise _Unfit("has prices that do not ascend")
     members = []
-    for at in range(about["members"]):
-        table = take(f"members.{at}.table", N_ROWS, None)
-        w1 = take(f"members.{at}.w1", table.shape[1] + N_FIGURES, None)
+    for number in range(about["members"]):
+        table = take(f"members.{number}.table", N_ROWS, None)
+        w1 = take(f"members.{number}.w1", table.shape[1] + N_FIGURES, None)
         shapes = {"b1": (w1.shape[1],), "w2": (w1.shape[1], len(bounds) + 1), "b2": (len(bounds) + 1,)}
         shapes |= {"w3": (w1.shape[1],), "b3": (1,)}
-        rest = {name: take(f"members.{at}.{name}", *shape) for name, shape in shapes.items()}
+        rest = {name: take(f"members.{number}.{name}", *shape) for name, shape in shapes.items()}
         members.append(Params(table=table, w1=w1, **rest))
     scaling = Scaling(take("figures.mean", N_FIGURES), take("figures.inverse_deviation", N_FIGURES))
     return LengthPredictor(

@@ -47,12 +47,12 @@ def read_log(path: str | os.PathLike[str], encode: Encode | None = None) -> Log:
     name = os.fspath(path)
     examples: list[Example] = []
     model_names: set[str] = set()
-    for at, line in lines_of(path):
+    for number, line in lines_of(path):
         try:
             row = _row(line)
             example = _example(row, encode)
         except PredictorError as error:
-            raise PredictorError(f"{name}, line {at}: {error}") from None
+            raise PredictorError(f"{name}, line {number}: {error}") from None
         if example is not None:
             examples.append(example)
             model_names |= {row["model"]} if isinstance(row.get("model"), str) else set()
@@ -66,17 +66,17 @@ def lines_of(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
     name = os.fspath(path)
     try:
         with _opened(Path(path)) as file:
-            at = n_chars = 0
+            number = n_chars = 0
             while line := file.readline(MAX_LINE_CHARS + 1):
-                at, n_chars = at + 1, n_chars + len(line)
+                number, n_chars = number + 1, n_chars + len(line)
                 if len(line) > MAX_LINE_CHARS:
-                    raise PredictorError(f"{name}, line {at}: longer than {MAX_LINE_CHARS} characters")
-                if at > MAX_LINES:
+                    raise PredictorError(f"{name}, line {number}: longer than {MAX_LINE_CHARS} characters")
+                if number > MAX_LINES:
                     raise PredictorError(f"{name} has more than {MAX_LINES} lines: cut a part of it out")
                 if n_chars > MAX_CHARS:
                     raise PredictorError(f"{name} has more than {MAX_CHARS} characters: cut a part of it out")
                 if line.strip():
-                    yield at, line
+                    yield number, line
     except (lzma.LZMAError, EOFError):
         raise PredictorError(f"{name} is not whole, or no xz file") from None
     except UnicodeDecodeError:
@@ -128,7 +128,9 @@ def _token_ids(row: dict[str, Any], encode: Encode | None) -> tuple[int, ...]:
             raise PredictorError("it has the prompt's text: say with --model whose tokens it becomes")
         named = row.get("model")
         return tuple(encode(row["prompt"], named if isinstance(named, str) else None))
-    if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < MAX_TOKEN_ID for one in ids):
+    if not isinstance(ids, list) or not all(
+        type(token_id) is int and 0 <= token_id < MAX_TOKEN_ID for token_id in ids
+    ):
         raise PredictorError("neither prompt_token_ids, a list of token ids, nor prompt, a text")
     return tuple(ids)
 

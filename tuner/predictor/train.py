@@ -71,8 +71,10 @@ def train(
 
     bounds: of the length bins, ascending; None: learnt, so that equally many answers fall into each.
     """
-    folds = np.array([int(place_of(one, options.seed, b"fold") * options.members) for one in examples])
-    n_prompts = len({one.prompt_key for one in examples})
+    folds = np.array(
+        [int(place_of(example, options.seed, b"fold") * options.members) for example in examples]
+    )
+    n_prompts = len({example.prompt_key for example in examples})
     if len(examples) < FEWEST_EXAMPLES or n_prompts < FEWEST_PROMPTS or len(set(folds)) < options.members:
         raise PredictorError(
             f"{counted(len(examples), 'answer')} to {counted(n_prompts, 'prompt')}: too few to learn from,"
@@ -85,22 +87,28 @@ def train(
     prices: list[float] = []
     for member in range(options.members):
         unseen = np.flatnonzero(folds == member)
-        unseen_examples = [examples[int(at)] for at in unseen]
+        unseen_examples = [examples[int(index)] for index in unseen]
         fit = _Fit(samples.pick(np.flatnonzero(folds != member)), samples.pick(unseen), options)
         members.append(fit.run(member, untrained.bounds, report))
         alone = replace(untrained, members=(members[-1],))
-        prices += [alone.distribution(one.facts).price_of(one.output_tokens) for one in unseen_examples]
-    counts = {"answers": len(examples), "prompts": n_prompts, "cut": sum(one.was_cut for one in examples)}
+        prices += [
+            alone.distribution(example.facts).price_of(example.output_tokens) for example in unseen_examples
+        ]
+    counts = {
+        "answers": len(examples),
+        "prompts": n_prompts,
+        "cut": sum(example.was_cut for example in examples),
+    }
     return replace(untrained, members=tuple(members), prices=_thinned(prices), trained_on=counts)
 
 
 def _untrained(examples: Sequence[Example], model_name: str, bounds: Floats) -> LengthPredictor:
     """The part of a predictor that can be counted, without a network."""
-    prompts = {one.prompt_key: one.facts for one in examples}
+    prompts = {example.prompt_key: example.facts for example in examples}
     return LengthPredictor(
         model_name,
         rarity=learn_rarity(list(prompts.values())),
-        scaling=Scaling.of(np.stack([figures_of(one.facts) for one in examples])),
+        scaling=Scaling.of(np.stack([figures_of(example.facts) for example in examples])),
         bounds=bounds,
         members=(),
     )
@@ -108,7 +116,7 @@ def _untrained(examples: Sequence[Example], model_name: str, bounds: Floats) -> 
 
 def _bin_bounds(examples: Sequence[Example], n_bins: int) -> Floats:
     """Bounds that equally many answers of known length fall between, the longest of them the last one."""
-    lengths = [one.output_tokens for one in examples if not one.was_cut]
+    lengths = [example.output_tokens for example in examples if not example.was_cut]
     if not lengths:
         raise PredictorError("every answer was cut at its max_tokens, so that none has a length: allow more")
     levels = np.arange(1, n_bins) / (n_bins - 1)
@@ -130,15 +138,15 @@ class _Samples:
 
     @classmethod
     def of(cls, predictor: LengthPredictor, examples: Sequence[Example]) -> _Samples:
-        bags = [bag_of(one.facts, predictor.rarity) for one in examples]
-        lengths = np.array([one.output_tokens for one in examples], dtype=np.float32)
+        bags = [bag_of(example.facts, predictor.rarity) for example in examples]
+        lengths = np.array([example.output_tokens for example in examples], dtype=np.float32)
         batch = FeatureBatch(
             rows=np.concatenate([bag.rows for bag in bags]),
             weights=np.concatenate([bag.weights for bag in bags]),
             starts=np.cumsum([0, *(len(bag.rows) for bag in bags)]),
-            figures=np.stack([predictor.scaling.apply(figures_of(one.facts)) for one in examples]),
+            figures=np.stack([predictor.scaling.apply(figures_of(example.facts)) for example in examples]),
         )
-        was_cut = np.array([one.was_cut for one in examples])
+        was_cut = np.array([example.was_cut for example in examples])
         return cls(batch, Targets(np.searchsorted(predictor.bounds, lengths), np.log(lengths), was_cut))
 
     def __len__(self) -> int:

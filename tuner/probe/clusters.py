@@ -65,8 +65,8 @@ def split(distances: Matrix, clusters: Sequence[Sequence[int]]) -> tuple[float, 
     nearest = []
     for cluster in clusters:
         others = [_median(distances[np.ix_(cluster, other)]) for other in clusters if other is not cluster]
-        known = [distance for distance in others if not np.isnan(distance)]
-        nearest += [min(known)] if known else []
+        measured = [distance for distance in others if not np.isnan(distance)]
+        nearest += [min(measured)] if measured else []
     return _median(inside), _median(np.array(nearest))
 
 

@@ -122,23 +122,25 @@ def _compared(pus: Sequence[int], matrix: Matrix) -> tuple[list[int], Matrix]:
 
 def hints_of(levels: Sequence[ClusterLevel]) -> tuple[GroupHint, ...]:
     """Each group once with all its evidence: what most measurements show first, then what stands out most."""
-    found: dict[tuple[int, int, int], list[GroupHint]] = {}
+    by_group: dict[tuple[int, int, int], list[GroupHint]] = {}
     for level in levels:
         if level.hint is not None:
-            found.setdefault((level.hint.n, level.hint.t, level.hint.d), []).append(level.hint)
+            by_group.setdefault((level.hint.n, level.hint.t, level.hint.d), []).append(level.hint)
     joined = [
         GroupHint(
             *place,
             agreement=min(hint.agreement for hint in hints),
-            evidence=tuple(one for hint in hints for one in hint.evidence),
+            evidence=tuple(evidence for hint in hints for evidence in hint.evidence),
         )
-        for place, hints in found.items()
+        for place, hints in by_group.items()
     ]
     return tuple(sorted(joined, key=_worth, reverse=True))
 
 
 def _worth(hint: GroupHint) -> tuple[int, float]:
-    return len({one.source for one in hint.evidence}), max(one.contrast for one in hint.evidence)
+    return len({evidence.source for evidence in hint.evidence}), max(
+        evidence.contrast for evidence in hint.evidence
+    )
 
 
 def _named(tree: TopoTree, pus: Sequence[int], level: DistanceLevel, evidence: LevelEvidence) -> ClusterLevel:

@@ -108,9 +108,9 @@ def probe(
             report(
                 f"pairs of {counted(len(buffers.pus), 'core')} reading {buffers.size_bytes // MIB} MiB each"
             )
-            found = _interference(buffers, instruments, until(buffers.until))
-            interference[buffers.source] = found
-            levels += interference_levels(tree, found.pus, found.lost, buffers.source)
+            measured = _interference(buffers, instruments, until(buffers.until))
+            interference[buffers.source] = measured
+            levels += interference_levels(tree, measured.pus, measured.lost, buffers.source)
     return Probe(
         pus=pus,
         latency_ns=latency,
@@ -220,11 +220,11 @@ def _interference(buffers: _Buffers, instruments: Instruments, is_over: Deadline
             own = {first: readers.rates([first], buffers.duration_s)[first]}
             both = readers.rates(pair, buffers.duration_s)
             own[second] = readers.rates([second], buffers.duration_s)[second]
-            for one, other in (pair, pair[::-1]):
-                alone[one].append(own[one])
-                lost[one, other].append(1 - both[one] / own[one])
+            for place, other in (pair, pair[::-1]):
+                alone[place].append(own[place])
+                lost[place, other].append(1 - both[place] / own[place])
     matrix = np.full((n, n), np.nan)
-    for (one, other), samples in lost.items():
-        matrix[one, other] = median(samples)
+    for (place, other), samples in lost.items():
+        matrix[place, other] = median(samples)
     rates = tuple(median(alone[place]) if alone[place] else None for place in range(n))
     return Interference(pus, buffers.size_bytes, rates, matrix)

@@ -72,15 +72,15 @@ class Probe:
             "siblings_ns": self.siblings_ns,
             "interference": {
                 source: {
-                    "pus": list(one.pus),
-                    "buffer_bytes": one.buffer_bytes,
-                    "pairs_measured": one.pairs_measured,
+                    "pus": list(interference.pus),
+                    "buffer_bytes": interference.buffer_bytes,
+                    "pairs_measured": interference.pairs_measured,
                     "alone_bytes_per_s": [
-                        None if rate is None else round(rate) for rate in one.alone_bytes_per_s
+                        None if rate is None else round(rate) for rate in interference.alone_bytes_per_s
                     ],
-                    "lost": _rows(one.lost),
+                    "lost": _rows(interference.lost),
                 }
-                for source, one in self.interference.items()
+                for source, interference in self.interference.items()
             },
             "levels": [_level_fields(level) for level in self.levels],
             "groups": [_hint_fields(hint) for hint in self.groups],
@@ -116,7 +116,7 @@ def _hint(fields: Any, path: Path) -> GroupHint:
         n,
         t,
         d,
-        evidence=tuple(_evidence(one, path) for one in shown[: len(SOURCES)]),
+        evidence=tuple(_evidence(evidence_fields, path) for evidence_fields in shown[: len(SOURCES)]),
     )
 
 

@@ -170,7 +170,7 @@ def _search_group(
             seeds = [default, *history.seeds(space), *cache.seeds(group, arithmetic, m)]
             search = sandwich_samples(replace(space, kernels=history.candidates(space)), options, seeds)
             ranking = yield from _at(m, search)
-            yield from _at(m, _settle(history, space, default, [one.schedule for one in ranking]))
+            yield from _at(m, _settle(history, space, default, [sample.schedule for sample in ranking]))
     return GroupOutcome(arithmetic, history.winners, tuple(history.reused))
 
 
@@ -182,11 +182,13 @@ def _reuse(history: _History, space: ScheduleSpace, default: Schedule) -> Search
     fixed = history.transferred(space)
     taller = space.fitted(replace(fixed, block_m=2 * fixed.block_m))
     others = [
-        space.fitted(replace(one, loop_order=order)) for order in space.orders for one in (fixed, taller)
+        space.fitted(replace(schedule, loop_order=order))
+        for order in space.orders
+        for schedule in (fixed, taller)
     ]
     samples = yield list(dict.fromkeys((fixed, *others, default)))
-    of_default = next(one for one in samples if one.schedule == default)
-    best = fastest([samples[0], *(one for one in samples if one is not of_default)])
+    of_default = next(sample for sample in samples if sample.schedule == default)
+    best = fastest([samples[0], *(sample for sample in samples if sample is not of_default)])
     if cost(best) > (1 + history.options.reuse_within) * cost(of_default):
         history.confirmed = 0
         return
@@ -224,10 +226,10 @@ def _choose_arithmetic(group: Group, ms: Sequence[int], options: SearchOptions) 
     log_ns = dict.fromkeys(group.arithmetics, 0.0)
     for m in probed:
         probes = {arithmetic: _probes(group, m, arithmetic) for arithmetic in group.arithmetics}
-        known: dict[Schedule, Sample] = {}
-        yield from _at(m, referenced(_each(probes.values()), known, options.batch))
+        samples: dict[Schedule, Sample] = {}
+        yield from _at(m, referenced(_each(probes.values()), samples, options.batch))
         for arithmetic, schedules in probes.items():
-            log_ns[arithmetic] += math.log(min(cost(known[one]) for one in schedules)) / len(probed)
+            log_ns[arithmetic] += math.log(min(cost(samples[probe]) for probe in schedules)) / len(probed)
 
     def handicapped(arithmetic: Arithmetic) -> float:
         split = options.split_gain if arithmetic.k_parts != default.k_parts else 0.0
@@ -336,13 +338,13 @@ class _History:
         as_fast = previous_cost <= (1 + self.options.reuse_within) * cost(best)
         self.confirmed = self.confirmed + 1 if as_fast or self._is_near(best.schedule) else 0
 
-    def _is_near(self, found: Schedule) -> bool:
+    def _is_near(self, schedule: Schedule) -> bool:
         last = self._last(self.options.steady)
-        if any(grid_of(winner) != grid_of(found) for winner in last):
+        if any(grid_of(winner) != grid_of(schedule) for winner in last):
             return False
         averages = {axis: sum(getattr(winner, axis) for winner in last) / len(last) for axis in AXES}
         return all(
-            abs(getattr(found, axis) - average) <= self.options.slice_threshold * average
+            abs(getattr(schedule, axis) - average) <= self.options.slice_threshold * average
             for axis, average in averages.items()
         )
 

@@ -46,7 +46,7 @@ class _Descent:
         self._values = values
         self._dice = dice
         self._left = most_asked(values)
-        self.best: Point = tuple(one[0] for one in values)
+        self.best: Point = tuple(axis_values[0] for axis_values in values)
         self._cost: dict[Point, float] = {}
         """Relative to the first best one's."""
 
@@ -66,54 +66,56 @@ class _Descent:
 
     def _axes(self) -> list[int]:
         """Parameters with few values first: they cost least to know."""
-        return sorted((axis for axis, one in enumerate(self._values) if len(one) > 1), key=self._length)
+        return sorted(
+            (axis for axis, axis_values in enumerate(self._values) if len(axis_values) > 1), key=self._length
+        )
 
     def _length(self, axis: int) -> int:
         return len(self._values[axis])
 
     def _along(self, axis: int) -> list[Point]:
-        at = self.best
-        return [(*at[:axis], value, *at[axis + 1 :]) for value in self._values[axis]]
+        best = self.best
+        return [(*best[:axis], value, *best[axis + 1 :]) for value in self._values[axis]]
 
     def _pairs(self) -> list[Point]:
         """Two parameters changed together: for each its best value but the present one, seen from here."""
         changed: list[tuple[int, int]] = []
         for axis in self._axes():
-            others = [one for one in self._along(axis) if one != self.best and one in self._cost]
+            others = [point for point in self._along(axis) if point != self.best and point in self._cost]
             if others:
-                changed.append((axis, min(others, key=lambda one: self._cost[one])[axis]))
-        found = []
-        for (one, value), (other, second) in itertools.combinations(changed, 2):
+                changed.append((axis, min(others, key=lambda point: self._cost[point])[axis]))
+        points = []
+        for (first_axis, value), (second_axis, second) in itertools.combinations(changed, 2):
             point = list(self.best)
-            point[one], point[other] = value, second
-            found.append(tuple(point))
-        return found
+            point[first_axis], point[second_axis] = value, second
+            points.append(tuple(point))
+        return points
 
     def _drawn(self) -> list[Point]:
         """Points that differ from the best in two parameters, then anywhere."""
         axes = self._axes()
-        found: list[Point] = []
+        points: list[Point] = []
         for attempt in range(200):
             point = list(self.best)
             for axis in self._dice.sample(axes, min(len(axes), 2 if attempt < 100 else len(axes))):
                 point[axis] = self._dice.choice(self._values[axis])
-            if tuple(point) not in self._cost and tuple(point) not in found:
-                found.append(tuple(point))
-            if len(found) == BATCH:
+            if tuple(point) not in self._cost and tuple(point) not in points:
+                points.append(tuple(point))
+            if len(points) == BATCH:
                 break
-        return found
+        return points
 
     def _ask(self, points: Sequence[Point]) -> Generator[list[Point], list[int], None]:
-        new = [one for one in dict.fromkeys(points) if one not in self._cost][: self._left]
+        new = [point for point in dict.fromkeys(points) if point not in self._cost][: self._left]
         self._left -= len(new)
-        for at in range(0, len(new), BATCH):
-            batch = new[at : at + BATCH]
+        for start in range(0, len(new), BATCH):
+            batch = new[start : start + BATCH]
             leader = self.best
             asked = batch if leader in batch else [leader, *batch]
             answers = dict(zip(asked, (yield asked), strict=True))
             base = self._cost.get(leader, 1.0)
-            for one in batch:
-                self._cost[one] = base * answers[one] / answers[leader]
-            quickest = min(batch, key=lambda one: self._cost[one])
+            for point in batch:
+                self._cost[point] = base * answers[point] / answers[leader]
+            quickest = min(batch, key=lambda point: self._cost[point])
             if self._cost[quickest] < (1 - GAIN) * self._cost[self.best]:
                 self.best = quickest

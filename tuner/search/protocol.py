@@ -73,28 +73,28 @@ def remembered(search: Search[T], memory: dict[Schedule, Sample]) -> Search[T]:
     return relayed(search, answer)
 
 
-def referenced(search: Search[T], known: dict[Schedule, Sample], most: int) -> Search[T]:
+def referenced(search: Search[T], memory: dict[Schedule, Sample], most: int) -> Search[T]:
     """The same search on a machine that changes its pace: samples of different batches made comparable.
 
     Each batch, of at most `most` schedules, times the fastest one so far once more, and the others count by
-    their ratio to it. `known` gets every new sample on that scale; what it holds is not asked for.
+    their ratio to it. `memory` gets every new sample on that scale; what it holds is not asked for.
     """
 
     def answer(asked: list[Schedule]) -> Search[list[Sample]]:
-        fresh = [schedule for schedule in dict.fromkeys(asked) if schedule not in known]
-        for at in range(0, len(fresh), most - 1):
-            samples = yield from beside_the_best(fresh[at : at + most - 1], known)
-            known.update((sample.schedule, sample) for sample in samples)
-        return [known[schedule] for schedule in asked]
+        fresh = [schedule for schedule in dict.fromkeys(asked) if schedule not in memory]
+        for start in range(0, len(fresh), most - 1):
+            samples = yield from beside_the_best(fresh[start : start + most - 1], memory)
+            memory.update((sample.schedule, sample) for sample in samples)
+        return [memory[schedule] for schedule in asked]
 
     return relayed(search, answer)
 
 
-def beside_the_best(schedules: list[Schedule], known: Mapping[Schedule, Sample]) -> Search[list[Sample]]:
+def beside_the_best(schedules: list[Schedule], earlier: Mapping[Schedule, Sample]) -> Search[list[Sample]]:
     """New samples of schedules, scaled to the best known one, which is timed again with them."""
-    if not known:
+    if not earlier:
         return (yield schedules)
-    best = fastest(list(known.values()))
+    best = fastest(list(earlier.values()))
     others = [schedule for schedule in schedules if schedule != best.schedule]
     again, *samples = yield [best.schedule, *others]
     scaled = {sample.schedule: _scaled(sample, cost(best) / cost(again)) for sample in (again, *samples)}
@@ -119,10 +119,10 @@ def side_by_side(schedules: Sequence[Schedule], laps: int) -> Search[list[Sample
     return [
         replace(
             first,
-            samples_ns=tuple(ns for lap in taken for ns in lap[at].samples_ns),
-            estimate_ns=_mean_ratio([cost(lap[at]) for lap in taken], pace_ns, middle_ns),
+            samples_ns=tuple(ns for lap in taken for ns in lap[index].samples_ns),
+            estimate_ns=_mean_ratio([cost(lap[index]) for lap in taken], pace_ns, middle_ns),
         )
-        for at, first in enumerate(taken[0])
+        for index, first in enumerate(taken[0])
     ]
 
 

@@ -68,9 +68,9 @@ def sandwich_samples(
     space: ScheduleSpace, options: SearchOptions, seeds: Sequence[Schedule] = ()
 ) -> Search[list[Sample]]:
     """The same search, for everything that it measured, fastest first."""
-    known: dict[Schedule, Sample] = {}
-    yield from referenced(_phases(space, options, seeds), known, options.batch)
-    return sorted(known.values(), key=cost)
+    by_schedule: dict[Schedule, Sample] = {}
+    yield from referenced(_phases(space, options, seeds), by_schedule, options.batch)
+    return sorted(by_schedule.values(), key=cost)
 
 
 def _phases(space: ScheduleSpace, options: SearchOptions, seeds: Sequence[Schedule]) -> Search[None]:
@@ -80,8 +80,8 @@ def _phases(space: ScheduleSpace, options: SearchOptions, seeds: Sequence[Schedu
     starts = [_start(space, sample.schedule, seeds) for sample in kept]
     grown = yield from together([fast_start(space, start, options) for start in starts])
     slices = yield from _on_best_grids(space, [*kept, *grown])
-    fastest_kernels = [kernel_of(one.schedule) for one in _of_each_kernel(slices)][: options.lines]
-    candidates = [one for one in slices if kernel_of(one.schedule) in fastest_kernels]
+    fastest_kernels = [kernel_of(sample.schedule) for sample in _of_each_kernel(slices)][: options.lines]
+    candidates = [sample for sample in slices if kernel_of(sample.schedule) in fastest_kernels]
     candidates = yield from _every_pass(space, candidates)
     yield from together([climb(space, sample, options) for sample in candidates[: options.finalists]])
 
@@ -94,10 +94,10 @@ def _every_pass(space: ScheduleSpace, samples: Sequence[Sample]) -> Search[list[
     """
     lines = [
         [
-            space.fitted(resized(one.schedule, "block_k", size))
-            for size in space.ladder("block_k", one.schedule)
+            space.fitted(resized(sample.schedule, "block_k", size))
+            for size in space.ladder("block_k", sample.schedule)
         ]
-        for one in samples
+        for sample in samples
     ]
     return sorted((yield from _fastest_of_each(lines)), key=cost)
 
@@ -166,8 +166,8 @@ def parallel_limit(space: ScheduleSpace, schedule: Schedule, axis: Axis) -> int:
 def _on_best_grids(space: ScheduleSpace, samples: Sequence[Sample]) -> Search[list[Sample]]:
     """Each of the slices under every grid of all threads: the fastest of each slice."""
     spread = [
-        [space.regridded(one.schedule, grid) for grid in space.grids(kernel_of(one.schedule))]
-        for one in samples
+        [space.regridded(sample.schedule, grid) for grid in space.grids(kernel_of(sample.schedule))]
+        for sample in samples
     ]
     return (yield from _fastest_of_each(spread))
 
@@ -190,9 +190,9 @@ def climb(space: ScheduleSpace, start: Sample, options: SearchOptions) -> Search
     best, distance, moves = start, 1, 0
     while distance <= options.patience and moves < options.moves:
         samples = yield neighbours(space, best.schedule, distance)
-        found = fastest([best, *samples])
-        if _gains(found, best, options.fine_gain):
-            best, distance, moves = found, 1, moves + 1
+        quickest = fastest([best, *samples])
+        if _gains(quickest, best, options.fine_gain):
+            best, distance, moves = quickest, 1, moves + 1
         else:
             distance += 1
     return best

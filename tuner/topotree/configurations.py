@@ -124,7 +124,7 @@ def cross_section(tree: TopoTree, depth: int) -> Partition:
     for positions, kept in zip(tree.active, tree.kept_by_chain(), strict=True):
         n_blocks = prod(kept[: max(depth, 0)])
         size = len(positions) // n_blocks
-        blocks = (tuple(sorted(positions[at : at + size])) for at in range(0, len(positions), size))
+        blocks = (tuple(sorted(positions[start : start + size])) for start in range(0, len(positions), size))
         partition.append(tuple(sorted(blocks)))
         depth -= len(kept)
     return tuple(partition)
@@ -134,7 +134,10 @@ def configuration_of(base: SymmetricMachine, partition: Partition) -> Configurat
     """The ranks of a cross-section: one for every choice of a block at each level, in tree order."""
     ranks = []
     for blocks in product(*partition):
-        weighted = ([at * weight for at in block] for block, weight in zip(blocks, base.weights, strict=True))
+        weighted = (
+            [position * weight for position in block]
+            for block, weight in zip(blocks, base.weights, strict=True)
+        )
         places = [sum(parts) for parts in product(*weighted)]
         nodes = {base.numa_nodes[place] for place in places}
         cores = tuple(sorted(base.pus[place] for place in places))

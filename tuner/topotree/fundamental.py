@@ -83,24 +83,24 @@ def _preference(shape: Shape) -> tuple[int, tuple[int, ...]]:
 def _offers(node: Node, allowed: frozenset[int], offers: dict[int, list[Shape]]) -> list[Shape]:
     """The largest shapes that a node can be cut down to; none if nothing in it may be used. Kept by node."""
     if node.kind is Kind.PU:
-        found: list[Shape] = [()] if allowed.issuperset(node.cpus) else []
+        node_shapes: list[Shape] = [()] if allowed.issuperset(node.cpus) else []
     else:
         inside = {
             kind: [_offers(child, allowed, offers) for child in node.children if child.kind is kind]
             for kind in dict.fromkeys(child.kind for child in node.children)
         }
-        found = [
-            ((kind, sum(_can_be(shape, one) for one in shapes)), *shape)
+        node_shapes = [
+            ((kind, sum(_can_be(shape, offered) for offered in shapes)), *shape)
             for kind, shapes in inside.items()
             for shape in _common(shapes)
         ]
-    offers[id(node)] = _maximal(found)
+    offers[id(node)] = _maximal(node_shapes)
     return offers[id(node)]
 
 
 def _common(shapes: list[list[Shape]]) -> list[Shape]:
     """The children's shapes, and what several of them have in common."""
-    shapes_of_all = dict.fromkeys(shape for one in shapes for shape in one)
+    shapes_of_all = dict.fromkeys(shape for child_shapes in shapes for shape in child_shapes)
     for shape in list(shapes_of_all):
         for other in list(shapes_of_all):
             if [kind for kind, _ in shape] == [kind for kind, _ in other]:
@@ -112,13 +112,13 @@ def _common(shapes: list[list[Shape]]) -> list[Shape]:
 
 def _can_be(shape: Shape, offered: list[Shape]) -> bool:
     """True if a node that offers these can be cut down to `shape`."""
-    return any(_covers(one, shape) for one in offered)
+    return any(_covers(offer, shape) for offer in offered)
 
 
 def _covers(large: Shape, small: Shape) -> bool:
     return len(large) == len(small) and all(
-        one_kind is other_kind and one >= other
-        for (one_kind, one), (other_kind, other) in zip(large, small, strict=True)
+        large_kind is small_kind and large_count >= small_count
+        for (large_kind, large_count), (small_kind, small_count) in zip(large, small, strict=True)
     )
 
 

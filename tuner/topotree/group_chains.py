@@ -62,10 +62,10 @@ def grouped(chain: Chain, level: int, size: int, stride: int) -> Chain | None:
         return None
     sequence = [node for cluster in clusters for node in cluster]
     order = tuple(
-        chain.order[start + node * inside + at]
+        chain.order[start + node * inside + offset]
         for start in range(0, len(chain.order), arity * inside)
         for node in sequence
-        for at in range(inside)
+        for offset in range(inside)
     )
     arities = (*chain.arities[:level], arity // size, size, *chain.arities[level + 1 :])
     return Chain(arities, order, (*chain.steps, (size, stride)))

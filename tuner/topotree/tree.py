@@ -187,7 +187,7 @@ def active(chain: Chain, kept: tuple[int, ...]) -> tuple[int, ...]:
     inside = len(chain.order)
     for arity, count in zip(chain.arities, kept, strict=True):
         inside //= arity
-        places = [place + at * inside for place in places for at in range(count)]
+        places = [place + child * inside for place in places for child in range(count)]
     return tuple(chain.order[place] for place in places)
 
 
