@@ -48,12 +48,14 @@ def check_vocabularies(draft: PackedModel, model: PackedModel) -> None:
 
     Logits may have more columns than there are tokens: their numbers may differ.
     """
-    one, other = (Tokenizer.from_json(each.tokenizer_json, each.config) for each in (draft, model))
+    draft_tokenizer, model_tokenizer = (
+        Tokenizer.from_json(each.tokenizer_json, each.config) for each in (draft, model)
+    )
     sizes = draft.config.vocab_size, model.config.vocab_size
     for token_id in range(max(sizes)):
         pieces = [
             tokenizer.piece(token_id) if token_id < size else b""
-            for tokenizer, size in zip((one, other), sizes, strict=True)
+            for tokenizer, size in zip((draft_tokenizer, model_tokenizer), sizes, strict=True)
         ]
         if pieces[0] != pieces[1]:
             raise ModelError(

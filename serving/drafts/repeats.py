@@ -64,11 +64,11 @@ class Repeats:
         start, tokens = self._next, self._tokens
         if start is None:
             return ()
-        found = tokens[start : start + most]
-        period = len(found)
-        while len(found) < most:
-            found.append(found[len(found) - period])
-        return tuple(found)
+        continuation = tokens[start : start + most]
+        period = len(continuation)
+        while len(continuation) < most:
+            continuation.append(continuation[len(continuation) - period])
+        return tuple(continuation)
 
     def _look_up(self) -> None:
         for order, after in zip(_ORDERS, self._after, strict=True):

@@ -56,28 +56,28 @@ class StepCosts:
         Between numbers of rows that were seen: linear. Beyond them: in proportion to the recorded times, else
         as the last two numbers of rows differ, else by a guess at what a row costs.
         """
-        rows, known = self._rows, self._ns
-        found = known.get(n_rows)
-        if found is not None:
-            return found
-        at = bisect_left(rows, n_rows)
-        if at == 0:
-            return known[rows[0]] * self._shape(n_rows) / self._shape(rows[0])
-        if at == len(rows) and (len(rows) == 1 or self._recorded):
-            return known[rows[-1]] * self._shape(n_rows) / self._shape(rows[-1])
-        at = min(at, len(rows) - 1)
-        low, high = rows[at - 1], rows[at]
+        rows, costs_ns = self._rows, self._ns
+        seen_ns = costs_ns.get(n_rows)
+        if seen_ns is not None:
+            return seen_ns
+        index = bisect_left(rows, n_rows)
+        if index == 0:
+            return costs_ns[rows[0]] * self._shape(n_rows) / self._shape(rows[0])
+        if index == len(rows) and (len(rows) == 1 or self._recorded):
+            return costs_ns[rows[-1]] * self._shape(n_rows) / self._shape(rows[-1])
+        index = min(index, len(rows) - 1)
+        low, high = rows[index - 1], rows[index]
         if n_rows > high:
-            return known[high] + max(0.0, known[high] - known[low]) * (n_rows - high) / (high - low)
-        return known[low] + (known[high] - known[low]) * (n_rows - low) / (high - low)
+            return costs_ns[high] + max(0.0, costs_ns[high] - costs_ns[low]) * (n_rows - high) / (high - low)
+        return costs_ns[low] + (costs_ns[high] - costs_ns[low]) * (n_rows - low) / (high - low)
 
     def _shape(self, n_rows: int) -> float:
         """A cost of which only ratios count."""
         points = self._recorded
         if len(points) < 2:
             return 1 + _ROW_COST * (n_rows - 1)
-        at = min(max(1, bisect_left(points, (n_rows,))), len(points) - 1)
-        (low, low_ns), (high, high_ns) = points[at - 1], points[at]
+        index = min(max(1, bisect_left(points, (n_rows,))), len(points) - 1)
+        (low, low_ns), (high, high_ns) = points[index - 1], points[index]
         slope = max(0.0, (high_ns - low_ns) / (high - low))
         return max(low_ns + slope * (n_rows - low), low_ns * 0.5)
 

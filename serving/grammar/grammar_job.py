@@ -33,9 +33,9 @@ def prepare(told: bytes) -> Callable[[bytes], bytes]:
     Texts that a grammar forces are cut into the longest tokens, not as the model would: that changes nothing
     of what a compilation costs, and no tokenizer need be loaded here.
     """
-    known = json.loads(told)
-    pieces = [piece.encode("latin-1") for piece in known["pieces"]]
-    ends, specials = frozenset(known["ends"]), frozenset(known["specials"])
+    vocabulary = json.loads(told)
+    pieces = [piece.encode("latin-1") for piece in vocabulary["pieces"]]
+    ends, specials = frozenset(vocabulary["ends"]), frozenset(vocabulary["specials"])
     tokens = TokenView(len(pieces), ends, specials, pieces.__getitem__, lambda _text, _special: [])
     tokenizer = open_tokenizer(tokens)
     allocated = allocations()
@@ -44,9 +44,9 @@ def prepare(told: bytes) -> Callable[[bytes], bytes]:
     def prove(request: bytes) -> bytes:
         kind, text = json.loads(request)
         before = allocated()
-        found = compile_grammar(Grammar(kind, text), tokenizer, len(pieces))
-        if isinstance(found, str):
-            raise JobRefused(found)
+        outcome = compile_grammar(Grammar(kind, text), tokenizer, len(pieces))
+        if isinstance(outcome, str):
+            raise JobRefused(outcome)
         return str(max(1, allocated() - before)).encode()
 
     return prove

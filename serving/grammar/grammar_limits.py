@@ -91,37 +91,37 @@ def checked_choices(choices: list[str]) -> str:
 def pattern_weight(pattern: str) -> int:
     """Characters of a regular expression after its counted repetitions were written out; never too few."""
     sums, last = [0], 0  # of the groups that are open; the weight of the atom that a quantifier would repeat
-    at = 0
-    while at < len(pattern):
-        character = pattern[at]
-        found = _QUANTIFIER.match(pattern, at) if character == "{" else None
-        if found is not None:
-            times = max(int(found[1] or 0), int(found[3] or 0), 1)
+    position = 0
+    while position < len(pattern):
+        character = pattern[position]
+        quantifier = _QUANTIFIER.match(pattern, position) if character == "{" else None
+        if quantifier is not None:
+            times = max(int(quantifier[1] or 0), int(quantifier[3] or 0), 1)
             sums[-1] += last * (times - 1)
             last *= times
-            at = found.end()
+            position = quantifier.end()
             continue
         if character == "(":
             sums.append(0)
-            at += 1
+            position += 1
             continue
         last = max(1, sums.pop()) if character == ")" and len(sums) > 1 else 1
         sums[-1] += last
-        at = _atom_end(pattern, at)
+        position = _atom_end(pattern, position)
     return sum(sums)
 
 
-def _atom_end(pattern: str, at: int) -> int:
-    """Behind the character, escape or class that begins at `at`."""
-    if pattern[at] == "\\":
-        found = _ESCAPE.match(pattern, at)
-        return found.end() if found else at + 1
-    if pattern[at] != "[":
-        return at + 1
-    at += 3 if pattern[at + 1 : at + 2] == "^" else 2  # a ] that comes first is itself
-    while at < len(pattern) and pattern[at] != "]":
-        at += 2 if pattern[at] == "\\" else 1
-    return at + 1
+def _atom_end(pattern: str, position: int) -> int:
+    """Behind the character, escape or class that begins at `position`."""
+    if pattern[position] == "\\":
+        escape = _ESCAPE.match(pattern, position)
+        return escape.end() if escape else position + 1
+    if pattern[position] != "[":
+        return position + 1
+    position += 3 if pattern[position + 1 : position + 2] == "^" else 2  # a ] that comes first is itself
+    while position < len(pattern) and pattern[position] != "]":
+        position += 2 if pattern[position] == "\\" else 1
+    return position + 1
 
 
 def _children(value: Any) -> Iterator[Any]:

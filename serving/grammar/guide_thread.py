@@ -53,9 +53,9 @@ class GuideThread:
 
     def want(self, wanted: GuideWanted) -> None:
         """Make a guide in its client's turn; at once where the grammar was compiled of late."""
-        known = self._compiler.known(wanted.recipe.grammar)
-        if known is not None:
-            wanted.use(begun_guide(wanted.recipe, known, self._compiler.tokens))
+        guide = self._compiler.known(wanted.recipe.grammar)
+        if guide is not None:
+            wanted.use(begun_guide(wanted.recipe, guide, self._compiler.tokens))
             return
         with self._changed:
             self._wanted[wanted.request_id] = wanted
@@ -70,19 +70,21 @@ class GuideThread:
     def _run(self) -> None:
         while (wanted := self._next()) is not None:
             try:
-                made: Guide | ServingError = guide_of(wanted.recipe, self._compiler)
+                guide_or_error: Guide | ServingError = guide_of(wanted.recipe, self._compiler)
             except ServingError as error:
-                made = error
+                guide_or_error = error
             except Exception as error:
                 log.error("a grammar could not be compiled", exc_info=error)
-                made = StepFailed(f"the grammar could not be compiled: {type(error).__name__}: {error}")
+                guide_or_error = StepFailed(
+                    f"the grammar could not be compiled: {type(error).__name__}: {error}"
+                )
             with self._changed:
                 if self._wanted.pop(wanted.request_id, None) is not wanted:
                     continue
-                if isinstance(made, ServingError):
-                    wanted.refuse(made)
+                if isinstance(guide_or_error, ServingError):
+                    wanted.refuse(guide_or_error)
                 else:
-                    wanted.use(made)
+                    wanted.use(guide_or_error)
 
     def _next(self) -> GuideWanted | None:
         """The next that still waits; None: stop."""

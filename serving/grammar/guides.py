@@ -197,20 +197,24 @@ class TokenView:
 
     @cached_property
     def _id_of_piece(self) -> dict[bytes, int]:
-        plain = (at for at in range(self.vocab_size) if at not in self.special_ids and self.pieces[at])
+        plain = (
+            token_id
+            for token_id in range(self.vocab_size)
+            if token_id not in self.special_ids and self.pieces[token_id]
+        )
         return {self.pieces[token_id]: token_id for token_id in plain}
 
     def _longest_first(self, text: bytes) -> list[int]:
-        ids, at = [], 0
-        while at < len(text):
-            for end in range(min(len(text), at + _LONGEST_TOKEN_BYTES), at, -1):
-                token_id = self._id_of_piece.get(text[at:end])
+        ids, start = [], 0
+        while start < len(text):
+            for end in range(min(len(text), start + _LONGEST_TOKEN_BYTES), start, -1):
+                token_id = self._id_of_piece.get(text[start:end])
                 if token_id is not None:
                     ids.append(token_id)
                     break
             else:
                 return ids  # the vocabulary cannot spell it
-            at = end
+            start = end
         return ids
 
 
@@ -318,11 +322,11 @@ class GuideCompiler:
 
     def _compile_here(self, grammar: Grammar, n_bytes: int) -> _Kept:
         with self._compiling:
-            known = self._known(grammar)
-            if known is not None:
-                return known
-            found = _with_stack(lambda: compile_grammar(grammar, self._tokenizer, self._tokens.vocab_size))
-            return self._keep(grammar, _Kept(found, n_bytes))
+            kept = self._known(grammar)
+            if kept is not None:
+                return kept
+            outcome = _with_stack(lambda: compile_grammar(grammar, self._tokenizer, self._tokens.vocab_size))
+            return self._keep(grammar, _Kept(outcome, n_bytes))
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:

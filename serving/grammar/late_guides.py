@@ -76,27 +76,27 @@ class CallGuide:
         before = len(self._tail)
         self._recent.append((token_id, before))
         self._tail += piece
-        found = [at for at in (self._tail.find(one) for one in self._triggers) if at >= 0]
-        if found:
-            at = min(found)
-            if not self._only_first or not self._tail[:at].strip():
-                self._begin(at)
+        starts = [start for start in (self._tail.find(trigger) for trigger in self._triggers) if start >= 0]
+        if starts:
+            call_start = min(starts)
+            if not self._only_first or not self._tail[:call_start].strip():
+                self._begin(call_start)
                 return
         if self._only_first:
             said = self._tail.lstrip()
-            self._is_free = bool(said) and not any(one.startswith(said) for one in self._triggers)
+            self._is_free = bool(said) and not any(trigger.startswith(said) for trigger in self._triggers)
         else:
             self._forget()
 
-    def _begin(self, at: int) -> None:
+    def _begin(self, call_start: int) -> None:
         """Give `inner` what the call's text has come to. It may not accept: then it is no call, but text."""
         for number, (token_id, begin) in enumerate(self._recent):
             end = self._recent[number + 1][1] if number + 1 < len(self._recent) else len(self._tail)
-            if end <= at:
+            if end <= call_start:
                 continue
-            ids = [token_id] if begin >= at else self._tokens_of(self._tail[at:end])
-            for one in ids:
-                self._inner.advance(one)
+            ids = [token_id] if begin >= call_start else self._tokens_of(self._tail[call_start:end])
+            for call_token_id in ids:
+                self._inner.advance(call_token_id)
         self._is_held = True
         self._recent.clear()
 
@@ -107,7 +107,7 @@ class CallGuide:
             self._recent.pop(0)
         begin = self._recent[0][1]
         self._tail = self._tail[begin:]
-        self._recent = [(token_id, at - begin) for token_id, at in self._recent]
+        self._recent = [(token_id, token_begin - begin) for token_id, token_begin in self._recent]
 
 
 class ThoughtGuide:

@@ -73,14 +73,14 @@ class ServedModel:
     @property
     def system_fingerprint(self) -> str | None:
         """The short form."""
-        found = self.fingerprint()
-        return None if found is None else found.told()
+        fingerprint = self.fingerprint()
+        return None if fingerprint is None else fingerprint.told()
 
     @property
     def arithmetic(self) -> str | None:
         """The component of the fingerprint that names it, and the CPUs on which it is the same."""
-        found = self.fingerprint()
-        return None if found is None else found.arithmetic
+        fingerprint = self.fingerprint()
+        return None if fingerprint is None else fingerprint.arithmetic
 
     @property
     def model_id(self) -> str:

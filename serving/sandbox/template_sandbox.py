@@ -164,24 +164,24 @@ _FLAGS_AND_WIDTHS = re.compile(r"[-+ #]*+(\d*+)(\*?)\.?(\d*+)(\*?)")
 
 def _check_percent(pattern: str) -> None:
     """`%` may not pad to a width of thousands, nor to one that comes from an argument. Linear in the text."""
-    at = pattern.find("%")
-    while at >= 0:
-        at += 1
-        if pattern.startswith("(", at):
-            at = _after_name(pattern, at)
-        found = _FLAGS_AND_WIDTHS.match(pattern, at)
-        assert found is not None
-        _check_widths(found[1], found[3], is_given=bool(found[2] or found[4]))
-        at = pattern.find("%", found.end() + pattern.startswith("%", found.end()))
+    position = pattern.find("%")
+    while position >= 0:
+        position += 1
+        if pattern.startswith("(", position):
+            position = _after_name(pattern, position)
+        specifier = _FLAGS_AND_WIDTHS.match(pattern, position)
+        assert specifier is not None
+        _check_widths(specifier[1], specifier[3], is_given=bool(specifier[2] or specifier[4]))
+        position = pattern.find("%", specifier.end() + pattern.startswith("%", specifier.end()))
 
 
-def _after_name(pattern: str, at: int) -> int:
+def _after_name(pattern: str, start: int) -> int:
     """The end of a name in parentheses, as Python reads it: parentheses may nest."""
     depth = 0
-    for found in _PARENTHESIS.finditer(pattern, at):
-        depth += 1 if found[0] == "(" else -1
+    for parenthesis in _PARENTHESIS.finditer(pattern, start):
+        depth += 1 if parenthesis[0] == "(" else -1
         if depth == 0:
-            return found.end()
+            return parenthesis.end()
     return len(pattern)
 
 

@@ -99,5 +99,5 @@ def special_tokens_of(
 ) -> dict[str, str]:
     """The texts of a model's special tokens, under the names by which templates know them."""
     ids = {"bos_token": bos_token_id, "eos_token": next(iter(eos_token_ids), None)}
-    texts = {name: tokenizer.token(at) for name, at in ids.items() if at is not None}
+    texts = {name: tokenizer.token(token_id) for name, token_id in ids.items() if token_id is not None}
     return {name: text for name, text in texts.items() if text is not None}

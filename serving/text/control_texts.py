@@ -20,15 +20,15 @@ class ControlTexts:
     """The texts of one vocabulary's control tokens, of two characters at least."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        known = sorted({text[:_MOST_LOOKED_AT] for text in texts if len(text) > 1})
-        self._beginning = re.compile(f"(?={_any_of(known)})(.)", re.DOTALL) if known else None
+        beginnings = sorted({text[:_MOST_LOOKED_AT] for text in texts if len(text) > 1})
+        self._beginning = re.compile(f"(?={_any_of(beginnings)})(.)", re.DOTALL) if beginnings else None
 
     def broken(self, messages: Any) -> tuple[Any, str]:
         """`messages` with a mark in each control text within them, and the mark: "" where there is none."""
         if self._beginning is None or not any(map(self._beginning.search, _texts(messages))):
             return messages, ""
         used = set().union(*map(set, _texts(messages)))
-        mark = next((one for one in _MARKS if one not in used), None)
+        mark = next((character for character in _MARKS if character not in used), None)
         if mark is None:
             raise ValueError("a conversation with every noncharacter of Unicode cannot be written out")
         return self._marked(messages, mark), mark

@@ -22,24 +22,24 @@ _LONGEST_WORD = 100
 def word_pieces(tokens: Iterable[str], kinds: Iterable[int], special: Callable[[str, int], int]) -> str:
     """special: (name, default) to the id of a special token."""
     vocabulary: dict[str, int] = {}
-    for at, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
+    for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
         if kind in (CONTROL, UNKNOWN) or (token.startswith("[") and token.endswith("]")):
             written = token
         else:
             written = token[1:] if token.startswith(SPACE_MARK) and len(token) > 1 else f"##{token}"
-        vocabulary.setdefault(written, at)
-    listed = {at: token for token, at in vocabulary.items()}
+        vocabulary.setdefault(written, token_id)
+    listed = {token_id: token for token, token_id in vocabulary.items()}
     first, last, unknown = (
         special("cls", special("bos", 101)),
         special("seperator", 102),
         special("unknown", 100),
     )
-    for at in (first, last, unknown):
-        if at not in listed:
+    for token_id in (first, last, unknown):
+        if token_id not in listed:
             raise ModelError(
-                f"the vocabulary has no token {at}, which its metadata name; fetch the file again"
+                f"the vocabulary has no token {token_id}, which its metadata name; fetch the file again"
             )
-    marks = {listed[at]: at for at in (first, last, unknown)}
+    marks = {listed[token_id]: token_id for token_id in (first, last, unknown)}
     return json.dumps(
         {
             **_document(marks),
@@ -79,11 +79,11 @@ def unigram(
     steps: list[Any] = [{"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]
     if isinstance(charsmap, list) and charsmap:
         try:
-            coded = base64.b64encode(bytes(one & 0xFF for one in charsmap)).decode()
+            coded = base64.b64encode(bytes(byte & 0xFF for byte in charsmap)).decode()
         except TypeError as error:
             raise ModelError("tokenizer.ggml.precompiled_charsmap is no list of bytes") from error
         steps.insert(0, {"type": "Precompiled", "precompiled_charsmap": coded})
-    names = {str(pieces[at][0]): at for at in (first, last, unknown)}
+    names = {str(pieces[token_id][0]): token_id for token_id in (first, last, unknown)}
     return json.dumps(
         {
             **_document(names),
@@ -113,7 +113,7 @@ def _document(marks: Mapping[str, int]) -> dict[str, Any]:
         "padding": None,
         "added_tokens": [
             {
-                "id": at,
+                "id": token_id,
                 "content": token,
                 "single_word": False,
                 "lstrip": False,
@@ -121,7 +121,7 @@ def _document(marks: Mapping[str, int]) -> dict[str, Any]:
                 "normalized": False,
                 "special": True,
             }
-            for token, at in sorted(marks.items(), key=lambda one: one[1])
+            for token, token_id in sorted(marks.items(), key=lambda mark: mark[1])
         ],
         "decoder": None,
     }

@@ -99,7 +99,9 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
 
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _HIDDEN = tuple(byte for byte in range(256) if byte not in _PRINTABLE)
-_VISIBLE = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + at) for at, byte in enumerate(_HIDDEN)}
+_VISIBLE = {byte: chr(byte) for byte in _PRINTABLE} | {
+    byte: chr(256 + index) for index, byte in enumerate(_HIDDEN)
+}
 _UTF8_BYTES = (*range(0xC0), *range(0xC2, 0xF5))
 """Those that some text has in UTF-8."""
 
@@ -131,13 +133,13 @@ class _Vocabulary:
         key = f"tokenizer.ggml.{name}_token_id"
         if key not in self.metadata:
             return default if default is not None and default < len(self.tokens) else None
-        found = self.metadata[key]
-        if not isinstance(found, int) or not 0 <= found < len(self.tokens):
+        token_id = self.metadata[key]
+        if not isinstance(token_id, int) or not 0 <= token_id < len(self.tokens):
             raise ModelError(
-                f"{key} is {found!r:.80}, but the vocabulary has {counted(len(self.tokens), 'token')}; "
+                f"{key} is {token_id!r:.80}, but the vocabulary has {counted(len(self.tokens), 'token')}; "
                 "the file is damaged, fetch it again"
             )
-        return int(found)
+        return int(token_id)
 
     def flag(self, name: str, default: bool) -> bool:
         """`tokenizer.ggml.<name>`."""
@@ -165,8 +167,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> str:
         from phasewise.serving.text import gguf_encoder_vocab
 
         def special(name: str, default: int) -> int:
-            found = vocabulary.special_id(name, default)
-            return default if found is None else found
+            token_id = vocabulary.special_id(name, default)
+            return default if token_id is None else token_id
 
         if model == "bert":
             return gguf_encoder_vocab.word_pieces(vocabulary.tokens, vocabulary.kinds, special)
@@ -181,7 +183,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> str:
 
 def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
-    named = tuple(token or f"[EMPTY_{at}]" for at, token in enumerate(tokens))
+    named = tuple(token or f"[EMPTY_{token_id}]" for token_id, token in enumerate(tokens))
     if not named:
         raise ModelError(
             "tokenizer.ggml.tokens is empty, so no text can be read or written; fetch the file again"
@@ -193,9 +195,9 @@ def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
     kinds = [
         int(kind) for kind in _numbers(metadata, "tokenizer.ggml.token_type", len(named), TokenKind.NORMAL)
     ]
-    for at, token in enumerate(named):
-        if token in ALWAYS_FOUND and kinds[at] == TokenKind.NORMAL:
-            kinds[at] = TokenKind.USER_DEFINED
+    for token_id, token in enumerate(named):
+        if token in ALWAYS_FOUND and kinds[token_id] == TokenKind.NORMAL:
+            kinds[token_id] = TokenKind.USER_DEFINED
     return _Vocabulary(named, tuple(kinds), metadata)
 
 
@@ -248,7 +250,7 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> dict[str, Json]:
     model: dict[str, Json] = {
         "type": "BPE",
         "ignore_merges": pre.whole_words_first,
-        "vocab": {token: at for at, token in enumerate(vocabulary.tokens)},
+        "vocab": {token: token_id for token_id, token in enumerate(vocabulary.tokens)},
         "merges": _merges(vocabulary),
     }
     absent = "".join(sorted({visible_byte(byte) for byte in _UTF8_BYTES}.difference(vocabulary.tokens)))
@@ -265,12 +267,12 @@ def _split(pattern: str, behavior: str) -> Json:
 
 def _merges(vocabulary: _Vocabulary) -> list[Json]:
     """Pairs in the order of the file, each once; both halves and the whole must be tokens."""
-    known = set(vocabulary.tokens)
+    tokens = set(vocabulary.tokens)
     pairs: dict[tuple[str, str], None] = {}
     for rank, line in enumerate(_strings(vocabulary.metadata, "tokenizer.ggml.merges")):
         cut = line.find(" ", 1)
         left, right = line[: max(cut, 0)], line[cut + 1 :]
-        if cut < 0 or left not in known or right not in known or left + right not in known:
+        if cut < 0 or left not in tokens or right not in tokens or left + right not in tokens:
             raise ModelError(
                 f"merge {rank} of tokenizer.ggml.merges, {line!r:.80}, does not name two tokens that make a "
                 "third; the file is damaged, fetch it again"
@@ -296,7 +298,7 @@ def _sentence_pieces(vocabulary: _Vocabulary) -> dict[str, Json]:
         "byte_fallback": True,
         "fuse_unk": True,
         "unk_token": None if unknown is None else vocabulary.tokens[unknown],
-        "vocab": {token: at for at, token in enumerate(vocabulary.tokens)},
+        "vocab": {token: token_id for token_id, token in enumerate(vocabulary.tokens)},
         "merges": _merges_by_score(vocabulary),
     }
     prefix = vocabulary.flag("add_space_prefix", True)
@@ -318,14 +320,14 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[Json]:
     the longer left part comes first, which is what joining runs of one character from the left leads to.
     """
     scores = _numbers(vocabulary.metadata, "tokenizer.ggml.scores", len(vocabulary.tokens), 0.0)
-    known = frozenset(vocabulary.tokens)
+    tokens = frozenset(vocabulary.tokens)
     cuts: list[tuple[float, int, int, str]] = []
-    for at, token in enumerate(vocabulary.tokens):
-        if vocabulary.kinds[at] in (TokenKind.NORMAL, TokenKind.UNUSED):
+    for token_id, token in enumerate(vocabulary.tokens):
+        if vocabulary.kinds[token_id] in (TokenKind.NORMAL, TokenKind.UNUSED):
             cuts.extend(
-                (-float(scores[at]), at, -cut, token)
+                (-float(scores[token_id]), token_id, -cut, token)
                 for cut in range(1, len(token))
-                if token[:cut] in known and token[cut:] in known
+                if token[:cut] in tokens and token[cut:] in tokens
             )
     cuts.sort()
     return _listed([(token[:-cut], token[-cut:]) for _, _, cut, token in cuts])
@@ -352,7 +354,7 @@ def _added_tokens(vocabulary: _Vocabulary) -> list[Json]:
     """Control and unknown tokens, and those that users defined, are recognised in text and never cut."""
     return [
         {
-            "id": at,
+            "id": token_id,
             "content": token,
             "single_word": False,
             "lstrip": False,
@@ -360,7 +362,7 @@ def _added_tokens(vocabulary: _Vocabulary) -> list[Json]:
             "normalized": False,
             "special": kind != TokenKind.USER_DEFINED,
         }
-        for at, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
+        for token_id, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
         if kind in (TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.USER_DEFINED)
     ]
 
@@ -374,11 +376,11 @@ def _around(vocabulary: _Vocabulary, add_bos: bool, default_bos: int) -> Json:
         wanted.append(("eos", vocabulary.special_id("eos")))
     single: list[Json] = [{"Sequence": {"id": "A", "type_id": 0}}]
     specials: dict[str, Json] = {}
-    for role, at in wanted:
-        if at is None:
+    for role, token_id in wanted:
+        if token_id is None:
             continue
-        token = vocabulary.tokens[at]
-        specials[token] = {"id": token, "ids": [at], "tokens": [token]}
+        token = vocabulary.tokens[token_id]
+        specials[token] = {"id": token, "ids": [token_id], "tokens": [token]}
         single.insert(0 if role == "bos" else len(single), {"SpecialToken": {"id": token, "type_id": 0}})
     if not specials:
         return None

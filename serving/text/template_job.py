@@ -14,12 +14,12 @@ from phasewise.serving.text.control_texts import ControlTexts
 
 def prepare(told: bytes) -> Callable[[bytes], bytes]:
     """The job: a `chat.Conversation` in; out the mark (0 or 3 bytes) behind its length, and the text."""
-    known = json.loads(told)
+    settings = json.loads(told)
     try:
-        template = ChatTemplate(known["source"], known["special_tokens"])
+        template = ChatTemplate(settings["source"], settings["special_tokens"])
     except ModelError as error:
         raise JobRefused(str(error)) from error
-    control_texts = ControlTexts(known["control_texts"])
+    control_texts = ControlTexts(settings["control_texts"])
 
     def render(request: bytes) -> bytes:
         try:
@@ -29,7 +29,7 @@ def prepare(told: bytes) -> Callable[[bytes], bytes]:
             )
         except (ChatTemplateError, ValueError) as error:
             raise JobRefused(str(error)) from error
-        if len(text) > known["most_characters"]:
+        if len(text) > settings["most_characters"]:
             raise JobRefused(
                 f"the conversation is written out in {counted(len(text), 'character')}, which is too long"
             )

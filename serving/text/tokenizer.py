@@ -50,9 +50,11 @@ class Tokenizer:
         self._backend = backend = read.backend
         self._confined = read.confined
         self._bos_first = bos_first
-        self._added = {at: token.content for at, token in backend.get_added_tokens_decoder().items()}
+        self._added = {
+            token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()
+        }
         self.special_ids = frozenset(
-            at for at, token in backend.get_added_tokens_decoder().items() if token.special
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
         self._byte_level = "ByteLevel" in repr(backend.decoder)
         self._pieces: dict[int, bytes] = {}
@@ -66,7 +68,7 @@ class Tokenizer:
         """
         read = _parse(text)
         decoder = repr(read.backend.decoder)
-        if not any(known in decoder for known in ("ByteLevel", "ByteFallback", "Metaspace")):
+        if not any(kind in decoder for kind in ("ByteLevel", "ByteFallback", "Metaspace")):
             raise ModelError(
                 f"the tokenizer's decoder, {decoder[:80]}, is not one phasewise knows (ByteLevel, "
                 "ByteFallback, Metaspace), so its tokens cannot be turned into text"
@@ -110,21 +112,21 @@ class Tokenizer:
         if self._confined is not None:
             return self._confined.encode_spans(text)
         with _model_errors("the tokenizer cannot cut this text"):
-            found = self._backend.encode_batch([text], add_special_tokens=False)[0]
-        return ((at, *span) for at, span in zip(found.ids, found.offsets, strict=True))
+            encoding = self._backend.encode_batch([text], add_special_tokens=False)[0]
+        return ((token_id, *span) for token_id, span in zip(encoding.ids, encoding.offsets, strict=True))
 
     def control_texts(self, end_token_ids: Iterable[int]) -> list[str]:
         """The texts of the tokens that begin and end turns or answers, and of others that are no text."""
         ids = self.special_ids.union(end_token_ids)
-        texts = {self._added[at] for at in ids if at in self._added}
+        texts = {self._added[token_id] for token_id in ids if token_id in self._added}
         return sorted(texts.union(ALWAYS_FOUND.intersection(self._added.values())))
 
     def piece(self, token_id: int) -> bytes:
         """The text that a token adds: often no whole character, and nothing for an id without a name."""
-        known = self._pieces.get(token_id)
-        if known is None:
-            known = self._pieces[token_id] = self._make_piece(token_id)
-        return known
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._make_piece(token_id)
+        return piece
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True, from_start: bool = False) -> str:
         """The text that these tokens add to what came before; what is no UTF-8 reads as U+FFFD.
@@ -228,10 +230,10 @@ class TextCutter:
         whole = [
             _whole(text) if isinstance(text, str) else (_whole(text[0]), _whole(text[1])) for text in texts
         ]
-        found = self._typed(whole, max_tokens)
+        encoded = self._typed(whole, max_tokens)
         return [
             (self._with_bos(ids), _second(types, text))
-            for (ids, types), text in zip(found, texts, strict=True)
+            for (ids, types), text in zip(encoded, texts, strict=True)
         ]
 
     def _typed(
@@ -242,19 +244,19 @@ class TextCutter:
             return [self._confined.encode_typed(text, most) for text in texts]
         backend = self._backend if max_tokens is None else self._truncating(max_tokens)
         with _model_errors("the tokenizer cannot cut this text"):
-            found = backend.encode_batch(texts, add_special_tokens=True)
-        return ((one.ids, one.type_ids) for one in found)
+            encodings = backend.encode_batch(texts, add_special_tokens=True)
+        return ((encoding.ids, encoding.type_ids) for encoding in encodings)
 
     def _with_bos(self, ids: Sequence[int]) -> list[int]:
         return list(ids) if self._bos_first is None else [self._bos_first, *ids]
 
     def _truncating(self, max_tokens: int) -> tokenizers.Tokenizer:
-        found = self._backend_of.get(max_tokens)
-        if found is None:
-            found = tokenizers.Tokenizer.from_str(self._backend.to_str())
-            found.enable_truncation(max_tokens - (self._bos_first is not None), strategy="longest_first")
-            self._backend_of[max_tokens] = found
-        return found
+        backend = self._backend_of.get(max_tokens)
+        if backend is None:
+            backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+            backend.enable_truncation(max_tokens - (self._bos_first is not None), strategy="longest_first")
+            self._backend_of[max_tokens] = backend
+        return backend
 
 
 def _second(types: Sequence[int], text: str | tuple[str, str]) -> int | None:

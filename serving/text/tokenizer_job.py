@@ -27,15 +27,18 @@ def prepare(told: bytes) -> Callable[[bytes], bytes]:
             if asked["most"] is not None:
                 backend.enable_truncation(asked["most"], strategy="longest_first")
             first, second = (text, None) if isinstance(text, str) else text
-            found = backend.encode(first, second, add_special_tokens=asked["special"])
+            encoding = backend.encode(first, second, add_special_tokens=asked["special"])
             backend.no_truncation()
             match asked["want"]:
                 case "ids":
-                    answer: object = found.ids
+                    answer: object = encoding.ids
                 case "spans":
-                    answer = [(at, *span) for at, span in zip(found.ids, found.offsets, strict=True)]
+                    answer = [
+                        (token_id, *span)
+                        for token_id, span in zip(encoding.ids, encoding.offsets, strict=True)
+                    ]
                 case _:
-                    answer = [found.ids, found.type_ids]
+                    answer = [encoding.ids, encoding.type_ids]
             return json.dumps(answer).encode()
 
     return cut

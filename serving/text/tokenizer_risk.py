@@ -152,21 +152,21 @@ def _check(fields: Mapping[str, Json]) -> None:
 
 def _parts(part: Json, inner: str) -> list[Mapping[str, Json]]:
     """The parts of a sequence of sequences, in order."""
-    found: list[Mapping[str, Json]] = []
+    components: list[Mapping[str, Json]] = []
     left = [] if part is None else [part]
     seen = 0
     while left:
-        one = left.pop()
+        component = left.pop()
         seen += 1
         if seen > _MOST_PARTS:
             raise _Risky(f"it has more than {_MOST_PARTS} {inner}")
-        if not isinstance(one["type"], str):
+        if not isinstance(component["type"], str):
             raise _Risky(f"one of its {inner} has no type")
-        if one["type"] == "Sequence":
-            left += reversed(one[inner])
+        if component["type"] == "Sequence":
+            left += reversed(component[inner])
         else:
-            found.append(one)
-    return found
+            components.append(component)
+    return components
 
 
 def _growth_of_one(part: Mapping[str, Json]) -> Growth:
@@ -276,12 +276,12 @@ _DECODERS: Mapping[str, Json] = {
 
 
 def _types_in(part: Json) -> set[str]:
-    found: set[str] = set()
+    types: set[str] = set()
 
     def walk(value: Json) -> None:
         if isinstance(value, dict):
             if isinstance(value.get("type"), str):
-                found.add(value["type"])
+                types.add(value["type"])
             for inner in value.values():
                 walk(inner)
         elif isinstance(value, list):
@@ -289,4 +289,4 @@ def _types_in(part: Json) -> set[str]:
                 walk(inner)
 
     walk(part)
-    return found
+    return types

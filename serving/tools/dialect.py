@@ -79,7 +79,9 @@ def dialect_of(
     format = _format(template, forced)
     thinks = thinking.OPENING in template and not isinstance(format, GptOss)
     ids = {text: id_of(text) for text in (*format.control_texts, thinking.OPENING, thinking.CLOSING)}
-    control = {text: at for text, at in ids.items() if at is not None and at in special_ids}
+    control = {
+        text: token_id for text, token_id in ids.items() if token_id is not None and token_id in special_ids
+    }
     return Dialect(
         format=format,
         knows_tools=_USES_TOOLS.search(template) is not None,
@@ -98,8 +100,8 @@ def _format(template: str, forced: str) -> ToolFormat:
         LlamaJson(),
     )
     if forced != "auto":
-        found = next((one for one in formats if one.name == forced), None)
-        if found is None:
+        forced_format = next((tool_format for tool_format in formats if tool_format.name == forced), None)
+        if forced_format is None:
             raise ServingError(f"no tool format {forced!r}: give auto, {', '.join(FORMATS)}")
-        return found
-    return next((one for one in formats if one.fits(template)), Hermes())
+        return forced_format
+    return next((tool_format for tool_format in formats if tool_format.fits(template)), Hermes())

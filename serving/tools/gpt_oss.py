@@ -117,11 +117,11 @@ class _ChannelReader(BufferedReader):
 
     def _read_body(self, parts: list[Part], *, final: bool) -> bool:
         ends = [(self._buffer.find(end), end) for end in (*ENDS, START)]
-        at, end = min(((at, end) for at, end in ends if at >= 0), default=(-1, ""))
-        if at < 0:
-            n_kept = 0 if final else max(n_begun(self._buffer, one) for _, one in ends)
-            at = len(self._buffer) - n_kept
-        said, self._buffer = self._buffer[:at], self._buffer[at + len(end) :]
+        index, end = min(((index, end) for index, end in ends if index >= 0), default=(-1, ""))
+        if index < 0:
+            n_kept = 0 if final else max(n_begun(self._buffer, mark) for _, mark in ends)
+            index = len(self._buffer) - n_kept
+        said, self._buffer = self._buffer[:index], self._buffer[index + len(end) :]
         if self._kind is Call:
             self._read_call(said, parts, is_over=bool(end) or final)
         elif said:

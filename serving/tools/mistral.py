@@ -65,12 +65,12 @@ class Mistral(ToolFormat):
 
         listed_begins = held_begins(names)
 
-        def begins(head: str, text: str, at: int) -> Beginning | None:
+        def begins(head: str, text: str, start: int) -> Beginning | None:
             parts = _HEAD.fullmatch(head)
             if parts is None or parts[1] is None:
-                return listed_begins(head, text, at)
-            is_one = parts[1] in names and text.startswith("{", at)
-            return (Begun(parts[1]), at, NamedArguments()) if is_one else None
+                return listed_begins(head, text, start)
+            is_one = parts[1] in names and text.startswith("{", start)
+            return (Begun(parts[1]), start, NamedArguments()) if is_one else None
 
         return MarkedReader(OPENING, "", _HEAD, calls_of, begins if is_held else None)
 

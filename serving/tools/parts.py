@@ -152,10 +152,10 @@ class JsonEnd:
     def find(self, text: str, start: int) -> int | None:
         """Behind the bracket that closes the one at `start`; None: it has not come. `text` only grows."""
         if self._end is None:
-            at = max(self._at, start)
-            end = self.push(text[at:])
+            begin = max(self._at, start)
+            end = self.push(text[begin:])
             self._at = len(text)
-            self._end = None if end is None else at + end
+            self._end = None if end is None else begin + end
         return self._end
 
     def push(self, text: str, depth: int = 0, stops: str = "") -> int | None:
@@ -163,28 +163,28 @@ class JsonEnd:
 
         The place behind the bracket that closes them, or, with none open yet, of one of `stops`.
         """
-        at = 0
-        while at < len(text):
+        position = 0
+        while position < len(text):
             if self._is_escaped:
                 self._is_escaped = False
-                at += 1
+                position += 1
                 continue
-            found = (_IN_STRING if self._in_string else _OUTSIDE).search(text, at)
-            if found is None:
+            sign_match = (_IN_STRING if self._in_string else _OUTSIDE).search(text, position)
+            if sign_match is None:
                 return None
-            sign, at = found[0], found.end()
+            sign, position = sign_match[0], sign_match.end()
             if sign == "\\":
                 self._is_escaped = self._in_string
             elif sign == '"':
                 self._in_string = not self._in_string
             elif self._depth == depth and sign in stops:
-                return at - 1
+                return position - 1
             elif sign in "{[":
                 self._depth += 1
             elif sign in "}]":
                 self._depth -= 1
                 if self._depth <= depth:
-                    return at
+                    return position
         return None
 
 
@@ -211,24 +211,24 @@ class HeldCalls:
     def feed(self, text: str) -> tuple[list[Part], int | None]:
         """Parts, and how much of `text` belongs to the value; None: all of it, and more must come."""
         parts: list[Part] = []
-        at = 0
-        while at < len(text):
+        position = 0
+        while position < len(text):
             if self._gap is None:
-                end = self._json.push(text[at:], self._depth)
-                parts.append(Piece(text[at:] if end is None else text[at : at + end]))
-                at = len(text) if end is None else at + end
+                end = self._json.push(text[position:], self._depth)
+                parts.append(Piece(text[position:] if end is None else text[position : position + end]))
+                position = len(text) if end is None else position + end
                 self._gap = None if end is None else ""
                 continue
             n_before = len(self._gap)
-            self._gap += text[at:]
+            self._gap += text[position:]
             end = JsonEnd(self._depth).push(self._gap)
-            found = self._head.search(self._gap, 0, len(self._gap) if end is None else end)
-            if found is not None:
-                at += found.end() - n_before
-                parts.append(Begun(found[1]))
+            head = self._head.search(self._gap, 0, len(self._gap) if end is None else end)
+            if head is not None:
+                position += head.end() - n_before
+                parts.append(Begun(head[1]))
                 self._json, self._gap = JsonEnd(self._depth), None
             elif end is not None:
-                return parts, at + end - n_before
+                return parts, position + end - n_before
             elif len(self._gap) > _LONGEST_HEAD:
                 return parts, len(text)
             else:
@@ -266,10 +266,14 @@ def held_begins(names: frozenset[str], key: str = "arguments") -> Callable[[str,
     options = "|".join(map(re.escape, sorted(names)))
     head = re.compile(rf'\{{"name": "({options})", "{key}": (?=\{{)')
 
-    def begins(_head: str, text: str, at: int) -> Beginning | None:
-        is_list = text.startswith("[", at)
-        found = head.match(text, at + is_list)
-        return None if found is None else (Begun(found[1]), found.end(), HeldCalls(head, 1 + is_list))
+    def begins(_head: str, text: str, start: int) -> Beginning | None:
+        is_list = text.startswith("[", start)
+        call_head = head.match(text, start + is_list)
+        return (
+            None
+            if call_head is None
+            else (Begun(call_head[1]), call_head.end(), HeldCalls(head, 1 + is_list))
+        )
 
     return begins
 
@@ -313,12 +317,12 @@ class MarkedReader(BufferedReader):
         if self._may_close and not self._close(final=final):
             return False
         if self._json is None:
-            at = self._buffer.find(self._opening)
-            if at < 0:
+            index = self._buffer.find(self._opening)
+            if index < 0:
                 n_kept = 0 if final else n_begun(self._buffer, self._opening)
                 self._take(len(self._buffer) - n_kept, parts)
                 return False
-            self._take(at, parts)
+            self._take(index, parts)
             self._json = JsonEnd()
         return self._read(self._json, parts, final=final)
 
@@ -355,9 +359,9 @@ class MarkedReader(BufferedReader):
             return self._is_text(begin, parts)
         begun = self._begins(text[begin:start], text, start) if self._begins else None
         if begun is not None:
-            call_begun, at, self._coming = begun
+            call_begun, arguments_begin, self._coming = begun
             parts.append(call_begun)
-            self._json, self._buffer = None, text[at:]
+            self._json, self._buffer = None, text[arguments_begin:]
             return True
         end = end_of_json.find(text, start)
         if end is None:
@@ -386,11 +390,11 @@ def _first_bracket(text: str, begin: int) -> int | None:
     """The index at which the JSON begins; None while that is not certain: a bracket may begin a mark of
     Mistral's.
     """
-    found = _BRACKET.search(text, begin)
-    if found is None or (found[0] == "[" and _MAYBE_MARK.match(text, found.start())):
+    bracket = _BRACKET.search(text, begin)
+    if bracket is None or (bracket[0] == "[" and _MAYBE_MARK.match(text, bracket.start())):
         # A list that is still `[`: what follows decides.
         return None
-    return found.start()
+    return bracket.start()
 
 
 def n_begun(text: str, mark: str) -> int:

@@ -56,9 +56,9 @@ class Pythonic(ToolFormat):
         return _PythonReader(names, is_held=is_held)
 
     def grammar(self, wanted: Wanted, control: Mapping[str, int]) -> str:
-        rules = [("call", " | ".join(f"call_{at}" for at in range(len(wanted.functions))))]
-        for at, function in enumerate(wanted.functions):
-            rules += _rules_of(f"call_{at}", function)
+        rules = [("call", " | ".join(f"call_{index}" for index in range(len(wanted.functions))))]
+        for index, function in enumerate(wanted.functions):
+            rules += _rules_of(f"call_{index}", function)
         return grammar_of(
             f'"[" {repeated("call", chr(34) + ", " + chr(34), wanted.most_calls)} "]"', rules, wanted
         )
@@ -75,31 +75,33 @@ def _rules_of(name: str, function: Function) -> list[tuple[str, str]]:
     needed = set(required) if isinstance(required, list) else set()
     head = literal(f"{function.name}(")
     rules = []
-    for at, (key, value) in enumerate(properties.items()):
+    for index, (key, value) in enumerate(properties.items()):
         value = value if isinstance(value, dict) else {}
         body = json_rule({**shared, **value}, lenient=not function.is_strict) if value else "%json {}"
-        rules.append((f"{name}_value_{at}", body))
-        rules.append((f"{name}_{at}", f"{literal(f'{key}=')} {name}_value_{at}"))
+        rules.append((f"{name}_value_{index}", body))
+        rules.append((f"{name}_{index}", f"{literal(f'{key}=')} {name}_value_{index}"))
     # What may follow an argument: the next one, or what may follow that where it may be left out.
     keys = list(properties)
-    rules += [(f"{name}_after_{at}", _following(name, at + 1, keys, needed)) for at in range(len(keys))]
+    rules += [
+        (f"{name}_after_{index}", _following(name, index + 1, keys, needed)) for index in range(len(keys))
+    ]
     first = _first(name, keys, needed)
     rules.append((name, f'{head} {first} ")"'))
     return rules
 
 
-def _following(name: str, at: int, keys: list[str], needed: set[str]) -> str:
-    if at == len(keys):
+def _following(name: str, index: int, keys: list[str], needed: set[str]) -> str:
+    if index == len(keys):
         return '""'
-    given = f'", " {name}_{at} {name}_after_{at}'
-    return given if keys[at] in needed else f"{given} | {name}_after_{at}"
+    given = f'", " {name}_{index} {name}_after_{index}'
+    return given if keys[index] in needed else f"{given} | {name}_after_{index}"
 
 
 def _first(name: str, keys: list[str], needed: set[str]) -> str:
     """The arguments from the first that is there."""
     options = []
-    for at, key in enumerate(keys):
-        options.append(f"{name}_{at} {name}_after_{at}")
+    for index, key in enumerate(keys):
+        options.append(f"{name}_{index} {name}_after_{index}")
         if key in needed:
             break
     else:
@@ -209,25 +211,25 @@ class _HeldList:
             parts.append(Piece("}" if self._n_values else "{}"))
             self._is_called = False
             return 1
-        at = text.find("=")
-        if at < 0:
+        key_end = text.find("=")
+        if key_end < 0:
             return None
-        key = json.dumps(text[:at].lstrip(", "), ensure_ascii=False)
+        key = json.dumps(text[:key_end].lstrip(", "), ensure_ascii=False)
         parts.append(Piece(f"{', ' if self._n_values else '{'}{key}: "))
         self._n_values += 1
         self._value = JsonEnd()
-        return at + 1
+        return key_end + 1
 
     def _between_calls(self, text: str, parts: list[Part]) -> int | None:
         if text.startswith("]"):
             self.is_over = True
             return 1
-        found = _NAME.match(text, len(text) - len(text.lstrip(", ")))
-        if found is None:
+        name_match = _NAME.match(text, len(text) - len(text.lstrip(", ")))
+        if name_match is None:
             return None
-        parts.append(Begun(found[1]))
+        parts.append(Begun(name_match[1]))
         self._is_called, self._n_values = True, 0
-        return found.end()
+        return name_match.end()
 
 
 class _ListEnd:
@@ -242,13 +244,13 @@ class _ListEnd:
         """Behind it; None while it has not come. `text` only grows."""
         if self._end is not None:
             return self._end
-        at = max(self._at, start)
-        while at < len(text):
-            sign = text[at]
+        position = max(self._at, start)
+        while position < len(text):
+            sign = text[position]
             if sign == "\\" and self._quote:
-                if at + 1 == len(text):
+                if position + 1 == len(text):
                     break
-                at += 1
+                position += 1
             elif self._quote:
                 self._quote = "" if sign == self._quote else self._quote
             elif sign in "\"'":
@@ -258,39 +260,43 @@ class _ListEnd:
             elif sign in ")]}":
                 self._depth -= 1
                 if self._depth <= 0:
-                    self._end = at + 1
+                    self._end = position + 1
                     return self._end
-            at += 1
-        self._at = at
+            position += 1
+        self._at = position
         return None
 
 
 def _calls_in(text: str, names: frozenset[str]) -> list[Call]:
     """The calls of `[f(...), g(...)]`; none where any of it is not a call of `names` with plain values."""
-    calls, at = [], 1
+    calls, position = [], 1
     while True:
-        found = _NAME.match(text, at)
-        if found is None or found[1] not in names:
+        name_match = _NAME.match(text, position)
+        if name_match is None or name_match[1] not in names:
             return []
-        end = _ListEnd().find(text, found.end() - 1)
+        end = _ListEnd().find(text, name_match.end() - 1)
         if end is None:
             return []
-        one = call(found[1], _arguments(text[found.end() : end - 1]))
+        parsed_call = call(name_match[1], _arguments(text[name_match.end() : end - 1]))
         comma = _COMMA.match(text, end)
-        if one is None or comma is None:
+        if parsed_call is None or comma is None:
             return []
-        calls.append(one)
+        calls.append(parsed_call)
         if comma[1] == "]":
             return calls if comma.end() == len(text) else []
-        at = comma.end()
+        position = comma.end()
 
 
 def _arguments(text: str) -> dict[str, Any] | None:
     try:
         tree = ast.parse(f"f({text})", mode="eval").body
-        if not isinstance(tree, ast.Call) or tree.args or any(one.arg is None for one in tree.keywords):
+        if (
+            not isinstance(tree, ast.Call)
+            or tree.args
+            or any(keyword.arg is None for keyword in tree.keywords)
+        ):
             return None
-        return {str(one.arg): _value(one.value) for one in tree.keywords}
+        return {str(keyword.arg): _value(keyword.value) for keyword in tree.keywords}
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 

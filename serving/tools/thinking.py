@@ -33,13 +33,13 @@ class ThinkingReader:
             elif final or not OPENING.startswith(beginning):
                 self._state = "answer"
         if self._state == "thought":
-            at = self._buffer.find(CLOSING)
-            n_kept = 0 if final or at >= 0 else n_begun(self._buffer, CLOSING)
-            end = at if at >= 0 else len(self._buffer) - n_kept
+            closing_index = self._buffer.find(CLOSING)
+            n_kept = 0 if final or closing_index >= 0 else n_begun(self._buffer, CLOSING)
+            end = closing_index if closing_index >= 0 else len(self._buffer) - n_kept
             if end:
                 parts.append(Reasoning(self._buffer[:end]))
             self._buffer = self._buffer[end:]
-            if at >= 0:
+            if closing_index >= 0:
                 self._state, self._buffer = "answer", self._buffer.removeprefix(CLOSING)
         if self._state == "answer" and self._buffer:
             parts += self._inner.feed(self._buffer)

@@ -31,7 +31,7 @@ def written_out(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]])
         else:
             out.append(said)
     if tools:
-        shown = _INTRODUCTION.format(tools="\n".join(json.dumps(one, ensure_ascii=False) for one in tools))
+        shown = _INTRODUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
         if out and out[0]["role"] == "system":
             out[0]["content"] = f"{out[0]['content']}\n\n{shown}"
         else:

@@ -252,11 +252,11 @@ class EngineClient:
         now_s = time.monotonic()
         if not self._streams:  # how fast answers ended before a pause says nothing of now
             self._ends_s.clear()
-        for request, known in zip(requests, facts, strict=True):
+        for request, request_facts in zip(requests, facts, strict=True):
             self._streams[request.request_id] = stream
             self._started_s[request.request_id] = now_s
             for observer in self._observers:
-                observer.sent(request, known)
+                observer.sent(request, request_facts)
             self._send(replace(request, client=owner))
         return stream
 
@@ -268,7 +268,7 @@ class EngineClient:
         if stream.n_bytes > self._limits.max_response_bytes:
             largest = stream
         elif self._held_bytes > _MOST_RESPONSES * self._limits.max_response_bytes:
-            largest = max(self._answers, key=lambda one: one.n_bytes)
+            largest = max(self._answers, key=lambda answer: answer.n_bytes)
         else:
             return
         largest.refuse(
@@ -308,7 +308,10 @@ class EngineClient:
     def end_everything(self) -> None:
         """Tell every answer in progress that the server is stopping, unless the engine has told it more."""
         self._route_delivered()
-        self._route(tuple(Failure(one, Stopping("the server is stopping")) for one in self._streams), None)
+        self._route(
+            tuple(Failure(request_id, Stopping("the server is stopping")) for request_id in self._streams),
+            None,
+        )
 
     def retry_after_s(self, n_too_many: int) -> int:
         """Seconds until `n` places will be free, if answers go on ending at the rate at which the last did.

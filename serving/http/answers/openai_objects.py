@@ -238,15 +238,15 @@ class _Fixed:
 
     def _prompt_logprobs(self, tokens: Sequence[PromptToken]) -> list[Json | None]:
         """As vLLM tells them: of each token its own and the likeliest ones, by id; of the first nothing."""
-        return [None if one.logprob is None else self._at_place(one) for one in tokens]
+        return [None if token.logprob is None else self._at_place(token) for token in tokens]
 
     def _at_place(self, token: PromptToken) -> Json:
         likeliest = enumerate(token.top[: self._scoring.n_top], 1)
-        told = {one: (value, rank) for rank, (one, value) in likeliest}
+        told = {token_id: (value, rank) for rank, (token_id, value) in likeliest}
         told.setdefault(token.token_id, (token.logprob or 0.0, token.rank or 0))
         return {
-            str(one): {"logprob": value, "rank": rank, "decoded_token": self._text(one)}
-            for one, (value, rank) in told.items()
+            str(token_id): {"logprob": value, "rank": rank, "decoded_token": self._text(token_id)}
+            for token_id, (value, rank) in told.items()
         }
 
     def _text(self, token_id: int) -> str:
@@ -316,7 +316,7 @@ class CompletionRendering(_Fixed):
 
     def _echoed(self, echo: Echo, tokens: Sequence[PromptToken]) -> Json:
         pieces = [self._model.piece(token.token_id) for token in tokens]
-        tops = [None if one.logprob is None else self._top(one.top[: echo.n_top]) for one in tokens]
+        tops = [None if token.logprob is None else self._top(token.top[: echo.n_top]) for token in tokens]
         return {
             "tokens": [piece.decode("utf-8", "replace") for piece in pieces],
             "token_logprobs": [token.logprob for token in tokens],
@@ -325,13 +325,13 @@ class CompletionRendering(_Fixed):
         }
 
     def _top(self, top: Sequence[tuple[int, float]]) -> Json:
-        return {self._text(one): value for one, value in top}
+        return {self._text(token_id): value for token_id, value in top}
 
 
 def _joined(parts: Sequence[Json | None]) -> Json | None:
     """Log-probabilities of the prompt and of the answer as one; None: there are none."""
-    given = [one for one in parts if one is not None]
-    return {name: [item for one in given for item in one[name]] for name in given[0]} if given else None
+    given = [part for part in parts if part is not None]
+    return {name: [item for part in given for item in part[name]] for name in given[0]} if given else None
 
 
 class ChatRendering(_Fixed):
@@ -380,8 +380,8 @@ class ChatRendering(_Fixed):
             read = _ReadChoice(self._reading)
             said = read.delta(choice.text, is_last=True)
             calls = [
-                {key: value for key, value in one.items() if key != "index"}
-                for one in said.pop("tool_calls", ())
+                {key: value for key, value in call.items() if key != "index"}
+                for call in said.pop("tool_calls", ())
             ]
             message |= {"content": None if calls else "", **said}
             if calls:
@@ -401,7 +401,7 @@ class ChatRendering(_Fixed):
         entries = [
             {
                 **self._named(token.token_id, token.logprob),
-                "top_logprobs": [self._named(one, value) for one, value in token.top],
+                "top_logprobs": [self._named(token_id, value) for token_id, value in token.top],
             }
             for token in tokens
         ]

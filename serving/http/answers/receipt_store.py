@@ -23,7 +23,7 @@ class ReceiptStore:
         """Keep a receipt. Where there is no room, the oldest of the client that holds most give way."""
         self._kept.setdefault(client, OrderedDict()).setdefault(answer_id, []).append(written)
         while sum(map(len, self._kept.values())) > MOST_KEPT:
-            self._drop_oldest(max(self._kept, key=lambda one: len(self._kept[one])))
+            self._drop_oldest(max(self._kept, key=lambda owner: len(self._kept[owner])))
         while sum(map(self._characters_of, self._kept)) > MOST_KEPT_CHARACTERS:
             self._drop_oldest(max(self._kept, key=self._characters_of))
 

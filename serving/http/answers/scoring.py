@@ -52,7 +52,8 @@ def echoes_of(body: CompletionRequest, requests: Sequence[Submit], model: Served
     if not isinstance(texts[0], str):
         firsts = requests[::n_choices]
         texts = [
-            b"".join(map(model.piece, one.prompt_token_ids)).decode("utf-8", "replace") for one in firsts
+            b"".join(map(model.piece, request.prompt_token_ids)).decode("utf-8", "replace")
+            for request in firsts
         ]
     return tuple(Echo(str(text), body.logprobs) for text in texts for _ in range(n_choices))
 
@@ -63,13 +64,13 @@ def text_offsets(text: str, pieces: Sequence[bytes]) -> list[int]:
     A token that the text does not spell, such as one that every prompt begins with, takes no place. The
     tokens of a sentence may begin with a space that it has not.
     """
-    spelled, at, n_characters, offsets = text.encode(), 0, 0, []
+    spelled, byte_index, n_characters, offsets = text.encode(), 0, 0, []
     for piece in pieces:
-        is_inside = at < len(spelled) and spelled[at] & 0xC0 == 0x80
+        is_inside = byte_index < len(spelled) and spelled[byte_index] & 0xC0 == 0x80
         offsets.append(n_characters - is_inside)
-        if at == 0 and piece[:1] == b" " and not spelled.startswith(piece):
+        if byte_index == 0 and piece[:1] == b" " and not spelled.startswith(piece):
             piece = piece[1:]
-        if spelled.startswith(piece, at):
-            at += len(piece)
+        if spelled.startswith(piece, byte_index):
+            byte_index += len(piece)
             n_characters += sum(byte & 0xC0 != 0x80 for byte in piece)
     return offsets

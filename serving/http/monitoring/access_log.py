@@ -93,8 +93,8 @@ class Record:
 
 def record_of(scope: Scope) -> Record | None:
     """The record of a request; None where the application is called without the layer that makes one."""
-    found: Record | None = scope.get(_RECORD)
-    return found
+    record: Record | None = scope.get(_RECORD)
+    return record
 
 
 class AccessLog:
@@ -118,7 +118,7 @@ class AccessLog:
     def ended(self, record: Record) -> None:
         """Nothing more is sent."""
         record.ended_ns = time.perf_counter_ns()
-        for request_id in [one for one, own in self._by_request.items() if own is record]:
+        for request_id in [request_id for request_id, own in self._by_request.items() if own is record]:
             del self._by_request[request_id]
         if self._is_told(record):
             fields = record.fields()

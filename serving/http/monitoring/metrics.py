@@ -84,7 +84,7 @@ class Metrics:
         self._is_by_model = len(models) > 1
         self._model: Labels = ("model",) if self._is_by_model else ()
         """The names of the labels that tell models apart."""
-        self._of_models = [self._labels(one) for one in models] if self._is_by_model else [()]
+        self._of_models = [self._labels(model) for model in models] if self._is_by_model else [()]
         self.registry = registry = CollectorRegistry()
         registry.register(_Read(gauges, self._model))
         ProcessCollector(registry=registry)
@@ -288,9 +288,9 @@ _OF_BUCKETS: tuple[Row, ...] = (
 
 def _of_loads(loads: Mapping[Labels, EngineLoad], names: Labels) -> Iterator[Family]:
     """By the labels `names`."""
-    pools = {labels: one.pool for labels, one in loads.items() if one.pool is not None}
-    drafts = {labels: one.drafts for labels, one in loads.items() if one.drafts is not None}
-    buckets = {(*labels, one.name): one for labels, pool in pools.items() for one in pool.buckets}
+    pools = {labels: load.pool for labels, load in loads.items() if load.pool is not None}
+    drafts = {labels: load.drafts for labels, load in loads.items() if load.drafts is not None}
+    buckets = {(*labels, bucket.name): bucket for labels, pool in pools.items() for bucket in pool.buckets}
     yield from _families(_OF_LOADS, loads, names)
     yield from _families(_OF_DRAFTS, drafts, names)
     yield from _families(_OF_POOLS, pools, names)

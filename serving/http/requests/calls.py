@@ -27,7 +27,7 @@ _OWN_VARIABLES = frozenset(
 def check_tools(body: ChatRequest) -> None:
     """ApiError where tools and the choice among them do not go together."""
     names = [tool.function.name for tool in body.tools or ()]
-    twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
+    twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
     if twice is not None:
         raise bad_request(f"tools has the function {twice} twice", "tools")
     choice = body.tool_choice
@@ -76,7 +76,7 @@ def called_by(body: ChatRequest) -> Called | None:
         for tool in tools
     )
     if isinstance(choice, NamedChoice):
-        wanted = tuple(one for one in functions if one.name == choice.function.name)
+        wanted = tuple(function for function in functions if function.name == choice.function.name)
         return Called(wanted, 1, is_auto=False)
     most = 1 if body.parallel_tool_calls is False else MOST_CALLS
     return Called(functions, most, is_auto=choice != "required")

@@ -45,9 +45,9 @@ class LengthObserver:
             if isinstance(out, Failure):
                 self.forgotten(out.request_id)
             elif out.finish_reason is not None:
-                found = self._sent.pop(out.request_id, None)
-                if found is not None:
-                    facts, arrived_at_s = found
+                sent = self._sent.pop(out.request_id, None)
+                if sent is not None:
+                    facts, arrived_at_s = sent
                     ended = (out.n_generated, out.finish_reason, arrived_at_s, time.time())
                     self._learn(RealisedLength(facts, *ended))
 
@@ -62,9 +62,9 @@ def facts_of(requests: Sequence[Submit], body: GenerationRequest) -> list[Reques
     for request in requests:
         if not facts or facts[-1].token_ids is not request.prompt_token_ids:
             temperature = request.sampling.temperature
-            known = (request.prompt_token_ids, temperature, request.max_tokens, n_messages, system_prompt_id)
+            fields = (request.prompt_token_ids, temperature, request.max_tokens, n_messages, system_prompt_id)
             text = _text(body, len(facts))
-            facts.append(RequestFacts(*known, text))
+            facts.append(RequestFacts(*fields, text))
         else:
             facts.append(facts[-1])
     return facts
@@ -74,23 +74,29 @@ def estimated(requests: Sequence[Submit], facts: Sequence[RequestFacts], model: 
     """The requests with how long their answers will be, where the model can tell. A prompt is asked once."""
     if model.estimate is None:
         return list(requests)
-    known = {id(one): model.estimate(one) for one in {id(one): one for one in facts}.values()}
-    return [replace(request, estimate=known[id(one)]) for request, one in zip(requests, facts, strict=True)]
+    estimates = {
+        id(request_facts): model.estimate(request_facts)
+        for request_facts in {id(request_facts): request_facts for request_facts in facts}.values()
+    }
+    return [
+        replace(request, estimate=estimates[id(request_facts)])
+        for request, request_facts in zip(requests, facts, strict=True)
+    ]
 
 
-def _text(body: GenerationRequest, at: int) -> str | None:
+def _text(body: GenerationRequest, index: int) -> str | None:
     """The text that the user wrote last; of several texts the one at a prompt's place."""
     if isinstance(body, ChatRequest):
-        return next((one.text for one in reversed(body.messages) if one.role == "user"), None)
+        return next((message.text for message in reversed(body.messages) if message.role == "user"), None)
     given = body.prompt if isinstance(body, CompletionRequest) else None
-    one = given[min(at, len(given) - 1)] if isinstance(given, list) else given
-    return one if isinstance(one, str) else None
+    prompt = given[min(index, len(given) - 1)] if isinstance(given, list) else given
+    return prompt if isinstance(prompt, str) else None
 
 
 def _conversation(body: GenerationRequest) -> tuple[int, str | None]:
     if not isinstance(body, ChatRequest):
         return 1, None
-    texts = [one.text for one in body.messages if one.role in _SYSTEM_ROLES]
+    texts = [message.text for message in body.messages if message.role in _SYSTEM_ROLES]
     if not texts:
         return len(body.messages), None
     digest = hashlib.blake2b("\n".join(texts).encode(), digest_size=_ID_BYTES)

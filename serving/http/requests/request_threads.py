@@ -66,7 +66,7 @@ class Preparation:
         sender = RequestOrigin(client.cache_space, patience)
 
         def work() -> tuple[list[Submit], list[RequestFacts], HeldTo | None]:
-            requests = [replace(one, model=model.model_id) for one in make(body, model, sender)]
+            requests = [replace(submit, model=model.model_id) for submit in make(body, model, sender)]
             facts = facts_of(requests, body)
             return estimated(requests, facts, model), facts, held_to(body, model)
 
@@ -78,7 +78,7 @@ class Preparation:
                 if guide is not None:
                     prompt = requests[0].prompt_token_ids
                     guide = begun_late(guide, wanted, body, prompt, model)
-                    requests = [replace(one, guide=guide) for one in requests]
+                    requests = [replace(submit, guide=guide) for submit in requests]
         except Abandoned as error:
             raise ClientLeft from error
         except ServingError as error:
@@ -114,9 +114,9 @@ class Preparation:
         self, request: Request, wanted: HeldTo, client: str, guides: GuideCompiler | None, patience: Patience
     ) -> Guide | None:
         assert guides is not None, "held_to refuses"
-        known = guides.known(wanted.grammar)
-        if known is not None:
-            return known
+        guide = guides.known(wanted.grammar)
+        if guide is not None:
+            return guide
         work = self._grammars.run(client, lambda: compiled(wanted, guides, patience))
         return await while_there(request, work, patience)
 

@@ -240,22 +240,27 @@ class EmbeddingRoutes:
             if isinstance(given[0], str):
                 return self.model.text.tokens(given, truncate=body.truncate)
             ids = [given] if isinstance(given[0], int) else given
-            return [self._token_ids(at, one, truncate=body.truncate) for at, one in enumerate(ids)]
+            return [
+                self._token_ids(index, input_ids, truncate=body.truncate)
+                for index, input_ids in enumerate(ids)
+            ]
 
         inputs = await self._prepared(request, _characters(given), cut)
         vectors = await self._vectors(request, inputs, arrived_s)
         if body.dimensions is not None:
             vectors = [truncated(vector, body.dimensions) for vector in vectors]
-        return vectors, sum(len(one.ids) for one in inputs)
+        return vectors, sum(len(tokens.ids) for tokens in inputs)
 
     async def rerank(self, request: Request) -> Response:
         """Scores from 0 to 1 of documents for a query, the best first."""
         body = await self._read(request, RerankRequest)
         self._check_model(body.model)
-        texts = [one if isinstance(one, str) else one.text for one in body.documents]
+        texts = [document if isinstance(document, str) else document.text for document in body.documents]
         scores, n_tokens = await self._scores(request, body.query, texts, truncate=body.truncate)
-        ranked = sorted(enumerate(map(_logistic, scores)), key=lambda one: -one[1])
-        results: list[dict[str, Any]] = [{"index": at, "relevance_score": one} for at, one in ranked]
+        ranked = sorted(enumerate(map(_logistic, scores)), key=lambda pair: -pair[1])
+        results: list[dict[str, Any]] = [
+            {"index": index, "relevance_score": score} for index, score in ranked
+        ]
         if body.return_documents:
             for result in results:
                 result["document"] = {"text": texts[result["index"]]}
@@ -272,11 +277,11 @@ class EmbeddingRoutes:
         body = await self._read(request, TeiRerankRequest)
         scores, _ = await self._scores(request, body.query, body.texts, truncate=body.truncate)
         shown = scores if body.raw_scores else list(map(_logistic, scores))
-        ranked = sorted(enumerate(shown), key=lambda one: -one[1])
+        ranked = sorted(enumerate(shown), key=lambda pair: -pair[1])
         return _json(
             [
-                {"index": at, "score": one, **({"text": body.texts[at]} if body.return_text else {})}
-                for at, one in ranked
+                {"index": index, "score": score, **({"text": body.texts[index]} if body.return_text else {})}
+                for index, score in ranked
             ]
         )
 
@@ -308,13 +313,13 @@ class EmbeddingRoutes:
         if refusal is not None:
             raise refusal
 
-    def _token_ids(self, at: int, ids: Sequence[int], *, truncate: bool) -> Tokens:
+    def _token_ids(self, index: int, ids: Sequence[int], *, truncate: bool) -> Tokens:
         """Taken as they are: a client that sends tokens has put the model's own around them."""
         most = self.model.text.max_tokens
         if min(ids) < 0 or max(ids) >= self.model.text.vocab_size:
             raise bad_request(f"token ids must be 0 to {self.model.text.vocab_size - 1}", "input")
         if len(ids) > most and not truncate:
-            raise too_long(at, len(ids), most)
+            raise too_long(index, len(ids), most)
         return Tokens(list(ids[:most]))
 
     async def _prepared(
@@ -335,7 +340,7 @@ class EmbeddingRoutes:
         self._refuse_unless_open()
         record = record_of(request.scope)
         if record is not None:
-            record.n_prompt = sum(len(one.ids) for one in inputs)
+            record.n_prompt = sum(len(tokens.ids) for tokens in inputs)
         try:
             computed = self._client.embed(inputs, client_of(request.scope).name, arrived_s)
             vectors = await while_there(request, computed)
@@ -358,7 +363,7 @@ class EmbeddingRoutes:
             request, n_characters, lambda: self.model.text.tokens(pairs, truncate=truncate)
         )
         vectors = await self._vectors(request, inputs)
-        return [float(vector[0]) for vector in vectors], sum(len(one.ids) for one in inputs)
+        return [float(vector[0]) for vector in vectors], sum(len(tokens.ids) for tokens in inputs)
 
 
 def add_routes(app: FastAPI, routes: EmbeddingRoutes) -> None:
@@ -420,8 +425,8 @@ def _written(
 ) -> bytes:
     """The answer with these vectors. One is written at a time: while it is, Python's other threads wait."""
     parts = (
-        to_json({"object": "embedding", "index": at, "embedding": write(vector)})
-        for at, vector in enumerate(vectors)
+        to_json({"object": "embedding", "index": index, "embedding": write(vector)})
+        for index, vector in enumerate(vectors)
     )
     rest = to_json({"model": model_id, "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens}})
     return b'{"object":"list","data":[' + b",".join(parts) + b"]," + rest[1:]

@@ -35,9 +35,9 @@ class ClientIdentity:
 
 def client_of(scope: Scope) -> ClientIdentity:
     """The sender of this request."""
-    known: str | None = scope.get(_CLIENT)
-    if known is not None:
-        return ClientIdentity(f"key {known}", known)
+    key: str | None = scope.get(_CLIENT)
+    if key is not None:
+        return ClientIdentity(f"key {key}", key)
     address = scope.get("client")
     return ClientIdentity(f"address {address[0]}" if address else "local", "")
 
@@ -100,8 +100,8 @@ class RequireKey:
         if "x-api-key" in headers and "authorization" not in headers:
             return self._keys.digest_of(headers["x-api-key"].strip())
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        found = self._keys.digest_of(token.strip())
-        return found if scheme.lower() == "bearer" else None
+        digest = self._keys.digest_of(token.strip())
+        return digest if scheme.lower() == "bearer" else None
 
 
 class CheckHost:

@@ -65,8 +65,8 @@ REFUSALS = {
 
 def describe(app: FastAPI, *, generates: bool = True, embeds: bool = False) -> None:
     """Make `app` answer /openapi.json with the document."""
-    found = document(generates=generates, embeds=embeds)
-    app.openapi = lambda: found  # type: ignore[method-assign]
+    openapi = document(generates=generates, embeds=embeds)
+    app.openapi = lambda: openapi  # type: ignore[method-assign]
 
 
 def document(*, generates: bool, embeds: bool) -> Json:

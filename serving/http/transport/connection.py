@@ -451,8 +451,8 @@ def refused_status(scope: Scope) -> int | None:
 
 def connection_of(scope: Scope) -> Connection | None:
     """The one that a request came on; None where the application is called in another way."""
-    found: Connection | None = scope.get("extensions", {}).get(EXTENSION)
-    return found
+    connection: Connection | None = scope.get("extensions", {}).get(EXTENSION)
+    return connection
 
 
 def _host_and_port(transport: asyncio.Transport, end: str) -> tuple[str, int | None] | None:

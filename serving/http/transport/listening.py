@@ -168,10 +168,10 @@ class TlsContext(ssl.SSLContext):
         server_hostname: str | bytes | None = None,
         session: ssl.SSLSession | None = None,
     ) -> ssl.SSLObject:
-        made = super().wrap_bio(incoming, outgoing, server_side, server_hostname, session)
-        assert isinstance(made, _Handshake)
-        made.incoming, made.outgoing = incoming, outgoing
-        return made
+        handshake = super().wrap_bio(incoming, outgoing, server_side, server_hostname, session)
+        assert isinstance(handshake, _Handshake)
+        handshake.incoming, handshake.outgoing = incoming, outgoing
+        return handshake
 
 
 class _Handshake(ssl.SSLObject):

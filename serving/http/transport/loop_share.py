@@ -61,26 +61,26 @@ class LoopShare:
         self._newcomers_s -= burst_s
         return Allowance(self, now_s, _MIN_BURST_S + burst_s)
 
-    def rate(self, one: Allowance, now_s: float) -> float:
-        """Seconds of loop time in a second for `one`, which is active now."""
-        active = self._active[one.standing]
-        active.waiting.discard(one)
-        active.recent[one] = now_s
-        active.recent.move_to_end(one)
+    def rate(self, allowance: Allowance, now_s: float) -> float:
+        """Seconds of loop time in a second for `allowance`, which is active now."""
+        active = self._active[allowance.standing]
+        active.waiting.discard(allowance)
+        active.recent[allowance] = now_s
+        active.recent.move_to_end(allowance)
         while next(iter(active.recent.values())) < now_s - _ACTIVE_S:
             active.recent.popitem(last=False)
         n_active = len(active.recent) + len(active.waiting)
-        return min(one.standing.per_connection, one.standing.together / n_active)
+        return min(allowance.standing.per_connection, allowance.standing.together / n_active)
 
-    def wait(self, one: Allowance) -> None:
-        """`one` is active until it is charged again."""
-        self._active[one.standing].recent.pop(one, None)
-        self._active[one.standing].waiting.add(one)
+    def wait(self, allowance: Allowance) -> None:
+        """`allowance` is active until it is charged again."""
+        self._active[allowance.standing].recent.pop(allowance, None)
+        self._active[allowance.standing].waiting.add(allowance)
 
-    def forget(self, one: Allowance) -> None:
+    def forget(self, allowance: Allowance) -> None:
         """The connection has ended, or its standing changes."""
-        self._active[one.standing].recent.pop(one, None)
-        self._active[one.standing].waiting.discard(one)
+        self._active[allowance.standing].recent.pop(allowance, None)
+        self._active[allowance.standing].waiting.discard(allowance)
 
 
 @dataclass(slots=True)
