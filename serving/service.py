@@ -135,13 +135,15 @@ def run_service(
         if log is not None:
             stack.enter_context(log)
         first = OtherModel(opened, settings.names, settings.sampling, settings.predictor)
-        for one in (first, *others):
+        for model in (first, *others):
             if log is not None:
-                client.observe(LengthObserver(partial(log.put, one.opened.model.name), one.names[0]))
-            if one.predictor is not None:
-                client.observe(LengthObserver(stack.enter_context(_learning(one.predictor)), one.names[0]))
+                client.observe(LengthObserver(partial(log.put, model.opened.model.name), model.names[0]))
+            if model.predictor is not None:
+                client.observe(
+                    LengthObserver(stack.enter_context(_learning(model.predictor)), model.names[0])
+                )
         life = Lifecycle(host)
-        ids = [settings.names[0], *(one.names[0] for one in others)]
+        ids = [settings.names[0], *(other.names[0] for other in others)]
         lines, access = stack.enter_context(open_log(settings.logging, report))
         gauges = _gauges(client, host, life, (lines, log), lambda: len(connections.open), settings.products)
         metrics = Metrics(gauges, ids)
@@ -149,7 +151,7 @@ def run_service(
         guides = stack.enter_context(closing(_guides(opened)))
         if opened.text.has_template:
             stack.enter_context(closing(opened.text.conversations))
-        further = [stack.enter_context(_opened_beside(one, settings, host)) for one in others]
+        further = [stack.enter_context(_opened_beside(other, settings, host)) for other in others]
         surroundings = Surroundings(settings.cors_origins, access, settings.page)
         app = create_app(
             _served(opened, settings, guides, host),
@@ -187,14 +189,14 @@ def run_service(
 
 
 @contextmanager
-def _opened_beside(one: OtherModel, settings: ServiceSettings, host: EngineHost) -> Iterator[ServedModel]:
+def _opened_beside(other: OtherModel, settings: ServiceSettings, host: EngineHost) -> Iterator[ServedModel]:
     """HTTP's view of a further model, until its processes end."""
     with ExitStack() as stack:
-        guides = stack.enter_context(closing(_guides(one.opened)))
-        if one.opened.text.has_template:
-            stack.enter_context(closing(one.opened.text.conversations))
-        own = replace(settings, names=one.names, predictor=one.predictor, sampling=one.sampling)
-        yield _served(one.opened, own, guides, host)
+        guides = stack.enter_context(closing(_guides(other.opened)))
+        if other.opened.text.has_template:
+            stack.enter_context(closing(other.opened.text.conversations))
+        own = replace(settings, names=other.names, predictor=other.predictor, sampling=other.sampling)
+        yield _served(other.opened, own, guides, host)
 
 
 def _files(lines: LineLog, settings: ServiceSettings, log: LengthLog | None) -> Iterator[Callable[[], None]]:
@@ -323,7 +325,9 @@ def _chat_encoder(opened: Served) -> Callable[[Conversation, Patience], list[int
 
 def _length_check(opened: Served) -> Callable[[str], None]:
     context = opened.size.limits.context_length
-    longest = max(len(opened.text.tokenizer.piece(one)) for one in range(opened.model.config.vocab_size))
+    longest = max(
+        len(opened.text.tokenizer.piece(token_id)) for token_id in range(opened.model.config.vocab_size)
+    )
 
     def check(text: str) -> None:
         if len(text) > context * longest:

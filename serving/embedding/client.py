@@ -174,17 +174,17 @@ class EmbeddingClient:
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin on this loop."""
-        for at in range(len(self._lanes)):
+        for index in range(len(self._lanes)):
             self._tasks.append(
-                loop.create_task(self._run(at), name=f"phasewise-{self._lanes[at].queue.name}")
+                loop.create_task(self._run(index), name=f"phasewise-{self._lanes[index].queue.name}")
             )
 
     def end_everything(self) -> None:
         """Tell every request in progress that the server is stopping."""
         self._stopping = True
-        for one in list(self._live):
-            if one.wanted:
-                one.answer.set_exception(Stopping("the server is stopping"))
+        for pending in list(self._live):
+            if pending.wanted:
+                pending.answer.set_exception(Stopping("the server is stopping"))
 
     def close(self) -> None:
         """End the workers; after the loop has ended."""
@@ -215,7 +215,7 @@ class EmbeddingClient:
             raise Stopping("the server is stopping")
         if self.state == "lost":
             raise RanksError("no device can embed any more; start the server again")
-        sizes = [len(one.ids) for one in inputs]
+        sizes = [len(tokens.ids) for tokens in inputs]
         wanted = Depth(len(sizes), sum(sizes))
         places = self._manager.place(sizes, is_owed=self._is_owed(owner, wanted))
         if places is None:
@@ -224,24 +224,24 @@ class EmbeddingClient:
         end_s = (time.monotonic() if arrived_s is None else arrived_s) + self._promised_s
         if not self._manager.are_within_depths(places):
             end_s = math.inf
-        placed = [_Input(one, loop.create_future(), owner, end_s) for one in inputs]
+        placed = [_Input(tokens, loop.create_future(), owner, end_s) for tokens in inputs]
         self._live.update(placed)
         self._held[owner] = self._held.get(owner, Depth(0, 0)) + wanted
         self._n_answers += 1
-        for one, at in zip(placed, places, strict=True):
-            self._lanes[at].waiting.join(one)
-            one.answer.add_done_callback(self._forgetting(one))
-        for at in set(places):
-            self._lanes[at].news.set()
+        for pending, place in zip(placed, places, strict=True):
+            self._lanes[place].waiting.join(pending)
+            pending.answer.add_done_callback(self._forgetting(pending))
+        for place in set(places):
+            self._lanes[place].news.set()
         try:
-            return await asyncio.gather(*(one.answer for one in placed))
+            return await asyncio.gather(*(pending.answer for pending in placed))
         finally:
             self._n_answers -= 1
-            for one in placed:
-                if one.wanted:
-                    one.answer.cancel()
-                elif not one.answer.cancelled():
-                    one.answer.exception()  # the caller knows it already from the first of them
+            for pending in placed:
+                if pending.wanted:
+                    pending.answer.cancel()
+                elif not pending.answer.cancelled():
+                    pending.answer.exception()  # the caller knows it already from the first of them
 
     def retry_after_s(self) -> int:
         """Until what is in progress has been computed, at the speed of late."""
@@ -259,12 +259,12 @@ class EmbeddingClient:
             after_s,
         )
 
-    def _forgetting(self, one: _Input) -> Callable[[asyncio.Future[Floats]], None]:
+    def _forgetting(self, pending: _Input) -> Callable[[asyncio.Future[Floats]], None]:
         def forget(_answer: asyncio.Future[Floats]) -> None:
-            self._live.discard(one)
-            self._held[one.owner] -= Depth(1, one.size)
-            if not self._held[one.owner].inputs:
-                del self._held[one.owner]
+            self._live.discard(pending)
+            self._held[pending.owner] -= Depth(1, pending.size)
+            if not self._held[pending.owner].inputs:
+                del self._held[pending.owner]
 
         return forget
 
@@ -276,15 +276,15 @@ class EmbeddingClient:
 
     # ---- one device --------------------------------------------------------------------------------------
 
-    async def _run(self, at: int) -> None:
+    async def _run(self, index: int) -> None:
         """Serve one lane, over one worker after the other, until there is no hope for another."""
-        lane = self._lanes[at]
+        lane = self._lanes[index]
         try:
             while True:
-                await self._serve(at)
+                await self._serve(index)
                 lane.queue.is_up = False
                 log.error("the embedding worker of %s was lost", lane.queue.name)
-                self._move_waiting(at)
+                self._move_waiting(index)
                 if not await self._start_again(lane):
                     break
                 lane.queue.is_up = True
@@ -293,21 +293,21 @@ class EmbeddingClient:
         except Exception:
             log.exception("the lane of %s failed", lane.queue.name)
         lane.queue.is_up = False
-        self._fail(lane.waiting, at, RanksError(f"{lane.queue.name} was lost and cannot be started again"))
+        self._fail(lane.waiting, index, RanksError(f"{lane.queue.name} was lost and cannot be started again"))
         lane.queue.is_gone = True
-        if all(one.queue.is_gone for one in self._lanes):
+        if all(each_lane.queue.is_gone for each_lane in self._lanes):
             self.on_lost()
 
-    async def _serve(self, at: int) -> None:
+    async def _serve(self, index: int) -> None:
         """Send batches until the worker is lost."""
-        lane = self._lanes[at]
+        lane = self._lanes[index]
         await lane.worker.attach()
         lost = asyncio.ensure_future(lane.worker.lost())
         batches: set[asyncio.Task[None]] = set()
         try:
             while not lost.done():
-                while len(batches) < BATCHES_AHEAD and (batch := self._next_batch(at)):
-                    batches.add(self._begin(at, batch))
+                while len(batches) < BATCHES_AHEAD and (batch := self._next_batch(index)):
+                    batches.add(self._begin(index, batch))
                 news = asyncio.ensure_future(lane.news.wait())
                 waited = {lost, news, *batches} if len(batches) < BATCHES_AHEAD else {lost, *batches}
                 done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -319,23 +319,27 @@ class EmbeddingClient:
             if batches:
                 await asyncio.wait(batches)
 
-    def _next_batch(self, at: int) -> list[_Input]:
+    def _next_batch(self, index: int) -> list[_Input]:
         """The first that wait, as many as make a good batch; those that are no longer wanted are let go."""
-        lane = self._lanes[at]
+        lane = self._lanes[index]
         batch: list[_Input] = []
         tokens = 0
         while lane.waiting and len(batch) < BATCH_INPUTS:
-            one = lane.waiting.head
-            if batch and tokens + one.size > BATCH_TOKENS:
+            pending = lane.waiting.head
+            if batch and tokens + pending.size > BATCH_TOKENS:
                 break
             lane.waiting.take()
-            if one.wanted and not one.tries and self._is_late(lane, tokens + one.size, one.end_s):
-                one.answer.set_exception(self._full())
-            if not one.wanted:
-                self._manager.release(at, one.size)
+            if (
+                pending.wanted
+                and not pending.tries
+                and self._is_late(lane, tokens + pending.size, pending.end_s)
+            ):
+                pending.answer.set_exception(self._full())
+            if not pending.wanted:
+                self._manager.release(index, pending.size)
                 continue
-            batch.append(one)
-            tokens += one.size
+            batch.append(pending)
+            tokens += pending.size
         return batch
 
     def _is_late(self, lane: _Lane, tokens: int, end_s: float) -> bool:
@@ -344,74 +348,74 @@ class EmbeddingClient:
             return False
         return time.monotonic() + lane.pace.s_per_token * (lane.computing_tokens + tokens) > end_s
 
-    def _begin(self, at: int, batch: list[_Input]) -> asyncio.Task[None]:
-        lane, n_tokens = self._lanes[at], sum(one.size for one in batch)
+    def _begin(self, index: int, batch: list[_Input]) -> asyncio.Task[None]:
+        lane, n_tokens = self._lanes[index], sum(pending.size for pending in batch)
         lane.computing_tokens += n_tokens
 
         def ended(_task: asyncio.Task[None]) -> None:
             lane.computing_tokens -= n_tokens
 
-        task = asyncio.ensure_future(self._compute(at, batch, n_tokens))
+        task = asyncio.ensure_future(self._compute(index, batch, n_tokens))
         task.add_done_callback(ended)
         return task
 
-    async def _compute(self, at: int, batch: list[_Input], n_tokens: int) -> None:
-        lane = self._lanes[at]
+    async def _compute(self, index: int, batch: list[_Input], n_tokens: int) -> None:
+        lane = self._lanes[index]
         lane.n_batches += 1
         sent_s = time.monotonic()
         try:
-            vectors = await lane.worker.embed(inputs_to_bytes([one.tokens for one in batch]))
+            vectors = await lane.worker.embed(inputs_to_bytes([pending.tokens for pending in batch]))
             if len(vectors) != len(batch):
                 raise RanksError(
                     f"{lane.queue.name} gave {counted(len(vectors), 'vector')}"
                     f" for {counted(len(batch), 'input')}"
                 )
         except RanksError as error:
-            self._again(at, batch, error)
+            self._again(index, batch, error)
             return
         except ServingError as error:
-            self._fail(batch, at, error)
+            self._fail(batch, index, error)
             return
         lane.n_inputs += len(batch)
         began_s, lane.free_at_s = max(sent_s, lane.free_at_s), time.monotonic()
         if lane.pace is not None:
             lane.queue.share = lane.pace.computed(n_tokens, lane.free_at_s - began_s)
-        for one, vector in zip(batch, vectors, strict=True):
-            self._manager.release(at, one.size)
-            self._ends.append((time.monotonic(), one.size))
-            if one.wanted:
-                _answer(one, vector)
+        for pending, vector in zip(batch, vectors, strict=True):
+            self._manager.release(index, pending.size)
+            self._ends.append((time.monotonic(), pending.size))
+            if pending.wanted:
+                _answer(pending, vector)
 
-    def _again(self, at: int, batch: list[_Input], error: RanksError) -> None:
+    def _again(self, index: int, batch: list[_Input], error: RanksError) -> None:
         """Inputs of a lost batch wait again, in front and once; what was lost twice is an error."""
-        lane = self._lanes[at]
-        for one in reversed(batch):
-            one.tries += 1
-            if one.wanted and one.tries >= MOST_TRIES:
-                self._fail([one], at, error)
+        lane = self._lanes[index]
+        for pending in reversed(batch):
+            pending.tries += 1
+            if pending.wanted and pending.tries >= MOST_TRIES:
+                self._fail([pending], index, error)
             else:
-                lane.waiting.rejoin(one)
+                lane.waiting.rejoin(pending)
 
-    def _move_waiting(self, at: int) -> None:
+    def _move_waiting(self, index: int) -> None:
         """Move the inputs that wait for a device that is down to others with room; the rest waits for it."""
-        lane, staying = self._lanes[at], InputTurns[_Input]()
+        lane, staying = self._lanes[index], InputTurns[_Input]()
         while lane.waiting:
-            one = lane.waiting.take()
-            place = self._manager.move(at, one.size)
+            pending = lane.waiting.take()
+            place = self._manager.move(index, pending.size)
             if place is None:
-                staying.join(one)
+                staying.join(pending)
             else:
-                self._lanes[place].waiting.join(one)
+                self._lanes[place].waiting.join(pending)
                 self._lanes[place].news.set()
         lane.waiting = staying
 
-    def _fail(self, inputs: Iterable[_Input], at: int, error: ServingError) -> None:
-        for one in list(inputs):
-            self._manager.release(at, one.size)
-            if one.wanted:
-                one.answer.set_exception(error)
-        if inputs is self._lanes[at].waiting:
-            self._lanes[at].waiting = InputTurns()
+    def _fail(self, inputs: Iterable[_Input], index: int, error: ServingError) -> None:
+        for pending in list(inputs):
+            self._manager.release(index, pending.size)
+            if pending.wanted:
+                pending.answer.set_exception(error)
+        if inputs is self._lanes[index].waiting:
+            self._lanes[index].waiting = InputTurns()
 
     async def _start_again(self, lane: _Lane) -> bool:
         loop = asyncio.get_running_loop()
@@ -429,11 +433,11 @@ class EmbeddingClient:
         return False
 
 
-def _answer(one: _Input, vector: Floats) -> None:
+def _answer(pending: _Input, vector: Floats) -> None:
     """Other inputs of the batch have vectors of their own: one that has none fails alone."""
     try:
         check_numbers(vector)
     except StepFailed as error:
-        one.answer.set_exception(error)
+        pending.answer.set_exception(error)
     else:
-        one.answer.set_result(vector)
+        pending.answer.set_result(vector)

@@ -53,9 +53,9 @@ def fit(units: Sequence[float], seconds: Sequence[float]) -> LatencyLine:
     return LatencyLine(alpha, beta) if alpha >= 0 else LatencyLine(0.0, mean_y)
 
 
-def line_through(one: tuple[float, float], other: tuple[float, float]) -> LatencyLine:
+def line_through(first: tuple[float, float], second: tuple[float, float]) -> LatencyLine:
     """The line through two points (units, seconds), such as depths under two SLOs in a table."""
-    return fit([one[0], other[0]], [one[1], other[1]])
+    return fit([first[0], second[0]], [first[1], second[1]])
 
 
 def probe_sizes(largest: int) -> list[int]:
@@ -74,12 +74,12 @@ class FoundDepth:
 
 async def predict_and_try(seconds: Measure, slo_s: float) -> FoundDepth:
     """A depth by a line through five loads, the largest near the SLO, and by trying loads around it."""
-    known: dict[int, float] = {}
+    measured: dict[int, float] = {}
 
     async def once(n: int) -> float:
-        if n not in known:
-            known[n] = await seconds(n)
-        return known[n]
+        if n not in measured:
+            measured[n] = await seconds(n)
+        return measured[n]
 
     sizes = probe_sizes(max(4, await _load_near(once, slo_s)))
     line = fit(sizes, [await once(size) for size in sizes])
@@ -111,9 +111,9 @@ async def stress(seconds: Measure, slo_s: float, guess: int) -> int:
             step *= 2
             low, high = high, high + step
     else:
-        while (at := max(1, high - step)) > 1 and await seconds(at) > slo_s:
-            high, step = at, 2 * step
-        low = at
+        while (load := max(1, high - step)) > 1 and await seconds(load) > slo_s:
+            high, step = load, 2 * step
+        low = load
     while high - low > exact:
         middle = (low + high) // 2
         if await seconds(middle) <= slo_s:

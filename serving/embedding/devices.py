@@ -54,9 +54,9 @@ def accelerators(root: Path = Path("/"), count_cuda: Callable[[], int] = cuda_de
     A container may have a device file without the driver, or hide devices from the driver.
     """
     nodes = [path for path in root.glob("dev/nvidia[0-9]*") if path.name[len("nvidia") :].isdigit()]
-    found = [Device("cuda", at) for at in range(min(len(nodes), count_cuda()) if nodes else 0)]
+    cuda = [Device("cuda", index) for index in range(min(len(nodes), count_cuda()) if nodes else 0)]
     ascend = [path for path in root.glob("dev/davinci[0-9]*") if path.name[len("davinci") :].isdigit()]
-    return found + [Device("ascend", at) for at in range(len(ascend))]
+    return cuda + [Device("ascend", index) for index in range(len(ascend))]
 
 
 def instance_cores(
@@ -84,12 +84,12 @@ def instance_cores(
         return [tuple(node) for node in sorted(by_node, key=max, reverse=True)[:n_instances]]
     share, extra = divmod(len(usable), n_instances)
     ordered = usable[::-1]
-    found, start = [], 0
-    for at in range(n_instances):
-        end = start + share + (at < extra)
-        found.append(tuple(sorted(ordered[start:end])))
+    groups, start = [], 0
+    for instance in range(n_instances):
+        end = start + share + (instance < extra)
+        groups.append(tuple(sorted(ordered[start:end])))
         start = end
-    return found
+    return groups
 
 
 def free_cores(machine: Machine, taken: Collection[int]) -> list[int]:

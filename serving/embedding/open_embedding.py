@@ -64,9 +64,14 @@ def open_embedding(
         )
     specs = [
         WorkerSpec(
-            one.device, ref, weight_format, one.cores, None if cache is None else str(cache), is_canonical
+            instance.device,
+            ref,
+            weight_format,
+            instance.cores,
+            None if cache is None else str(cache),
+            is_canonical,
         )
-        for one in plan.instances
+        for instance in plan.instances
     ]
     workers = [WorkerProcess(spec) for spec in specs]
     try:
@@ -77,7 +82,9 @@ def open_embedding(
             worker.kill()
         raise
     starts: Sequence[Start] = [partial(start_worker, spec) for spec in specs]
-    queues = [DeviceQueue(one.device, _rank_of(one.device), one.depth) for one in plan.instances]
+    queues = [
+        DeviceQueue(instance.device, _rank_of(instance.device), instance.depth) for instance in plan.instances
+    ]
     client = EmbeddingClient(QueueManager(queues), list(zip(starts, workers, strict=True)), plan.slo_s)
     return OpenEmbedding(model, EncoderText(model), plan, client)
 
@@ -91,4 +98,4 @@ def start_worker(spec: WorkerSpec) -> WorkerProcess:
 
 def _rank_of(device: str) -> int:
     kind = device.partition(":")[0]
-    return next((rank for known, rank in RANKS.items() if known == kind), max(RANKS.values()))
+    return next((rank for ranked_kind, rank in RANKS.items() if ranked_kind == kind), max(RANKS.values()))

@@ -42,18 +42,21 @@ class EmbeddingPlan:
     @property
     def on_cpus(self) -> EmbeddingPlan:
         """The plan without its accelerators; it may have no instances then."""
-        return replace(self, instances=tuple(one for one in self.instances if one.device.startswith("cpu:")))
+        return replace(
+            self,
+            instances=tuple(instance for instance in self.instances if instance.device.startswith("cpu:")),
+        )
 
     def describe(self) -> str:
         """In one line, for people."""
         parts = [
-            f"{one.device} on cores {','.join(map(str, one.cores))}"
+            f"{instance.device} on cores {','.join(map(str, instance.cores))}"
             + (
                 ""
-                if one.depth == UNLIMITED
-                else f" (at most {one.depth.inputs} inputs, {one.depth.tokens} tokens)"
+                if instance.depth == UNLIMITED
+                else f" (at most {instance.depth.inputs} inputs, {instance.depth.tokens} tokens)"
             )
-            for one in self.instances
+            for instance in self.instances
         ]
         promise = "" if self.slo_s is None else f" within {number(self.slo_s)} s"
         return f"embeddings{promise}: {'; '.join(parts)} ({self.source})"
@@ -70,7 +73,7 @@ def plan_file(model_name: str, weight_format: str, placement: str) -> Path:
 
 def fields_of(plan: EmbeddingPlan) -> dict[str, Any]:
     """Its instances and what they promise, as JSON values."""
-    return {"instances": [asdict(one) for one in plan.instances], "slo_s": plan.slo_s}
+    return {"instances": [asdict(instance) for instance in plan.instances], "slo_s": plan.slo_s}
 
 
 def load_plan(path: Path, allowed: frozenset[int]) -> EmbeddingPlan | None:
@@ -95,7 +98,7 @@ def load_plan(path: Path, allowed: frozenset[int]) -> EmbeddingPlan | None:
         raise ServingError(
             f"the embedding plan {path} is not one: {error!r:.100}; make it anew with `phasewise tune-embed`"
         ) from error
-    foreign = {core for one in plan.instances for core in one.cores}.difference(allowed)
+    foreign = {core for instance in plan.instances for core in instance.cores}.difference(allowed)
     if foreign:
         raise ServingError(
             f"the embedding plan {path} names core {min(foreign)}, which this process may not use:"
@@ -108,13 +111,13 @@ def plan_of(fields: Any, source: str) -> EmbeddingPlan:
     """The plan of `fields_of`. KeyError, TypeError, ValueError or AttributeError for anything else."""
     instances = tuple(
         Instance(
-            _text(one["device"]),
-            tuple(_whole(core, 0) for core in one["cores"]),
-            Depth(_whole(one["depth"]["inputs"], 1), _whole(one["depth"]["tokens"], 1)),
+            _text(instance["device"]),
+            tuple(_whole(core, 0) for core in instance["cores"]),
+            Depth(_whole(instance["depth"]["inputs"], 1), _whole(instance["depth"]["tokens"], 1)),
         )
-        for one in fields["instances"]
+        for instance in fields["instances"]
     )
-    if not 1 <= len(instances) <= MAX_INSTANCES or any(not one.cores for one in instances):
+    if not 1 <= len(instances) <= MAX_INSTANCES or any(not instance.cores for instance in instances):
         raise ValueError(f"{counted(len(instances), 'instance')}")
     slo = fields["slo_s"]
     if slo is not None and not 0 < float(slo) < 1e6:

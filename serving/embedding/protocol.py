@@ -76,9 +76,10 @@ def read_frame(read: Callable[[int], bytes]) -> WorkerFrame | None:
 
 def inputs_to_bytes(inputs: Sequence[Tokens]) -> bytes:
     heads = b"".join(
-        _PAIR.pack(len(one.ids), _ONE_TEXT if one.second is None else one.second) for one in inputs
+        _PAIR.pack(len(encoded.ids), _ONE_TEXT if encoded.second is None else encoded.second)
+        for encoded in inputs
     )
-    tokens = np.fromiter((token for one in inputs for token in one.ids), np.int32)
+    tokens = np.fromiter((token for encoded in inputs for token in encoded.ids), np.int32)
     return _COUNT.pack(len(inputs)) + heads + tokens.tobytes()
 
 
@@ -95,11 +96,11 @@ def inputs_from_bytes(body: bytes) -> list[Tokens]:
         raise ProtocolError(
             f"{count} inputs with {counted(len(tokens), 'token')} in all, which do not fit together"
         )
-    found, at = [], 0
+    inputs, offset = [], 0
     for n, second in heads:
-        found.append(Tokens(tokens[at : at + n].tolist(), None if second == _ONE_TEXT else second))
-        at += n
-    return found
+        inputs.append(Tokens(tokens[offset : offset + n].tolist(), None if second == _ONE_TEXT else second))
+        offset += n
+    return inputs
 
 
 def vectors_to_bytes(vectors: Floats) -> bytes:

@@ -83,15 +83,15 @@ class QueueManager:
         """
         places: list[int] = []
         for tokens in sizes:
-            at = self._device_for(tokens)
-            if at is None:
+            index = self._device_for(tokens)
+            if index is None:
                 break
-            self._take(at, tokens)
-            places.append(at)
+            self._take(index, tokens)
+            places.append(index)
         if len(places) == len(sizes):
             return places
-        for at, tokens in zip(places, sizes, strict=False):
-            self.release(at, tokens)
+        for index, tokens in zip(places, sizes, strict=False):
+            self.release(index, tokens)
         if (self.inputs == 0 or is_owed) and not all(queue.is_gone for queue in self.queues):
             return self._spread(sizes)
         self.n_refused += len(sizes)
@@ -99,24 +99,24 @@ class QueueManager:
 
     def are_within_depths(self, places: Sequence[int]) -> bool:
         """True if these queues hold no more than they should."""
-        own = [self.queues[at] for at in set(places)]
-        return all(one.inputs <= one.depth.inputs and one.tokens <= one.depth.tokens for one in own)
+        own = [self.queues[index] for index in set(places)]
+        return all(queue.inputs <= queue.depth.inputs and queue.tokens <= queue.depth.tokens for queue in own)
 
-    def release(self, at: int, tokens: int) -> None:
+    def release(self, index: int, tokens: int) -> None:
         """An input of this device has been answered, or is no longer wanted."""
-        queue = self.queues[at]
+        queue = self.queues[index]
         queue.inputs -= 1
         queue.tokens -= tokens
         self.check()
 
-    def move(self, at: int, tokens: int) -> int | None:
+    def move(self, index: int, tokens: int) -> int | None:
         """Another device for an input whose device went down; None: it stays where it is."""
-        found = self._device_for(tokens)
-        if found is None or found == at or not self.queues[found].is_up:
+        target = self._device_for(tokens)
+        if target is None or target == index or not self.queues[target].is_up:
             return None
-        self.release(at, tokens)
-        self._take(found, tokens)
-        return found
+        self.release(index, tokens)
+        self._take(target, tokens)
+        return target
 
     def holds(self, wanted: Depth, n_clients: int) -> bool:
         """True if `wanted` is at most one client's equal part of all depths."""
@@ -144,26 +144,26 @@ class QueueManager:
         """The emptiest with room among those of the lowest rank that has any."""
         lowest = min(queue.rank for queue in self.queues)
         any_up = any(queue.is_up for queue in self.queues)
-        found = [
-            (queue.rank, queue.load, at)
-            for at, queue in enumerate(self.queues)
+        candidates = [
+            (queue.rank, queue.load, index)
+            for index, queue in enumerate(self.queues)
             if queue.has_room(tokens)
             and queue.is_up == any_up
             and (self.heterogeneous or queue.rank == lowest)
         ]
-        return min(found)[2] if found else None
+        return min(candidates)[2] if candidates else None
 
-    def _take(self, at: int, tokens: int) -> None:
-        self.queues[at].inputs += 1
-        self.queues[at].tokens += tokens
+    def _take(self, index: int, tokens: int) -> None:
+        self.queues[index].inputs += 1
+        self.queues[index].tokens += tokens
 
     def _spread(self, sizes: Sequence[int]) -> list[int]:
         """Every input to the device that has least to do, by its depth."""
-        up = [at for at, queue in enumerate(self.queues) if queue.is_up]
-        usable = up or [at for at, queue in enumerate(self.queues) if not queue.is_gone]
+        up = [index for index, queue in enumerate(self.queues) if queue.is_up]
+        usable = up or [index for index, queue in enumerate(self.queues) if not queue.is_gone]
         places = []
         for tokens in sizes:
-            at = min(usable, key=lambda one: self.queues[one].load)
-            self._take(at, tokens)
-            places.append(at)
+            emptiest = min(usable, key=lambda index: self.queues[index].load)
+            self._take(emptiest, tokens)
+            places.append(emptiest)
         return places

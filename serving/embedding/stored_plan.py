@@ -22,9 +22,9 @@ def placed_json(plan: EmbeddingPlan, machine: Machine) -> str:
     """The plan by its places. ServingError where this process may not use a core of it."""
     fields = fields_of(plan)
     try:
-        for one, instance in zip(fields["instances"], plan.instances, strict=True):
-            one["places"] = [*places_of(machine, instance.cores)]
-            del one["cores"]
+        for instance_fields, instance in zip(fields["instances"], plan.instances, strict=True):
+            instance_fields["places"] = [*places_of(machine, instance.cores)]
+            del instance_fields["cores"]
     except TopologyError as error:
         raise ServingError(f"the embedding plan cannot be kept: {error}") from None
     kept = {"format": FORMAT, "pus": len(machine.allowed_pus), "slo_s": plan.slo_s}
@@ -39,8 +39,8 @@ def stored_plan(text: str, machine: Machine, source: str = "database") -> Embedd
         raise ServingError(f"it is for a process with {fields['pus']!r:.20} PUs; this one may use {n_pus}")
     try:
         instances = [
-            {**one, "cores": [*pus_at(machine, own)]}
-            for one, own in zip(fields["instances"], stored_places(text), strict=True)
+            {**instance, "cores": [*pus_at(machine, own)]}
+            for instance, own in zip(fields["instances"], stored_places(text), strict=True)
         ]
         return plan_of({**fields, "instances": instances}, source)
     except (TopologyError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -50,12 +50,12 @@ def stored_plan(text: str, machine: Machine, source: str = "database") -> Embedd
 def stored_places(text: str) -> list[list[int]]:
     """The places of each instance. ServingError for what is no plan."""
     try:
-        found = [[*one["places"]] for one in _fields(text)["instances"]]
+        places = [[*instance["places"]] for instance in _fields(text)["instances"]]
     except (KeyError, TypeError) as error:
         raise ServingError(f"it is no plan of embedding: {error!s:.100}") from None
-    if not all(type(place) is int for own in found for place in own):
+    if not all(type(place) is int for own in places for place in own):
         raise ServingError("it is no plan of embedding: places are whole numbers")
-    return found
+    return places
 
 
 def _fields(text: str) -> dict[str, Any]:

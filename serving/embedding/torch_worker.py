@@ -58,25 +58,25 @@ class TorchEmbedder:
     def embed(self, inputs: Sequence[Tokens]) -> Floats:
         """float32 [inputs, width]; inputs are padded at their end to the longest."""
         torch = self._torch
-        longest = max(len(one.ids) for one in inputs)
+        longest = max(len(tokens.ids) for tokens in inputs)
         ids = torch.full((len(inputs), longest), self._pad, dtype=torch.long)
         mask = torch.zeros((len(inputs), longest), dtype=torch.long)
         segments = torch.zeros((len(inputs), longest), dtype=torch.long)
-        for row, one in enumerate(inputs):
-            ids[row, : len(one.ids)] = torch.tensor(one.ids)
-            mask[row, : len(one.ids)] = 1
-            if one.second is not None:
-                segments[row, one.second : len(one.ids)] = 1
+        for row, tokens in enumerate(inputs):
+            ids[row, : len(tokens.ids)] = torch.tensor(tokens.ids)
+            mask[row, : len(tokens.ids)] = 1
+            if tokens.second is not None:
+                segments[row, tokens.second : len(tokens.ids)] = 1
         fields = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device)}
         if self._takes_segments:
             fields["token_type_ids"] = segments.to(self._device)
         with torch.inference_mode():
-            found = self._model(**fields)
+            outputs = self._model(**fields)
         if self._scores:
-            return np.asarray(found.logits.float().cpu().numpy()[:, :1], np.float32)
-        hidden = found.last_hidden_state.float().cpu().numpy()
+            return np.asarray(outputs.logits.float().cpu().numpy()[:, :1], np.float32)
+        hidden = outputs.last_hidden_state.float().cpu().numpy()
         return np.stack(
-            [self._pooled(rows[: len(one.ids)]) for rows, one in zip(hidden, inputs, strict=True)]
+            [self._pooled(rows[: len(tokens.ids)]) for rows, tokens in zip(hidden, inputs, strict=True)]
         )
 
     def _pooled(self, rows: Floats) -> Floats:

@@ -38,13 +38,13 @@ class InputTurns(Generic[Item]):
         """The input that `take` gives next. IndexError: nothing waits."""
         return self._again[0] if self._again else self._turns.head()
 
-    def join(self, one: Item) -> None:
+    def join(self, owned: Item) -> None:
         """Behind all others of its client."""
-        self._turns.join(one.owner, one)
+        self._turns.join(owned.owner, owned)
 
-    def rejoin(self, one: Item) -> None:
+    def rejoin(self, owned: Item) -> None:
         """Before everything."""
-        self._again.appendleft(one)
+        self._again.appendleft(owned)
 
     def take(self) -> Item:
         """Remove the head; its client's turn is over. IndexError: nothing waits."""

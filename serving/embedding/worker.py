@@ -109,8 +109,8 @@ def _backend(spec: WorkerSpec) -> Backend:
 
 def main(arguments: Sequence[str], make: Callable[[WorkerSpec], Backend] = _backend) -> None:
     """Run the worker that the front has started."""
-    for one in FOR_THE_FRONT:
-        signal.signal(one, signal.SIG_IGN)
+    for signum in FOR_THE_FRONT:
+        signal.signal(signum, signal.SIG_IGN)
     sock = socket.socket(fileno=int(arguments[0]))
     spec = WorkerSpec.from_json(arguments[1])
     try:

@@ -59,17 +59,17 @@ class AnswerText:
         return text, self._begun(everything=finished and not self.stopped)
 
     def _cut_at_stop(self) -> None:
-        places = [(self._held.find(one), one) for one in self._stop if one in self._held]
+        places = [(self._held.find(stop), stop) for stop in self._stop if stop in self._held]
         if places:
-            place, self.stop_text = min(places, key=lambda found: found[0])
+            place, self.stop_text = min(places, key=lambda pair: pair[0])
             self._held = self._held[:place]
 
     def _n_ambiguous(self) -> int:
         """Length of the longest end of the held text that begins a stop string."""
         longest = 0
-        for one in self._stop:
-            for length in range(min(len(one) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(one[:length]):
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
+                if self._held.endswith(stop[:length]):
                     longest = length
                     break
         return longest

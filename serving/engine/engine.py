@@ -382,9 +382,9 @@ class Engine:
         if not self._unplaced:
             return ()
         expected = self.scheduler.expected
-        found = tuple(Placed(name, expected[name]) for name in self._unplaced if name in expected)
-        self._unplaced.difference_update(placed.request_id for placed in found)
-        return found
+        newly_placed = tuple(Placed(name, expected[name]) for name in self._unplaced if name in expected)
+        self._unplaced.difference_update(placed.request_id for placed in newly_placed)
+        return newly_placed
 
     def _begin(self, message: Submit, max_tokens: int) -> _Live:
         guide = None if message.guide is None else message.guide.fresh()
@@ -456,9 +456,11 @@ class Engine:
             return self.ranks.forward(batch)
         live = self._live
         scores = {
-            name: found
+            name: prompt_scores
             for name in batch.request_ids
-            if name in live and (found := live[name].scores) is not None and not found.is_whole
+            if name in live
+            and (prompt_scores := live[name].scores) is not None
+            and not prompt_scores.is_whole
         }
         return forward_scored(self.ranks, batch, scores) if scores else self.ranks.forward(batch)
 
@@ -482,7 +484,7 @@ class Engine:
         now_ns = time.perf_counter_ns()
         outs = self.scheduler.commit_runs(batch, [[token.token_id for token in run] for run in runs])
         answers, first = [], 0
-        wanting = [one for one in batch.slices if one.wants_logits]
+        wanting = [piece for piece in batch.slices if piece.wants_logits]
         for name, run, piece in zip(_wanting(batch), runs, wanting, strict=True):
             if name in self._prompts:
                 continue

@@ -67,7 +67,7 @@ class Fingerprint:
 
     def differences(self, other: Fingerprint) -> list[str]:
         """The components in which they differ, the servers' defaults apart."""
-        names = [one.name for one in fields(self) if one.name != "defaults"]
+        names = [component.name for component in fields(self) if component.name != "defaults"]
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Fingerprint:
@@ -85,7 +85,9 @@ def fingerprint_of(
     config = config_to_json(model.config)
     del config["context_length"]
     rotations = [model.config.rope, *(kind.rope for kind in model.config.kinds)]
-    is_long = any(one is not None and isinstance(one.scaling, LongScaling) for one in rotations)
+    is_long = any(
+        rotation is not None and isinstance(rotation.scaling, LongScaling) for rotation in rotations
+    )
     return Fingerprint(
         weights=model.content_hash,
         config=digest_of(config),
@@ -122,16 +124,16 @@ def _arithmetic(model: PackedModel, schedules: Mapping[Phase, ScheduleLookup] | 
     All phases of a model share one path, but for tiles.
     """
     lookup = schedules["prefill"] if schedules else None
-    found, own_paths = [], set()
+    products, own_paths = [], set()
     for name, weight in model.products().items():
         path, n_parts = (None, 1) if lookup is None else lookup.arithmetic(weight)
         path = path or compute_paths(weight.kind, weight.group)[0]
         if lookup is not None and (own := lookup.own_path(weight)) is not None:
             own_paths.add(own)
-        found.append((name, weight.kind, weight.group, SAME_BITS.get(path, path), n_parts))
-    used = own_paths | {path for _, _, _, path, _ in found}
+        products.append((name, weight.kind, weight.group, SAME_BITS.get(path, path), n_parts))
+    used = own_paths | {path for _, _, _, path, _ in products}
     where = isa_active() if used & OF_ONE_INSTRUCTION_SET else _EVERY
-    return f"{where}/{digest_of(sorted(found))[:_DIGITS]}" + (f"/{_TILES}" if own_paths else "")
+    return f"{where}/{digest_of(sorted(products))[:_DIGITS]}" + (f"/{_TILES}" if own_paths else "")
 
 
 @cache

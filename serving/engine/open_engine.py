@@ -76,9 +76,9 @@ class ModelText:
         config = self._model.config
         special = special_tokens_of(self.tokenizer, config.bos_token_id, config.eos_token_ids)
         control_texts = [] if self.allow_special else self.tokenizer.control_texts(config.eos_token_ids)
-        found = Conversations(self._model.chat_template, special, control_texts)
-        found.start()
-        return found
+        conversations = Conversations(self._model.chat_template, special, control_texts)
+        conversations.start()
+        return conversations
 
     def chat_prompt(self, message: str) -> list[int]:
         """Token ids of a conversation that consists of one user message."""

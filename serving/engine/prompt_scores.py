@@ -53,12 +53,12 @@ def forward_scored(ranks: Ranks, batch: Batch, scores: Mapping[str, PromptScores
     parts = list(zip(batch.request_ids, batch.slices, strict=True))
     plain = tuple(piece for name, piece in parts if name not in scores)
     rows = iter(ranks.forward(batch._replace(slices=plain)).copy() if plain else ())
-    found = []
+    logits = []
     for name, piece in parts:
         last = _scored(ranks, piece, scores[name]) if name in scores else None
         if piece.wants_logits:
-            found.append(next(rows) if last is None else last)
-    return np.stack(found) if found else np.empty((0, 0), dtype=np.float32)
+            logits.append(next(rows) if last is None else last)
+    return np.stack(logits) if logits else np.empty((0, 0), dtype=np.float32)
 
 
 def _scored(ranks: Ranks, piece: SequenceSlice, scores: PromptScores) -> npt.NDArray[np.float32]:

@@ -178,7 +178,9 @@ class Replaying:
             self._chain.add(row)
         if self.first_digest is None:
             pairs = zip(self._chain.digests(self._n_rows), self._receipt.logit_digests, strict=False)
-            self.first_digest = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+            self.first_digest = next(
+                (index for index, (ours, theirs) in enumerate(pairs) if ours != theirs), None
+            )
         if self.first_token is None:
             recorded = self._receipt.token_ids[begin : self._n_rows]
             for place, (theirs, ours) in enumerate(zip(recorded, self._chosen(logits), strict=True), begin):
@@ -202,14 +204,14 @@ def ends_wrongly(
     """
     settings, ids = receipt.settings, receipt.token_ids
     ends = frozenset() if settings.ignore_eos else end_token_ids
-    early = next((place for place, one in enumerate(ids[:-1]) if one in ends), None)
+    early = next((place for place, token_id in enumerate(ids[:-1]) if token_id in ends), None)
     if early is not None:
         return f"the answer goes on after its end token, token {early + 1}"
     if settings.max_tokens is not None and len(ids) > settings.max_tokens:
         return (
             f"the answer has {counted(len(ids), 'token')}, and at most {settings.max_tokens} were asked for"
         )
-    has_ended = ids[-1] in ends or any(one in text for one in settings.stop)
+    has_ended = ids[-1] in ends or any(stop in text for stop in settings.stop)
     if is_cut_short:
         has_ended = False
     is_full = settings.max_tokens is None or len(ids) == settings.max_tokens or is_cut_short

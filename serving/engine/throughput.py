@@ -159,10 +159,10 @@ def flops(model: PackedModel, workload: Workload) -> float:
 
 def _unread_bytes(model: PackedModel, name: str, n_sequences: int) -> int:
     """Bytes of a stack of experts that no row of a step with that many sequences needs."""
-    experts, one = model.config.experts, model.one_expert(name)
-    if experts is None or one is None:
+    experts, expert = model.config.experts, model.one_expert(name)
+    if experts is None or expert is None:
         return 0
-    return model.weights[name].nbytes - one.nbytes * min(experts.chosen * n_sequences, experts.count)
+    return model.weights[name].nbytes - expert.nbytes * min(experts.chosen * n_sequences, experts.count)
 
 
 def _uses(model: PackedModel, name: str) -> int:
@@ -196,10 +196,10 @@ def kv_read_rate(deep: Throughput, shallow: Throughput, kv_bytes_per_slot: int) 
     By what it takes longer than the same test without one, which reads the same weights. 0 where that is no
     time: other work was longer.
     """
-    one, longer_s = deep.workload, deep.median_s - shallow.median_s
-    assert one.n_prompt == 0, "of decoding alone"
-    assert shallow.workload == replace(one, n_depth=0), "the same test"
-    more_bytes = one.n_sequences * kv_bytes_per_slot * one.n_gen * one.n_depth
+    workload, longer_s = deep.workload, deep.median_s - shallow.median_s
+    assert workload.n_prompt == 0, "of decoding alone"
+    assert shallow.workload == replace(workload, n_depth=0), "the same test"
+    more_bytes = workload.n_sequences * kv_bytes_per_slot * workload.n_gen * workload.n_depth
     return more_bytes / longer_s if longer_s > 0 else 0.0
 
 

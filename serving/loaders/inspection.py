@@ -78,12 +78,12 @@ class WeightDensity:
 
 def densities(source: ModelSource, weight_format: str) -> list[WeightDensity]:
     """Density of every weight that can be stored sparse under a format. Reads all of them."""
-    found = []
+    weight_densities = []
     for plan in plan_weights(source, weight_format):
         if not can_be_sparse(plan.form):
             continue
         density, dense = kept_numbers(plan) / (plan.n * plan.k), plan.nbytes
-        found.append(
+        weight_densities.append(
             WeightDensity(
                 name=plan.name,
                 n=plan.n,
@@ -95,20 +95,20 @@ def densities(source: ModelSource, weight_format: str) -> list[WeightDensity]:
                 break_even=break_even(plan.form, plan.n, plan.k),
             )
         )
-    return found
+    return weight_densities
 
 
-def to_json(found: Inspection) -> dict[str, Any]:
+def to_json(inspection: Inspection) -> dict[str, Any]:
     """Plain JSON values."""
-    return {**asdict(found), "path": str(found.path), "config": config_to_json(found.config)}
+    return {**asdict(inspection), "path": str(inspection.path), "config": config_to_json(inspection.config)}
 
 
 def known_models(root: Path) -> list[dict[str, Any]]:
     """The registry; `path` is None for a model that is not here. `file_bytes` of the hub's are rounded."""
     models: list[dict[str, Any]] = []
-    for known in KNOWN.values():
-        path = known_path(known, root) if is_here(known, root) else None
-        fields = {key: getattr(known, key) for key in ("name", "about", "licence", "file_bytes")}
+    for model in KNOWN.values():
+        path = known_path(model, root) if is_here(model, root) else None
+        fields = {key: getattr(model, key) for key in ("name", "about", "licence", "file_bytes")}
         models.append({**fields, "path": None if path is None else str(path), "is_rounded": False})
     for remote in KNOWN_ON_HUB.values():
         lies_at = hub.here(remote.ref, root)

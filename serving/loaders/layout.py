@@ -77,11 +77,11 @@ def _feed_forward(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """The feed-forward weights of a layer: one set, or a router and a set for each expert and for the shared
     one.
     """
-    one = _feed_forward_shapes(config, config.ffn)
+    shapes = _feed_forward_shapes(config, config.ffn)
     if config.experts is None:
-        return one
+        return shapes
     of_experts = {
-        f"experts.{e}.{name}": shape for e in range(config.experts.count) for name, shape in one.items()
+        f"experts.{e}.{name}": shape for e in range(config.experts.count) for name, shape in shapes.items()
     }
     shared = _feed_forward_shapes(config, config.experts.shared_ffn) if config.experts.shared_ffn else {}
     return {"router": (config.experts.count, config.hidden), **of_experts, **shared}
@@ -156,7 +156,7 @@ def check_packed(
     expected = weight_shapes(config)
     for name, shape in weights.items():
         shapes = [expected.pop(part, None) for part in _parts_of(config, name)]
-        rows = sum(one[0] for one in shapes if one)
+        rows = sum(part_shape[0] for part_shape in shapes if part_shape)
         if None in shapes or shape != (rows, shapes[0][1] if shapes[0] else 0):
             raise ModelError(f"the packed weight {name} is {shape}, which the config does not ask for")
     lengths = vector_lengths(config, has_bias=False)

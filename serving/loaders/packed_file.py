@@ -271,9 +271,9 @@ def kept_numbers(plan: WeightPlan) -> int:
     return sum(sparse.kept(packed) for packed in _made_ahead(_packed_chunks(plan)))
 
 
-def _sparse_chunk(packed: PackedWeight, at: int) -> tuple[Array, Array, int]:
-    """Stream, offsets and kept numbers of some panels, whose stream begins at byte `at` of the weight's."""
-    return _native.sparse_pack(packed.values, packed.kind, packed.zero_point, packed.k, at)
+def _sparse_chunk(packed: PackedWeight, offset: int) -> tuple[Array, Array, int]:
+    """Stream, offsets and kept numbers of panels, whose stream begins at byte `offset` of the weight's."""
+    return _native.sparse_pack(packed.values, packed.kind, packed.zero_point, packed.k, offset)
 
 
 def _placed(
@@ -282,15 +282,15 @@ def _placed(
     """Slots and the size of the file. Offsets lengthen the head that they follow, so its size is a guess."""
     unplaced = [*weights, *(_Slot(vector.name, vector.length, 1, None, ()) for vector in vectors)]
     room = len(_head(fields)) + 500 * (len(unplaced) + 1)
-    at = -(-(PREFIX.size + room + text_bytes) // 4096) * 4096
+    end = -(-(PREFIX.size + room + text_bytes) // 4096) * 4096
     slots = []
     for slot in unplaced:
         offsets = []
         for size in slot.sizes:
-            offsets.append(at)
-            at += -(-size // ALIGNMENT) * ALIGNMENT
+            offsets.append(end)
+            end += -(-size // ALIGNMENT) * ALIGNMENT
         slots.append(replace(slot, offsets=tuple(offsets)))
-    return slots, at
+    return slots, end
 
 
 @contextlib.contextmanager
@@ -427,9 +427,9 @@ def _write(fd: int, offset: int, data: bytes | memoryview) -> int:
 def _slots(fields: dict[str, Any]) -> list[_Slot]:
     """Those that a head names. ValueError where an array is not aligned or not in the file."""
     slots = []
-    for one in fields["slots"]:
-        form = None if one["form"] is None else WeightForm(**one["form"])
-        slot = _Slot(**{**one, "form": form, "offsets": tuple(one["offsets"])})
+    for slot_fields in fields["slots"]:
+        form = None if slot_fields["form"] is None else WeightForm(**slot_fields["form"])
+        slot = _Slot(**{**slot_fields, "form": form, "offsets": tuple(slot_fields["offsets"])})
         if slot.stream_bytes is not None and (
             form is None or not can_be_sparse(form) or slot.stream_bytes < 0
         ):

@@ -76,9 +76,9 @@ class StorageChoice:
         if kept is None or kept > NEARLY_DENSE * n * k:
             return StorageDecision(False, "nearly all weights are kept")
         density = kept / (n * k)
-        found = None if self.measured is None else self.measured(form, n, k, density)
-        if found is not None:
-            return found
+        decision = None if self.measured is None else self.measured(form, n, k, density)
+        if decision is not None:
+            return decision
         if not expands_here():
             return StorageDecision(False, "nothing was measured at this shape and density")
         share, most = bytes_share(form, n, k, density), worth_bytes(form)

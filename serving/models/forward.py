@@ -271,19 +271,19 @@ class Linears:
         self,
         experts: Experts,
         stack: PackedWeight,
-        one: PackedWeight,
+        expert: PackedWeight,
         reads: dict[str, Any],
         source: Place,
         target: Place,
         rows: Rows,
     ) -> None:
         """Program.experts; the schedules are those of one expert's weight on one thread."""
-        options = {**reads, "arithmetic": self._arithmetic(one), "rows": rows}
+        options = {**reads, "arithmetic": self._arithmetic(expert), "rows": rows}
         kind = options.pop("source")
         op = self.program.experts(experts, stack, kind, *source, *target, **options)
         for table, lookup in enumerate(self.lookups):
-            if rows != "every" or not self._own_path(op, 0, table, lookup, one):
-                self._schedule(op, 0, table, lookup, one)
+            if rows != "every" or not self._own_path(op, 0, table, lookup, expert):
+                self._schedule(op, 0, table, lookup, expert)
 
     def _own_path(self, op: int, part: int, table: int, lookup: ScheduleLookup, weight: PackedWeight) -> bool:
         """True if a phase computes the weight by a path of its own, for which no schedule was tuned."""
@@ -439,9 +439,9 @@ class _Layer:
 
     def _stack(self, name: str) -> tuple[PackedWeight, PackedWeight]:
         """The weights of all experts, and of the first one."""
-        stack, one = weight_of(self.model, name), self.model.one_expert(name)
-        assert one is not None
-        return stack, one
+        stack, expert = weight_of(self.model, name), self.model.one_expert(name)
+        assert expert is not None
+        return stack, expert
 
 
 def stream_eps(config: ModelConfig) -> float:

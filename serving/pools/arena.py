@@ -84,7 +84,7 @@ class Arena:
         index = bisect_left(self._gaps, Block(block.base + 1, 0)) - 1
         gap = self._gaps[index]
         rest = (Block(gap.base, block.base - gap.base), Block(block.end, gap.end - block.end))
-        self._gaps[index : index + 1] = [one for one in rest if one.n_slots]
+        self._gaps[index : index + 1] = [side for side in rest if side.n_slots]
         self.n_free -= block.n_slots
 
     def check(self, taken: Iterable[Block]) -> None:

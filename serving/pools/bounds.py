@@ -70,6 +70,6 @@ def learnt(lengths: tuple[int, ...], n_buckets: int, top_level: float) -> PoolBo
     """At most `n_buckets` bounds that equally many answers fall between, the last at quantile `top_level`."""
     if len(lengths) < FEWEST:
         return PoolBounds()
-    levels = (top_level * (at + 1) / n_buckets for at in range(n_buckets))
+    levels = (top_level * (bucket + 1) / n_buckets for bucket in range(n_buckets))
     bounds = {-(-max(1, lengths[_rank(len(lengths), level)]) // ALIGNMENT) * ALIGNMENT for level in levels}
     return PoolBounds(tuple(sorted(bounds)), lengths, (0, *accumulate(lengths)))

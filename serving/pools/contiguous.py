@@ -279,7 +279,7 @@ class ContiguousPool:
 
     def _in_order(self) -> tuple[list[str], list[Block]]:
         """Owners and their blocks, by place."""
-        held = sorted((one.block, owner) for owner, one in self._held.items())
+        held = sorted((holding.block, owner) for owner, holding in self._held.items())
         return [owner for _, owner in held], [block for block, _ in held]
 
     def _moves_pinned(self, owners: Mapping[Block, str], shifts: Sequence[Shift]) -> bool:

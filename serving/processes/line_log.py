@@ -105,11 +105,11 @@ class LineLog:
         # Without O_NONBLOCK a pipe that has no reader would hold up the start.
         descriptor = os.open(self.path, flags | os.O_NONBLOCK, mode)
         try:
-            found = os.fstat(descriptor).st_mode
-            if not (stat.S_ISREG(found) or stat.S_ISFIFO(found) or stat.S_ISCHR(found)):
+            file_mode = os.fstat(descriptor).st_mode
+            if not (stat.S_ISREG(file_mode) or stat.S_ISFIFO(file_mode) or stat.S_ISCHR(file_mode)):
                 raise OSError(errno.EINVAL, "it is no file")
             os.set_blocking(descriptor, True)
-            if self._is_private and stat.S_ISREG(found) and stat.S_IMODE(found) & ~_PRIVATE:
+            if self._is_private and stat.S_ISREG(file_mode) and stat.S_IMODE(file_mode) & ~_PRIVATE:
                 os.fchmod(descriptor, _PRIVATE)
                 self._report(f"{self._name} {self.path}: others could read it; its mode is 0600 now")
         except OSError:
@@ -130,9 +130,9 @@ class LineLog:
         n_written = os.write(self._descriptor, line)
         if n_written == len(line):
             return
-        found = os.fstat(self._descriptor)
-        if self.path is not None and stat.S_ISREG(found.st_mode):
-            os.ftruncate(self._descriptor, found.st_size - n_written)
+        status = os.fstat(self._descriptor)
+        if self.path is not None and stat.S_ISREG(status.st_mode):
+            os.ftruncate(self._descriptor, status.st_size - n_written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         while n_written < len(line):
             n_written += os.write(self._descriptor, line[n_written:])

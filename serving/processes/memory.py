@@ -59,7 +59,7 @@ def _own_cgroup(root: Path, hierarchy: str) -> str:
     except OSError:
         return ""
     paths = (line.partition(hierarchy) for line in lines)
-    return next((path.lstrip("/") for _, found, path in paths if found), "")
+    return next((path.lstrip("/") for _, separator, path in paths if separator), "")
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -33,21 +33,21 @@ def hide_values_of(option: str) -> bool:
     if not start or end - start != len(shown):
         return False
     spans = list(_values(shown, os.fsencode(option)))
-    for at, n_bytes in spans:
-        ctypes.memset(start + at, ord("*"), n_bytes)
+    for offset, n_bytes in spans:
+        ctypes.memset(start + offset, ord("*"), n_bytes)
     return bool(spans)
 
 
 def _values(arguments: bytes, option: bytes) -> Iterator[tuple[int, int]]:
     """(Offset, length) of each value of `--option VALUE` and `--option=VALUE`, arguments ending in NUL."""
-    at, is_value = 0, False
+    offset, is_value = 0, False
     for argument in arguments.split(b"\0"):
         if is_value:
-            yield at, len(argument)
+            yield offset, len(argument)
         elif argument.startswith(option + b"="):
-            yield at + len(option) + 1, len(argument) - len(option) - 1
+            yield offset + len(option) + 1, len(argument) - len(option) - 1
         is_value = not is_value and argument == option
-        at += len(argument) + 1
+        offset += len(argument) + 1
 
 
 def _argument_memory() -> tuple[int, int]:

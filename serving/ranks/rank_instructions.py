@@ -93,8 +93,8 @@ def _holding_to_json(holding: Holding) -> dict[str, Any]:
     return {"fd": holding.fd, "places": holding.places.to_json()}
 
 
-def _holding_from_json(known: Mapping[str, Any]) -> Holding:
-    return Holding(known["fd"], Places.from_json(known["places"]))
+def _holding_from_json(values: Mapping[str, Any]) -> Holding:
+    return Holding(values["fd"], Places.from_json(values["places"]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,11 +116,11 @@ def places_in_file(model: PackedModel) -> Places:
 
 def places_in_segment(model: PackedModel) -> Places:
     """The places of a copy of every array, one after another."""
-    at = 0
+    end = 0
 
     def reserve(array: Array) -> int:
-        nonlocal at
-        offset, at = at, at + -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        nonlocal end
+        offset, end = end, end + -(-array.nbytes // ALIGNMENT) * ALIGNMENT
         return offset
 
     weights = {
@@ -128,7 +128,7 @@ def places_in_segment(model: PackedModel) -> Places:
         for name, weight in model.weights.items()
     }
     vectors = {name: ArrayPlace.of(vector, reserve(vector)) for name, vector in model.vectors.items()}
-    return Places(max(at, 1), weights, vectors)
+    return Places(max(end, 1), weights, vectors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,7 @@ class WorkerProcesses:
         worker.said += said
         if said and worker.said.endswith(b"\n"):
             worker.report = Report.from_line(worker.said)
-        if all(one.report and not one.report.error for one in self._workers):
+        if all(each_worker.report and not each_worker.report.error for each_worker in self._workers):
             self._outcome.settled.set()
         return bool(said) and not (worker.report and worker.report.error)
 

@@ -369,9 +369,9 @@ def _probabilities(logits: FloatVector, params: SamplingParams) -> FloatVector:
     scale = np.float32(1 / float(_block_sums(weights).sum()))
     if ids is None:
         return weights * scale
-    found = np.zeros(logits.size, dtype=np.float32)
-    found[ids] = weights * scale
-    return found
+    probabilities = np.zeros(logits.size, dtype=np.float32)
+    probabilities[ids] = weights * scale
+    return probabilities
 
 
 def _filtered(logits: FloatVector, params: SamplingParams) -> tuple[TokenIds | None, FloatVector]:
@@ -476,7 +476,7 @@ def _with_logprobs(logits: FloatVector, token_id: int, n_top: int) -> SampledTok
     normaliser = peak + logarithm(float(_block_sums(_weights(logits, 1.0)).sum()))
     ids = _largest(logits, min(n_top, logits.size)) if n_top else np.empty(0, dtype=np.int64)
     ids = ids[np.lexsort((ids, -logits[ids]))]
-    top = tuple((int(one), float(logits[one]) - normaliser) for one in ids)
+    top = tuple((int(top_id), float(logits[top_id]) - normaliser) for top_id in ids)
     return SampledToken(token_id, float(logits[token_id]) - normaliser, top)
 
 

@@ -68,16 +68,16 @@ def stated_by_gguf(metadata: Mapping[str, Any]) -> SamplingDefaults:
 
 def _stated(fields: Mapping[str, Any]) -> SamplingDefaults:
     numbers = {name: _number(value) for name, value in fields.items()}
-    found = {name: value for name, value in numbers.items() if value is not None and _usable(name, value)}
-    penalty = found.pop("repetition_penalty", 1.0)
-    if not found:
+    usable = {name: value for name, value in numbers.items() if value is not None and _usable(name, value)}
+    penalty = usable.pop("repetition_penalty", 1.0)
+    if not usable:
         return SamplingDefaults(repetition_penalty=penalty)
-    top_k = int(found.get("top_k", 0))
+    top_k = int(usable.get("top_k", 0))
     return SamplingDefaults(
-        temperature=found.get("temperature", 1.0),
+        temperature=usable.get("temperature", 1.0),
         top_k=top_k if top_k > 0 else None,
-        top_p=found.get("top_p", 1.0),
-        min_p=found.get("min_p", 0.0),
+        top_p=usable.get("top_p", 1.0),
+        min_p=usable.get("min_p", 0.0),
         repetition_penalty=penalty,
         source="model",
     )

@@ -27,7 +27,7 @@ def next_to_admit(
         for sequence in waiting:
             if not (sequence.request.prefill_only or _must_become_oldest(sequence, waiting, running)):
                 return sequence, False
-    heads = [one for one in waiting.heads if not _must_become_oldest(one, waiting, running)]
+    heads = [sequence for sequence in waiting.heads if not _must_become_oldest(sequence, waiting, running)]
     for sequence in heads:
         if shares.has_nothing(sequence.request.client):
             return sequence, True
@@ -54,7 +54,7 @@ def last_to_come(
     The youngest of clients that hold more than their share of the slots, else the youngest.
     """
     is_oldest = running[0] is growing
-    greedy = [one for one in running[1:] if shares.takes_too_much(one.request.client)]
+    greedy = [sequence for sequence in running[1:] if shares.takes_too_much(sequence.request.client)]
     for other in (*reversed(greedy), *reversed(running)):
         if other is growing:
             break
@@ -65,9 +65,9 @@ def last_to_come(
 
 def held_in_vain(running: Sequence[LiveSequence]) -> LiveSequence | None:
     """The youngest prompt that no engine has a block for, where nothing runs that could be computed."""
-    if any(one.n_pending and not one.awaits_kv for one in running):
+    if any(sequence.n_pending and not sequence.awaits_kv for sequence in running):
         return None
-    held = (one for one in reversed(running) if is_held(one) and not one.is_pinned)
+    held = (sequence for sequence in reversed(running) if is_held(sequence) and not sequence.is_pinned)
     return next(held, None)
 
 

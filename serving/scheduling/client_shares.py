@@ -21,14 +21,14 @@ class ClientShares:
         self, places: int, slots: int, running: Sequence[LiveSequence], waiting: Collection[str]
     ) -> None:
         self._running = running
-        clients = {one.request.client for one in running}.union(waiting)
+        clients = {sequence.request.client for sequence in running}.union(waiting)
         n_clients = max(1, len(clients))
         self.places = max(1, places // n_clients)
         self.slots = slots // n_clients
         self._places = dict.fromkeys(clients, 0)
         self._slots = dict.fromkeys(clients, 0)
-        for one in running:
-            self._count(one, 1)
+        for sequence in running:
+            self._count(sequence, 1)
 
     def gave_way(self, sequence: LiveSequence) -> None:
         """It is about to leave its block."""
@@ -57,14 +57,14 @@ class ClientShares:
 
     def _greediest(self, held: dict[str, int], share: int) -> Iterable[str]:
         """Clients that hold more than their share, those that hold most before others."""
-        return sorted((one for one in held if held[one] > share), key=lambda one: -held[one])
+        return sorted((client for client in held if held[client] > share), key=lambda client: -held[client])
 
     def _youngest(self, clients: Iterable[str]) -> LiveSequence | None:
         for client in clients:
-            own = [one for one in self._running if one.request.client == client]
-            for one in reversed(own[1:]):
-                if not one.is_pinned:
-                    return one
+            own = [sequence for sequence in self._running if sequence.request.client == client]
+            for sequence in reversed(own[1:]):
+                if not sequence.is_pinned:
+                    return sequence
         return None
 
     def _count(self, sequence: LiveSequence, sign: int) -> None:

@@ -35,8 +35,8 @@ class PrefillTurns:
         False: it can get none now.
         """
         queues: dict[str, list[LiveSequence]] = {}
-        for one in sequences:
-            queues.setdefault(one.request.client, []).append(one)
+        for sequence in sequences:
+            queues.setdefault(sequence.request.client, []).append(sequence)
         self._order = [client for client in self._order if client in queues]
         self._order += [client for client in queues if client not in self._order]
         parts: dict[LiveSequence, int] = {}
@@ -44,7 +44,7 @@ class PrefillTurns:
             return parts
         served: list[str] = []
         part = max(LEAST_TOKENS, room // len(queues))
-        wanted = [sum(one.n_pending for one in queue) for queue in queues.values()]
+        wanted = [sum(sequence.n_pending for sequence in queue) for queue in queues.values()]
         ending = [n_tokens for n_tokens in wanted if n_tokens <= part]
         if ending and max(wanted) > part:
             part = max(FEW_TOKENS, *ending)
@@ -67,13 +67,13 @@ def _fill(
 ) -> int:
     """Give `most` tokens to one client's sequences, in their order. Returns how many they took."""
     left = most
-    for one in queue:
+    for sequence in queue:
         if left == 0:
             break
-        if not (one in parts or starts(one)):
+        if not (sequence in parts or starts(sequence)):
             continue
-        n_tokens = min(one.n_pending - parts.get(one, 0), left)
+        n_tokens = min(sequence.n_pending - parts.get(sequence, 0), left)
         if n_tokens:
-            parts[one] = parts.get(one, 0) + n_tokens
+            parts[sequence] = parts.get(sequence, 0) + n_tokens
             left -= n_tokens
     return most - left

@@ -60,9 +60,9 @@ class _Source:
     """Positions before were not copied into its ring: what it began with saw none of them."""
 
 
-def chain(token_ids: Sequence[int], known: tuple[int, ...] = (), space: str = "") -> tuple[int, ...]:
-    """For each whole run, a hash of `space` and all tokens up to its end. `known`: that of the first runs."""
-    hashes = list(known)
+def chain(token_ids: Sequence[int], prefix: tuple[int, ...] = (), space: str = "") -> tuple[int, ...]:
+    """For each whole run, a hash of `space` and all tokens to its end. `prefix`: that of the first runs."""
+    hashes = list(prefix)
     last = hashes[-1] if hashes else hash(space)
     for start in range(len(hashes) * RUN_TOKENS, len(token_ids) - RUN_TOKENS + 1, RUN_TOKENS):
         last = hash((last, tuple(token_ids[start : start + RUN_TOKENS])))
@@ -206,13 +206,13 @@ class PrefixIndex:
             )
 
     def _enter(self, source: _Source, n_known: int) -> None:
-        for one in source.chain[n_known:]:
-            self._by_chain[one] = source
+        for run_hash in source.chain[n_known:]:
+            self._by_chain[run_hash] = source
 
     def _leave(self, source: _Source, n_kept: int) -> None:
-        for one in source.chain[n_kept:]:
-            if self._by_chain.get(one) is source:
-                del self._by_chain[one]
+        for run_hash in source.chain[n_kept:]:
+            if self._by_chain.get(run_hash) is source:
+                del self._by_chain[run_hash]
 
     def _stamp(self, source: _Source) -> None:
         for begin, end in _pieces(source.placement, source.placement.n_slots):

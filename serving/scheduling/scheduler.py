@@ -96,7 +96,7 @@ class Scheduler:
     @property
     def n_answering(self) -> int:
         """Answers that wait for their next token."""
-        return sum(not one.is_prefilling for one in self._running)
+        return sum(not sequence.is_prefilling for sequence in self._running)
 
     def add(self, request: Request) -> None:
         """Queue a request, or raise why it can never run (RequestError) or cannot wait (QueueFull)."""
@@ -123,15 +123,15 @@ class Scheduler:
         if self._copies or (self._in_flight is not None and self._in_flight.batch.copies):
             return {}
         return {
-            one.request_id: one.placement
-            for one in self._running
-            if one.awaits_kv and one.placement is not None
+            sequence.request_id: sequence.placement
+            for sequence in self._running
+            if sequence.awaits_kv and sequence.placement is not None
         }
 
     @property
     def awaiting_kv(self) -> tuple[str, ...]:
         """Expected requests that have not arrived, whether they have a block or not."""
-        return tuple(name for name, one in self._live.items() if one.awaits_kv)
+        return tuple(name for name, sequence in self._live.items() if sequence.awaits_kv)
 
     def arrived(self, request_id: str, token_id: int) -> TokenOut | None:
         """An expected request's keys and values are in its block, and its first token is sampled: it runs.
@@ -218,7 +218,7 @@ class Scheduler:
         No block grows for drafts: they use what is free in it.
         """
         flight = self._flight_of(batch)
-        return [DraftRoom(one, _room_for_drafts(one)) for one in flight.sequences]
+        return [DraftRoom(sequence, _room_for_drafts(sequence)) for sequence in flight.sequences]
 
     def extend(self, batch: Batch, drafts: Tokens[Tokens[int]]) -> Batch:
         """The decode batch under way, each slice with its drafts behind its token. In place of `batch`."""
@@ -273,7 +273,7 @@ class Scheduler:
         Other requests of the batch whose slots were being moved are computed again: copies may be missing.
         """
         flight = self._take_flight(batch)
-        dropped = [one for one in flight.sequences if one.placement is not None]
+        dropped = [sequence for sequence in flight.sequences if sequence.placement is not None]
         for sequence in dropped:
             if self._prefixes is not None:
                 self._prefixes.drop(sequence.request_id)  # it is unknown how far the step came
@@ -320,9 +320,9 @@ class Scheduler:
         """Raise, with the numbers, unless the pool keeps its law and the running requests alone own slots."""
         check_laws(self.pool, self._running, self._waiting, self._live)
         if self._prefixes is not None:
-            for one in self._running:
-                if one.has_started:
-                    self._prefixes.check(one.request_id, _placed(one), one.n_computed)
+            for sequence in self._running:
+                if sequence.has_started:
+                    self._prefixes.check(sequence.request_id, _placed(sequence), sequence.n_computed)
 
     def _refuse_impossible(self, request: Request) -> None:
         if not request.prompt_token_ids:
@@ -407,18 +407,18 @@ class Scheduler:
             self._prefixes.moved(sequence.request_id, grant.placement)
 
     def _decode_batch(self, most_rows: int | None) -> Batch | None:
-        decoding = [one for one in self._running if not one.is_prefilling]
+        decoding = [sequence for sequence in self._running if not sequence.is_prefilling]
         if most_rows is not None and most_rows < len(decoding):
-            chosen = set(sorted(decoding, key=lambda one: one.turn)[:most_rows])
-            decoding = [one for one in decoding if one in chosen]
+            chosen = set(sorted(decoding, key=lambda sequence: sequence.turn)[:most_rows])
+            decoding = [sequence for sequence in decoding if sequence in chosen]
         self._n_decoded += 1
         for sequence in decoding:
             if sequence.placement is not None and sequence.n_tokens > sequence.placement.n_slots:
                 self._grow(sequence)
         going_on: list[tuple[LiveSequence, Tokens[int]]] = [
-            (one, one.generated[-1:])
-            for one in decoding
-            if one.placement is not None and one.n_tokens <= one.placement.n_slots
+            (sequence, sequence.generated[-1:])
+            for sequence in decoding
+            if sequence.placement is not None and sequence.n_tokens <= sequence.placement.n_slots
         ]
         for sequence, _ in going_on:
             sequence.turn = self._n_decoded
@@ -435,7 +435,7 @@ class Scheduler:
                 self._accept(sequence, grant)
                 return
             last = last_to_come(sequence, self._running, self._shares())
-            if last is None and not any(one.is_pinned for one in self._running):
+            if last is None and not any(holder.is_pinned for holder in self._running):
                 raise SchedulerError(f"the pool has no room for {sequence} alone: {self.pool.stats()}")
             if last is None:
                 return
@@ -448,10 +448,14 @@ class Scheduler:
         self._waiting.rejoin(sequence)
 
     def _prefill_batch(self, room: int) -> Batch | None:
-        waiting = (one for one in self._running if one.can_prefill)
-        parts = self._turns.divide(waiting, room, lambda one: one.has_started or self._start(one))
+        waiting = (sequence for sequence in self._running if sequence.can_prefill)
+        parts = self._turns.divide(
+            waiting, room, lambda sequence: sequence.has_started or self._start(sequence)
+        )
         pieces: list[tuple[LiveSequence, Tokens[int]]] = [
-            (one, one.pending_ids(parts[one])) for one in self._running if one in parts
+            (sequence, sequence.pending_ids(parts[sequence]))
+            for sequence in self._running
+            if sequence in parts
         ]
         return self._fly("prefill", pieces) if pieces else None
 

@@ -17,16 +17,16 @@ def check_laws(
     """SchedulerError, with the numbers, where the pool's law is broken, others than running requests own
     slots, or a request is in two places or in none."""
     pool.check()
-    placements = {one.request_id: one.placement for one in running}
+    placements = {sequence.request_id: sequence.placement for sequence in running}
     owned = pool.placements()
     if owned != placements:
         raise SchedulerError(f"the pool says {owned}, running requests say {placements}")
-    ages = [one.age for one in running]
+    ages = [sequence.age for sequence in running]
     if ages != sorted(ages):
         raise SchedulerError(f"running requests of ages {ages} are not in order")
     if len(waiting) != len(list(waiting)):
         raise SchedulerError(f"{counted(len(waiting), 'request')} wait, but {list(waiting)} do")
-    names = sorted(one.request_id for one in (*running, *waiting))
+    names = sorted(sequence.request_id for sequence in (*running, *waiting))
     if names != sorted(live):
         raise SchedulerError(f"{sorted(live)} live, {names} run or wait")
     for sequence in running:

@@ -41,16 +41,16 @@ class WaitingLine:
     @property
     def clients(self) -> set[str]:
         """Clients with requests here, of both kinds."""
-        return {one.request.client for one in self._preempted}.union(self._turns.clients)
+        return {sequence.request.client for sequence in self._preempted}.union(self._turns.clients)
 
     @property
     def heads(self) -> Iterator[LiveSequence]:
         """The request of each client that is next among its own, in the order of their turns."""
         seen = set()
-        for one in self._preempted:
-            if one.request.client not in seen:
-                seen.add(one.request.client)
-                yield one
+        for sequence in self._preempted:
+            if sequence.request.client not in seen:
+                seen.add(sequence.request.client)
+                yield sequence
         for client in self._turns.clients:
             if client not in seen:
                 yield self._order(self._turns.queue(client))
@@ -65,7 +65,7 @@ class WaitingLine:
 
     def rejoin(self, sequence: LiveSequence) -> None:
         """A request that was preempted."""
-        insort(self._preempted, sequence, key=lambda one: one.age)
+        insort(self._preempted, sequence, key=lambda preempted: preempted.age)
 
     def take(self, sequence: LiveSequence) -> None:
         """Remove a request that is admitted: its client's turn is over."""
@@ -73,7 +73,7 @@ class WaitingLine:
             self._preempted.remove(sequence)
             return
         client = sequence.request.client
-        for older in takewhile(lambda one: one is not sequence, self._turns.queue(client)):
+        for older in takewhile(lambda queued: queued is not sequence, self._turns.queue(client)):
             older.n_overtaken += 1
         self._turns.take_item(client, sequence)
 

@@ -123,32 +123,32 @@ class Embedder:
         """float32 [inputs, width], in their order. ValueError for a token that is not in the vocabulary, or
         an input that is empty or too long.
         """
-        for at, one in enumerate(inputs):
-            if not 1 <= len(one.ids) <= self.embedding.max_tokens:
+        for index, tokens in enumerate(inputs):
+            if not 1 <= len(tokens.ids) <= self.embedding.max_tokens:
                 raise ValueError(
-                    f"input {at} has {counted(len(one.ids), 'token')}:"
+                    f"input {index} has {counted(len(tokens.ids), 'token')}:"
                     f" 1 to {self.embedding.max_tokens} expected"
                 )
         out = np.empty((len(inputs), self.width), np.float32)
         with keeping_affinity():
             for way, places in self._ways(inputs):
                 for step in _steps(inputs, places, way.step_tokens):
-                    self._run(way, [inputs[at] for at in step], step, out)
+                    self._run(way, [inputs[place] for place in step], step, out)
         return out
 
     def _ways(self, inputs: Sequence[Tokens]) -> list[tuple[_Way, Sequence[int]]]:
         """The program of each input: by its own length alone, so that company changes no bits."""
         if self._short is None:
             return [(self._way, range(len(inputs)))]
-        short = [at for at, one in enumerate(inputs) if len(one.ids) <= SHORT_TOKENS]
-        others = [at for at, one in enumerate(inputs) if len(one.ids) > SHORT_TOKENS]
+        short = [index for index, tokens in enumerate(inputs) if len(tokens.ids) <= SHORT_TOKENS]
+        others = [index for index, tokens in enumerate(inputs) if len(tokens.ids) > SHORT_TOKENS]
         return [(self._short, short), (self._way, others)]
 
     def _run(self, way: _Way, inputs: Sequence[Tokens], places: Sequence[int], out: Floats) -> None:
         slices, base = [], 0
-        for one in inputs:
-            slices.append(_Slice(one.ids, base, one.second))
-            base += -(-len(one.ids) // _PANEL) * _PANEL
+        for tokens in inputs:
+            slices.append(_Slice(tokens.ids, base, tokens.second))
+            base += -(-len(tokens.ids) // _PANEL) * _PANEL
         way.program.run(
             self._team,
             slices,
@@ -157,8 +157,8 @@ class Embedder:
             first_row=self.embedding.pooling == "first",
         )
         row = 0
-        for one, place in zip(inputs, places, strict=True):
-            n_rows = len(one.ids) if self._every_row else 1
+        for tokens, place in zip(inputs, places, strict=True):
+            n_rows = len(tokens.ids) if self._every_row else 1
             rows = way.rows[row : row + n_rows]
             out[place] = score(rows[0], self.model) if self.scores else pooled(rows, self.embedding)
             row += n_rows
@@ -178,12 +178,12 @@ def _steps(inputs: Sequence[Tokens], places: Sequence[int], step_tokens: int) ->
     """Places of inputs that go through the model together: as many as fit, in their order."""
     step: list[int] = []
     used = 0
-    for at in places:
-        size = len(inputs[at].ids)
+    for place in places:
+        size = len(inputs[place].ids)
         if step and (used + size > step_tokens or len(step) == MOST_SEQUENCES):
             yield step
             step, used = [], 0
-        step.append(at)
+        step.append(place)
         used += size
     if step:
         yield step

@@ -37,25 +37,25 @@ class EncoderText:
         ContextLengthExceeded for the first that is too long, unless it is to be truncated: then the longer
         of a pair loses tokens at its end until both fit.
         """
-        shaped = [self._shaped(text, at, truncate=truncate) for at, text in enumerate(texts)]
-        found = self._cutter.encode(shaped, self.max_tokens if truncate else None)
-        for at, (ids, _) in enumerate(found):
+        shaped = [self._shaped(text, index, truncate=truncate) for index, text in enumerate(texts)]
+        encoded = self._cutter.encode(shaped, self.max_tokens if truncate else None)
+        for index, (ids, _) in enumerate(encoded):
             if len(ids) > self.max_tokens:
-                raise too_long(at, len(ids), self.max_tokens)
-        return [Tokens(ids, second if self._has_segments else None) for ids, second in found]
+                raise too_long(index, len(ids), self.max_tokens)
+        return [Tokens(ids, second if self._has_segments else None) for ids, second in encoded]
 
-    def _shaped(self, text: Text, at: int, *, truncate: bool) -> Text:
+    def _shaped(self, text: Text, index: int, *, truncate: bool) -> Text:
         """Cutting megabytes of text takes seconds, only to learn that they are too many tokens."""
         parts: tuple[str, ...] = (text,) if isinstance(text, str) else text
         if self._lower:
             parts = tuple(part.lower() for part in parts)
         if sum(map(len, parts)) > self._most_characters:
             if not truncate:
-                asked = f", but input {at} has {sum(map(len, parts))} characters"
+                asked = f", but input {index} has {sum(map(len, parts))} characters"
                 raise ContextLengthExceeded.beyond(self.max_tokens, asked, "input")
             parts = tuple(part[: self._most_characters] for part in parts)
         return parts[0] if len(parts) == 1 else (parts[0], parts[1])
 
 
-def too_long(at: int, n_tokens: int, most: int) -> ContextLengthExceeded:
-    return ContextLengthExceeded.beyond(most, f", but input {at} has {n_tokens}", "input")
+def too_long(index: int, n_tokens: int, most: int) -> ContextLengthExceeded:
+    return ContextLengthExceeded.beyond(most, f", but input {index} has {n_tokens}", "input")

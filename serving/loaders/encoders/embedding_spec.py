@@ -56,7 +56,7 @@ def _modules(directory: ModelDirectory) -> list[tuple[str, str]] | None:
     listed = directory.json_list(MODULES, _MOST_MODULES)
     if listed is None:
         return None
-    found, where = [], directory.path / MODULES
+    modules, where = [], directory.path / MODULES
     for entry in listed:
         kind = str(entry.get("type", "")).rpartition(".")[2] if isinstance(entry, dict) else ""
         path = entry.get("path", "") if isinstance(entry, dict) else ""
@@ -64,8 +64,8 @@ def _modules(directory: ModelDirectory) -> list[tuple[str, str]] | None:
             raise ModelError(f"{where} asks for {kind!r:.60}; Transformer, Pooling and Normalize can run")
         if not isinstance(path, str) or path.startswith("/") or ".." in path:
             raise ModelError(f"{where} names the folder {path!r:.60}")
-        found.append((kind, path))
-    return found
+        modules.append((kind, path))
+    return modules
 
 
 def _pooling(directory: ModelDirectory, name: str, *, encoder: bool) -> str:

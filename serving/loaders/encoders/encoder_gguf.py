@@ -62,22 +62,22 @@ def config_of(
 
 def pooling_type(architecture: str, read: ReadField) -> int | None:
     """The number that the metadata give; None where they give none, or no pooling."""
-    found: int | None = read(f"{architecture}.pooling_type", int, None)
-    return found or None
+    pooling: int | None = read(f"{architecture}.pooling_type", int, None)
+    return pooling or None
 
 
 def embedding_of(
     architecture: str, read: ReadField, context_length: int, *, encoder: bool
 ) -> Embedding | None:
     """The pooling of rows to a vector of length 1; None for a decoder whose file says nothing of it."""
-    found = pooling_type(architecture, read)
-    if found is None:
+    pooling = pooling_type(architecture, read)
+    if pooling is None:
         return Embedding("mean", True, context_length) if encoder else None
-    if found not in POOLINGS:
+    if pooling not in POOLINGS:
         raise ModelError(
-            f"the GGUF metadata ask for pooling type {found}; {', '.join(map(str, POOLINGS))} can run"
+            f"the GGUF metadata ask for pooling type {pooling}; {', '.join(map(str, POOLINGS))} can run"
         )
-    return Embedding(POOLINGS[found], found != RANK, context_length)
+    return Embedding(POOLINGS[pooling], pooling != RANK, context_length)
 
 
 def encoder_tensors(

@@ -124,9 +124,9 @@ def encoder_tensors(
             name = name.removeprefix(prefix)
         what = f"{directory} has a tensor {theirs!r:.80} that"
         match = re.fullmatch(family.hf_layer, name, re.ASCII)
-        found = family.hf_names.get(match[2]) if match else family.hf_global_names.get(name)
+        target = family.hf_names.get(match[2]) if match else family.hf_global_names.get(name)
         unused = name.startswith(("pooler.", "classifier.")) and not scores
-        if found is None or unused:
+        if target is None or unused:
             if unused or IGNORED.fullmatch(name):
                 return
             raise ModelError(f"{what} {family.name} models do not use")
@@ -140,9 +140,9 @@ def encoder_tensors(
 
 def encoder_embedding(directory: ModelDirectory, config: ModelConfig) -> Embedding:
     """The pooling of the directory's model; a cross-encoder scores by the row of the first token."""
-    found = embedding_of(directory, config.context_length, encoder=True)
-    assert found is not None
+    embedding = embedding_of(directory, config.context_length, encoder=True)
+    assert embedding is not None
     assert config.encoder is not None
     if config.encoder.scores:
-        return Embedding("first", False, found.max_tokens, found.lower_case)
-    return found
+        return Embedding("first", False, embedding.max_tokens, embedding.lower_case)
+    return embedding

@@ -54,9 +54,9 @@ def adapted(
 
     ModelError where a tensor is there twice or has no use.
     """
-    found: dict[str, SourceTensor] = {}
+    by_name: dict[str, SourceTensor] = {}
     for name, tensor in tensors:
-        if name in found:
+        if name in by_name:
             raise ModelError(f"{what} has the tensor for {name} twice")
         where = f"{what}: the tensor for {name}"
         if name == "positions":
@@ -65,8 +65,8 @@ def adapted(
             tensor = _two_segments(tensor, where)
         elif name in ("score_dense", "score_out"):
             tensor = flattened(tensor, 0, config.hidden if name == "score_dense" else 1, where)
-        found[name] = tensor
-    return found
+        by_name[name] = tensor
+    return by_name
 
 
 def _two_segments(tensor: SourceTensor, where: str) -> SourceTensor:

@@ -32,14 +32,14 @@ _BY_GGUF = {name: family for family in FAMILIES for name in family.gguf}
 def family_of_hf(model_type: str) -> Family:
     """By config.json's `model_type`; ModelError for one that cannot run."""
     if model_type not in _BY_HF:
-        known = ", ".join([*_BY_HF, *ENCODERS_BY_HF])
-        raise ModelError(f"config.json describes a {model_type!r:.60} model; {known} can run")
+        runnable = ", ".join([*_BY_HF, *ENCODERS_BY_HF])
+        raise ModelError(f"config.json describes a {model_type!r:.60} model; {runnable} can run")
     return _BY_HF[model_type]
 
 
 def family_of_gguf(architecture: str, what: str) -> Family:
     """By `general.architecture` of the file `what`; ModelError for one that cannot run."""
     if architecture not in _BY_GGUF:
-        known = ", ".join([*_BY_GGUF, *ENCODERS_BY_GGUF])
-        raise ModelError(f"{what} holds a {architecture!r:.60} model; {known} can run")
+        runnable = ", ".join([*_BY_GGUF, *ENCODERS_BY_GGUF])
+        raise ModelError(f"{what} holds a {architecture!r:.60} model; {runnable} can run")
     return _BY_GGUF[architecture]

@@ -40,9 +40,9 @@ def with_windows(
     local_rope = rope or config.rope
     local = LayerKind(window, local_rope)
     whole = LayerKind(None, config.rope)
-    if len({local if one else whole for one in sliding}) == 1:
+    if len({local if slides else whole for slides in sliding}) == 1:
         return replace(config, sliding_window=window, rope=local_rope) if sliding[0] else config
-    return replace(config, layer_kinds=tuple(local if one else whole for one in sliding))
+    return replace(config, layer_kinds=tuple(local if slides else whole for slides in sliding))
 
 
 def positive_or_none(get: Get, key: str, default: float | None = None) -> float | None:
@@ -62,11 +62,11 @@ def experts_of(
     get: Get, count: str, chosen: str, normalised: bool, biases: bool = False, shared_ffn: int = 0
 ) -> Experts:
     """The mixture whose numbers the file gives under these keys."""
-    found = get(count, int), get(chosen, int)
-    for key, value in zip((count, chosen), found, strict=True):
+    numbers = get(count, int), get(chosen, int)
+    for key, value in zip((count, chosen), numbers, strict=True):
         if value is None:
             raise ModelError(f"a mixture of experts without {key}")
-    return Experts(*found, normalised, biases, shared_ffn)
+    return Experts(*numbers, normalised, biases, shared_ffn)
 
 
 def must_be_off(get: Get, *keys: str) -> None:

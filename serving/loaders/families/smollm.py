@@ -17,7 +17,7 @@ def _with_rope(config: ModelConfig, has_rope: list[bool]) -> ModelConfig:
     if all(has_rope):
         return config
     kinds = LayerKind(None, None), LayerKind(None, config.rope)
-    return replace(config, layer_kinds=tuple(kinds[one] for one in has_rope))
+    return replace(config, layer_kinds=tuple(kinds[rotates] for rotates in has_rope))
 
 
 def _hf(get: Get, config: ModelConfig) -> ModelConfig:
@@ -33,7 +33,7 @@ def _hf(get: Get, config: ModelConfig) -> ModelConfig:
             f"config.json has {counted(len(has_rope), 'entry')} in no_rope_layers"
             f" for {counted(config.n_layers, 'layer')}"
         )
-    return _with_rope(config, [bool(one) for one in has_rope])
+    return _with_rope(config, [bool(flag) for flag in has_rope])
 
 
 def _gguf(get: Get, config: ModelConfig) -> ModelConfig:

@@ -92,18 +92,18 @@ def _bytes_under(path: Path) -> int:
 
 def packed_caches(root: Path) -> list[PackedCache]:
     """Every packed file, largest first; also those that cannot be read."""
-    found = []
+    caches = []
     for path in (root / "packed").glob("*.packed"):
         head = read_head(path)
         n_bytes = path.stat().st_size
         if head is None:
-            found.append(PackedCache(path.name, path, "?", n_bytes, None, ""))
+            caches.append(PackedCache(path.name, path, "?", n_bytes, None, ""))
         else:
             source = Path(str(head["source"]))
-            found.append(
+            caches.append(
                 PackedCache(head["name"], path, head["format"], n_bytes, source, head["content_hash"])
             )
-    return sorted(found, key=lambda cache: (-cache.n_bytes, cache.name))
+    return sorted(caches, key=lambda cache: (-cache.n_bytes, cache.name))
 
 
 def remove(name: str, root: Path, *, packed_only: bool = False) -> list[Removed]:
@@ -123,7 +123,7 @@ def remove(name: str, root: Path, *, packed_only: bool = False) -> list[Removed]
     if not stored and not packed:
         raise ModelError(
             f"nothing in {root} is called {name!r:.200}: phasewise models list shows what is there"
-            f"{meant(name, [one.name for one in stored_models(root)])}"
+            f"{meant(name, [model.name for model in stored_models(root)])}"
         )
     removed = [Removed(cache.path, cache.n_bytes, "packed") for cache in packed]
     if not packed_only:
@@ -172,11 +172,11 @@ def prune(root: Path, *, all_packed: bool = False, dry_run: bool = False) -> lis
 
 
 def _take_away(removed: list[Removed]) -> None:
-    for one in removed:
+    for removal in removed:
         try:
-            if one.path.is_dir() and not one.path.is_symlink():
-                shutil.rmtree(one.path)
+            if removal.path.is_dir() and not removal.path.is_symlink():
+                shutil.rmtree(removal.path)
             else:
-                one.path.unlink(missing_ok=True)
+                removal.path.unlink(missing_ok=True)
         except OSError as error:
-            raise ModelError(f"{one.path} cannot be removed: {error.strerror}") from error
+            raise ModelError(f"{removal.path} cannot be removed: {error.strerror}") from error

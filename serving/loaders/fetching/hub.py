@@ -161,9 +161,9 @@ def _list(repository: str) -> Listing:
             raise ValueError("no commit, or too many files")
         files = {
             path: file
-            for one in siblings
-            if (file := _promised(repository, commit, one))
-            for path in [one["rfilename"]]
+            for sibling in siblings
+            if (file := _promised(repository, commit, sibling))
+            for path in [sibling["rfilename"]]
         }
         return Listing(commit, files, _licence(fields))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -207,10 +207,10 @@ def _chosen(repository: str, tag: str | None, listing: Listing) -> list[RemoteFi
     if not gguf:
         raise DownloadError(f"it holds no {'GGUF file' if tag else 'safetensors or GGUF file'}")
     tags = (tag,) if tag else DEFAULT_TAGS
-    for one in tags:
-        found = [file for path, file in sorted(gguf.items()) if _has_tag(path, one)]
-        if found:
-            return _whole_model(found)
+    for wanted_tag in tags:
+        tagged = [file for path, file in sorted(gguf.items()) if _has_tag(path, wanted_tag)]
+        if tagged:
+            return _whole_model(tagged)
     if tag is None and len(gguf) == 1:
         return list(gguf.values())
     first = [file for _, file in sorted(gguf.items())][:12]
@@ -224,10 +224,10 @@ def _has_tag(path: str, tag: str) -> bool:
     return re.search(rf"(^|[-._]){re.escape(tag)}$", stem, re.IGNORECASE) is not None
 
 
-def _whole_model(found: list[RemoteFile]) -> list[RemoteFile]:
+def _whole_model(files: list[RemoteFile]) -> list[RemoteFile]:
     """The first of these files, with the other parts where it is one of several."""
-    first = PurePosixPath(found[0].name)
-    by_name = {file.name: file for file in found}
+    first = PurePosixPath(files[0].name)
+    by_name = {file.name: file for file in files}
     names = [str(path) for path in part_paths(Path(first))]
     missing = [name for name in names if name not in by_name]
     if missing:

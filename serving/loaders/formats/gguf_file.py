@@ -167,20 +167,20 @@ class _Parser:
     def _strings(self, count: int) -> list[str]:
         """The loop over a vocabulary, a hundred times as long as all else here, so written flat."""
         data, end = self.data, len(self.data)
-        start = at = self.at
+        start = position = self.at
         strings = []
         for _ in range(count):
-            start = at + 8
+            start = position + 8
             if start > end:
                 break
-            at = start + _LENGTH.unpack_from(data, start - 8)[0]
-            if at > end:
+            position = start + _LENGTH.unpack_from(data, start - 8)[0]
+            if position > end:
                 break
             try:
-                strings.append(data[start:at].decode())
+                strings.append(data[start:position].decode())
             except UnicodeDecodeError:
-                raise self._bad(f"holds text that is not UTF-8 before byte {at}") from None
-        self._take(max(start, at) - self.at)  # complains where the loop stopped early
+                raise self._bad(f"holds text that is not UTF-8 before byte {position}") from None
+        self._take(max(start, position) - self.at)  # complains where the loop stopped early
         return strings
 
     def _tensor_info(self) -> TensorInfo:

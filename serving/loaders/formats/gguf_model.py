@@ -142,12 +142,12 @@ def _tensors(
         stem, name = (f"layers.{match[1]}.", match[2]) if match else ("", theirs)
         what = f"{file.path} has a tensor {theirs!r:.80} that"
         try:
-            found = list(
+            renamed = list(
                 our_tensors(stem, name, names if stem else GLOBAL_NAMES, _tensor(file, info), shapes, what)
             )
         except KeyError:
             raise ModelError(f"{what} {family.name} models do not use") from None
-        for ours, tensor in found:
+        for ours, tensor in renamed:
             if ours in tensors:
                 raise ModelError(f"{file.path} has the tensor for {ours} twice")
             heads = _heads(ours, family, config)

@@ -79,7 +79,7 @@ def open_gguf(path: Path) -> tuple[GgufFiles, GgufHeader]:
                 f"{path} is one of {counted(count, 'part')} of a model: its name must end in "
                 f"-00001-of-{count:05}.gguf, with its own number, and the others must lie beside it"
             )
-        files = [stack.enter_context(SourceFile(one)) for one in paths]
+        files = [stack.enter_context(SourceFile(part_path)) for part_path in paths]
         headers = [read_header(file) for file in files]
         stack.pop_all()
     named.close()

@@ -100,7 +100,7 @@ def text_fields(fields: Fields, family: Family) -> Fields:
 
 def _by_other_names(given: Fields, family: Family) -> dict[str, Any]:
     """Fields of the family that the file has under another release's name. ModelError where both differ."""
-    found: dict[str, Any] = {}
+    renamed: dict[str, Any] = {}
     for key in family.hf_defaults:
         other = OTHER_NAMES.get(key, "")
         if given.get(other) is None:
@@ -110,8 +110,8 @@ def _by_other_names(given: Fields, family: Family) -> dict[str, Any]:
                 f"config.json has {key} = {given[key]!r:.40} and {other} = {given[other]!r:.40}, which mean "
                 "the same thing"
             )
-        found[key] = given[other]
-    return found
+        renamed[key] = given[other]
+    return renamed
 
 
 def _refuse_what_cannot_run(get: Callable[..., Any], activation: str) -> None:
@@ -149,8 +149,8 @@ def _rope_fields(fields: Fields) -> Fields:
 
     Where they are given by kinds of layers, those of layers that see all.
     """
-    found = field(fields, "rope_parameters", dict) or field(fields, "rope_scaling", dict) or {}
-    return field(found, "full_attention", dict) or found
+    rope = field(fields, "rope_parameters", dict) or field(fields, "rope_scaling", dict) or {}
+    return field(rope, "full_attention", dict) or rope
 
 
 def _theta(get: Callable[..., Any], rope_fields: Fields) -> float:

@@ -147,15 +147,15 @@ def _our_tensors(
             continue
         what = f"{directory} has a tensor {theirs!r:.80} that"
         try:
-            found = list(our_tensors(stem, name, names if stem else GLOBAL_NAMES, tensor, shapes, what))
+            renamed = list(our_tensors(stem, name, names if stem else GLOBAL_NAMES, tensor, shapes, what))
         except KeyError:
             raise ModelError(f"{what} {family.name} models do not use") from None
-        for ours, one in found:
+        for ours, our_tensor in renamed:
             ours = ours.replace("{e}", expert)
             if ours in tensors:
                 raise ModelError(f"{directory} has the tensor {theirs!r:.80} twice")
             unit = family.hf_unit_norms and ours.endswith("norm")
-            tensors[ours] = one_more(one) if unit else one
+            tensors[ours] = one_more(our_tensor) if unit else our_tensor
     return tensors
 
 
@@ -188,12 +188,12 @@ def _sparse_parts(
     opened: list[tuple[SourceFile, dict[str, TensorEntry]]],
 ) -> dict[str, dict[str, Found]]:
     """Tensors that are parts of sparse matrices, by the name of the matrix and that of the part."""
-    found: dict[str, dict[str, Found]] = {}
+    parts: dict[str, dict[str, Found]] = {}
     for file, entries in opened:
         for theirs, entry in entries.items():
             if (place := part_of(theirs)) is not None:
-                found.setdefault(place[0], {})[place[1]] = file, entry
-    return found
+                parts.setdefault(place[0], {})[place[1]] = file, entry
+    return parts
 
 
 def _without_prefix(theirs: str, family: Family) -> str:

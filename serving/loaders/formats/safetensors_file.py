@@ -50,17 +50,17 @@ def mxfp4_tensor(
 ) -> SourceTensor:
     """A stack of matrices [experts, outputs, inputs] in MXFP4: blocks [experts, outputs, inputs / 32, 16] of
     two numbers a byte, the even one low, and an exponent for each block."""
-    shape, found = blocks.shape, scales.shape
+    shape, scales_shape = blocks.shape, scales.shape
     if (
         blocks.dtype != "U8"
         or scales.dtype != "U8"
         or len(shape) != 4
         or shape[3] != 16
-        or shape[:3] != found
+        or shape[:3] != scales_shape
     ):
         raise ModelError(
-            f"{file.path} has {name} as {blocks.dtype} {shape} with scales {scales.dtype} {found}: MXFP4 is"
-            " U8 [experts, outputs, inputs / 32, 16] with scales [experts, outputs, inputs / 32]"
+            f"{file.path} has {name} as {blocks.dtype} {shape} with scales {scales.dtype} {scales_shape}:"
+            " MXFP4 is U8 [experts, outputs, inputs / 32, 16] with scales [experts, outputs, inputs / 32]"
         )
     if 0 in shape:
         raise ModelError(f"{file.path} has {name} as {shape}: nothing in it")
