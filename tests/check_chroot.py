@@ -5,7 +5,8 @@
 For the oldest Debian with Python 3.11 (bookworm) and the current one (trixie), or the suites that are named.
 Each is made by debootstrap in SCRATCH_DIR/SUITE-MACHINE, or used as it is where that is there already. The
 wheels of all dependencies are fetched here, for the system's own Python, and installed without an index. Then
-`doctor`, `doctor --bits`, `generate`, and `serve` with a request run. Needs root, debootstrap, iproute2 and Debian's archive.
+`doctor`, `doctor --bits`, `generate`, and `serve` with a request run.
+Needs root, debootstrap, iproute2 and Debian's archive.
 
 The machine is that of the wheel. Another one than this is emulated, by qemu-user through the kernel's binfmt
 (Debian: qemu-user-static, binfmt-support): slow, so the model should be a tiny one.
@@ -99,7 +100,8 @@ def check(suite: str, wheel: Path, model: Path, scratch: Path) -> None:
     in_system(root, PHASEWISE, "generate", "/model.gguf", "-p", "a", "-n", "4")
     in_system(root, "python3", "-c", ASK)
     where = f"{suite}, {machine}{'' if machine == platform.machine() else ' (emulated)'}, Python {version}"
-    print(f"{where}, no compiler: {wheel.name} installs; doctor, generate and serve work, all bits are right", flush=True)
+    works = "doctor, generate and serve work, and all bits are right"
+    print(f"{where}, no compiler: {wheel.name} installs; {works}", flush=True)
 
 
 def machine_of(wheel: Path) -> str:
