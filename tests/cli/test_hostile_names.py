@@ -27,6 +27,7 @@ from phasewise.workflows.database.listing import ListedSchedules, Section
 from phasewise.workflows.line_chart import Chart, Panel, draw_chart
 from phasewise.workflows.machine_report.facts import DatabaseReport
 from phasewise.workflows.machine_report.page import page
+from phasewise.workflows.machine_report.worth import Worth
 from tests.support.machines import machine_shapes
 
 HOSTILE = "a\nb\tc\x1b]0;owned\x07\x00\x9b31m\u202e\u2028</text><script>x|\ufffe\ud800"
@@ -59,7 +60,12 @@ def contents(name: str) -> dict[str, Any]:
     one = {"family": name, "format": name, "n": 1, "k": 1, "m": 1, "mr": 1, "panels": 1, "compute_path": name}
     one |= {"threads_m": 1, "threads_n": 1, "threads_k": 1, "estimate_ns": 1, "machine": name, "stale": False}
     machines = [{"machine": "A", "placement": name, "core": name}]
-    return {"plans": [plan_of(name)], "schedules": [one | {"standing": "in use"}], "machines": machines}
+    return {
+        "plans": [plan_of(name)],
+        "schedules": [one | {"standing": "in use"}],
+        "machines": machines,
+        "shipped": 0,
+    }
 
 
 def subject(name: str) -> Any:
@@ -131,5 +137,5 @@ def test_pictures_of_hostile_names_are_documents_without_elements_of_theirs() ->
 def test_the_report_has_no_elements_of_a_models_name() -> None:
     machine = machine_of(HOSTILE)
     plans: dict[str, dict[Phase, ServicePlan]] = {HOSTILE: {"decode": default_plan(machine, "decode")}}
-    found = DatabaseReport(machine, plans, {HOSTILE: {}}, (), (), (), 0, None)
+    found = DatabaseReport(machine, plans, {HOSTILE: {}}, (), (), (), 0, None, Worth((), (), {}))
     assert "<script" not in page(found, HOSTILE, 0.0)

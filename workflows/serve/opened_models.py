@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from phasewise.tuner.first_duels import FIRST_S
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.serve.settings import KeysAndValues, ServeSettings
 
@@ -64,6 +63,7 @@ def open_models(
 ) -> list[OpenedModel]:
     """Each with its share of the memory for keys and values; `stack` closes them. Raises as `serve_model`."""
     from phasewise.topology import read_machine
+    from phasewise.tuner.first_duels import FIRST_S
     from phasewise.workflows.opening.first_start import pull_what_fits
     from phasewise.workflows.opening.open_model import open_model
 
