@@ -140,12 +140,10 @@ def main() -> None:
         # The reader of our stdout left (e.g. `| head`): point it elsewhere so that the exit flush is silent.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_FAILURE)
-    except OSError as error:
-        if error.errno not in STDOUT_ERRNOS or error.filename is not None:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        fail(f"the results cannot be written: {error.strerror}", EXIT_FAILURE)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in STDOUT_ERRNOS and error.filename is None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            fail(f"the results cannot be written: {error.strerror}", EXIT_FAILURE)
         exit_code, shortage = getattr(error, "exit_code", None), shortage_of(error)
         if (absence := absence_of(error)) is not None:
             fail(absence, EXIT_FAILURE)

@@ -238,7 +238,8 @@ class _ProductionCluster:
 
     def prompt_computed(self, request_id: str) -> None:
         life = self._lives[request_id]
-        life.prompt_end_s = self._timeline.now_s
+        if math.isnan(life.prompt_end_s):  # a paused answer has its prompt computed again
+            life.prompt_end_s = self._timeline.now_s
         if request_id in self._going:
             self._going[request_id].is_computed = True
             self._send(request_id)
