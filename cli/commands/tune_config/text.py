@@ -139,7 +139,7 @@ def _against_table(verdict: PhaseVerdict, machine: Machine) -> str:
     table = tabulate(rows, headers=headers, disable_numparse=True, colalign=aligned)
     if all(versus.comparison is None for versus in verdict.against):
         return table
-    return f"{table}\nlatency: of the last run; speed-up: the median of pairs of turns, and its interval"
+    return f"{table}\nlatency: of the last run; speed-up: median of pairs of turns, its interval"
 
 
 def _short_name(reference: Reference) -> str:
