@@ -221,7 +221,7 @@ class TokenView:
 class _Kept(NamedTuple):
     """The outcome of one grammar: a matcher at its beginning, or why it is refused; and its memory."""
 
-    found: LLMatcher | str
+    outcome: LLMatcher | str
     n_bytes: int
 
 
@@ -282,13 +282,13 @@ class GuideCompiler:
     def known(self, grammar: Grammar) -> Guide | None:
         """The guide of a grammar that was compiled of late; else None, and at once."""
         kept = self._known(grammar)
-        return None if kept is None or isinstance(kept.found, str) else self._guide(grammar, kept)
+        return None if kept is None or isinstance(kept.outcome, str) else self._guide(grammar, kept)
 
     def _guide(self, grammar: Grammar, kept: _Kept) -> Guide:
-        if isinstance(kept.found, str):
-            raise RequestError(kept.found)
+        if isinstance(kept.outcome, str):
+            raise RequestError(kept.outcome)
         recipe = GuideRecipe(grammar, kept.n_bytes)
-        return _MatcherGuide(recipe, kept.found, self._tokens.vocab_size, min(self._tokens.end_token_ids))
+        return _MatcherGuide(recipe, kept.outcome, self._tokens.vocab_size, min(self._tokens.end_token_ids))
 
     def _known(self, grammar: Grammar) -> _Kept | None:
         with self._cache_lock:

@@ -107,10 +107,10 @@ class GroupOutcome:
 class ScheduleCache:
     """The results of earlier groups, by what made them good: family, format, arithmetic, threads and m."""
 
-    found: dict[tuple[str, str, Arithmetic, int, int], list[Schedule]] = field(default_factory=dict)
+    seeds_by_key: dict[tuple[str, str, Arithmetic, int, int], list[Schedule]] = field(default_factory=dict)
 
     def seeds(self, group: Group, arithmetic: Arithmetic, m: int) -> list[Schedule]:
-        return self.found.get((group.family, group.format, arithmetic, group.threads, m), [])
+        return self.seeds_by_key.get((group.family, group.format, arithmetic, group.threads, m), [])
 
     def offer(self, group: Group, m: int, schedules: Sequence[Schedule]) -> None:
         """More seeds, behind those of earlier groups, each for the arithmetic that it has."""
@@ -118,13 +118,13 @@ class ScheduleCache:
             arithmetic = Arithmetic(schedule.compute_path, schedule.k_parts)
             key = (group.family, group.format, arithmetic, group.threads, m)
             if schedule.threads == group.threads and arithmetic in group.arithmetics:
-                self.found[key] = [*self.found.get(key, []), schedule]
+                self.seeds_by_key[key] = [*self.seeds_by_key.get(key, []), schedule]
 
     def add(self, group: Group, outcome: GroupOutcome) -> None:
         """The newest first; of each m the last two groups are kept."""
         for m, schedule in outcome.best.items():
             key = (group.family, group.format, outcome.arithmetic, group.threads, m)
-            self.found[key] = [schedule, *self.found.get(key, [])][:2]
+            self.seeds_by_key[key] = [schedule, *self.seeds_by_key.get(key, [])][:2]
 
 
 def m_grid(max_m: int, options: SearchOptions) -> tuple[int, ...]:

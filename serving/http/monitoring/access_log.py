@@ -55,7 +55,7 @@ class Record:
     method: str
     path: str
     began_ns: int
-    at: datetime
+    began: datetime
     status: int | None = None
     n_prompt: int | None = None
     n_cached: int = 0
@@ -69,7 +69,7 @@ class Record:
     def fields(self) -> dict[str, Any]:
         """As the log has them; what a request has not is left out."""
         out: dict[str, Any] = {
-            "at": self.at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "at": self.began.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "id": self.request_id,
             "method": self.method,
             "path": self.path,
