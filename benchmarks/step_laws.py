@@ -1,11 +1,11 @@
-"""Do a model's whole steps keep the laws of rows, untuned or tuned: experts, sparse weights and attention in them?
+"""Do a model's whole steps keep the laws of rows, with experts, sparse weights and attention in them?
 
     python benchmarks/step_laws.py MODEL                    decode steps of 1 to 64 sequences
     python benchmarks/step_laws.py MODEL --m 1,2,4,8 --depth 512 --format q8_0
 
 With t(m) the time of a step that decodes a token of each of m sequences, `row_laws.py`'s two laws: t(m) is at
 most t(m') for every m' above m, and t(a + b) at most t(a) + t(b). Beside them what one more row costs: the
-slope between m and the number of sequences before it, as a share of t(1). That is what a row of a draft costs.
+slope between m and the number of sequences before it, as a share of t(1). A row of a draft costs that.
 
 Numbers of sequences take turns, round after round; t(m) is the least of its rounds. A law that looks broken
 is asked about again. The exit code is 1 where one is broken.
