@@ -16,7 +16,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support.expected_skips import EXPECTED_SKIPS
-from tests.support.tiers import TIERS, VARIABLE, middle_isas, n_examples
+from tests.support.tiers import QUICK_SHARE, TIERS, VARIABLE, middle_isas, n_examples
 
 _DEFAULT_EXAMPLES = 100  # hypothesis' own
 
@@ -56,8 +56,13 @@ def _use_own_measurement_lock(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tier = config.getoption("--tier")
     dropped = []
+    numbers = Counter[str]()
     for item in items:
         reason = _why_not_quick(item)
+        if not reason and item.get_closest_marker("many"):
+            function = item.nodeid.partition("[")[0]
+            reason = "of those with many parameters" if numbers[function] % QUICK_SHARE else ""
+            numbers[function] += 1
         if tier == "quick" and reason:
             config.stash[LEFT_OUT][reason] += 1
         if not _is_in(tier, item, reason):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -219,7 +220,13 @@ def _sources() -> Iterator[tuple[str, Path]]:
             yield ".".join(part for part in parts if part != "__init__"), path
 
 
-def _imports(path: Path) -> Iterator[str]:
+@cache
+def _imports(path: Path) -> tuple[str, ...]:
+    """What a file imports. Several tests ask, and reading all files takes seconds."""
+    return tuple(_imports_of(path))
+
+
+def _imports_of(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -83,6 +83,7 @@ def test_what_an_extra_has_is_no_dependency() -> None:
         assert distribution in _names(settings["options.extras_require"][extra])
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("module", "extra", "arguments"),
     [

@@ -26,6 +26,7 @@ def test_every_page_of_the_guide_is_listed() -> None:
     assert [line.split()[0] for line in told.splitlines()] == sorted(path.stem for path in GUIDE.glob("*.md"))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", titles())
 def test_a_page_keeps_its_commands_and_breaks_its_paragraphs_and_tables(name: str) -> None:
     code, told = _help(name)

@@ -298,6 +298,7 @@ def test_a_variable_and_the_configuration_file_stand_for_runs_that_can_follow_th
     assert only(pooled, "instance")
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("way", NAMES)
 def test_what_compares_policies_acts_from_the_configuration_file_as_by_its_flag(
     way: str, places: Places, boundary: Boundary, tmp_path: Path

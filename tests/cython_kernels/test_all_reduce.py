@@ -75,6 +75,7 @@ def reduce_in_turns(group: Group, rows: np.ndarray, rank: int, kinds: list[str],
             np.testing.assert_array_equal(rows[rank], sum_in_rank_order(messages))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("kind", ALL_REDUCE_KINDS)
 @pytest.mark.parametrize("n_ranks", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_sizes_at_the_edges_of_lines_and_chunks(n_ranks: int, kind: str) -> None:

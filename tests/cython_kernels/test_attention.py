@@ -141,6 +141,7 @@ def expected_of_scaled(p: Problem) -> tuple[np.ndarray, np.ndarray]:
     return want, bound + pair_error(p)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("dim", DIMS)
 def test_every_edge_keeps_the_bound(dim: int) -> None:
     for positions in LENGTHS:
@@ -159,6 +160,7 @@ def test_a_window_hides_what_lies_before_it(window: int) -> None:
     assert (np.abs(p.run() - want) <= bound).all()
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("kv_format", ["f16", "bf16", "int8", "int4", "int16"])
 @pytest.mark.parametrize("dim", [2, 40, 64, 80, 128, 256])
 def test_storage_is_the_only_loss(dim: int, kv_format: str) -> None:

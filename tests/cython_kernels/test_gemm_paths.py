@@ -25,6 +25,7 @@ PATHS = [(name, kind, path) for name, kind in WAYS for path in paths_on(name, ki
 FORMAT_PATHS = [(name, fmt, path) for name, kind, path in PATHS for fmt in FORMATS if fmt.split()[0] == kind]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(("name", "fmt", "path"), FORMAT_PATHS)
 @examples(25)
 @given(

@@ -128,6 +128,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LONG = {"mixed 3", "reduce 2 ring rank-shifted", "reduce 2 master-copies ring"}
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "walk", [pytest.param(walk, marks=pytest.mark.slow) if walk in LONG else walk for walk in WALKS]
 )
@@ -138,6 +139,7 @@ def test_no_interleaving_breaks(model: Path, walk: str) -> None:
     assert int(found.stdout.split()[0]) > 10  # it has been somewhere
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_what_is_broken_is_found(mutant: str, tmp_path: Path) -> None:
     name, sound, broken, walk = MUTANTS[mutant]

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.skipif(why_not(HOME) is not None, reason=str(why_not(HO
 BATCH = 100
 
 
+@pytest.mark.slow
 @settings(max_examples=1, deadline=None)
 @given(st.integers(0, 2**32))
 def test_a_hundred_drawn_programs_mean_what_their_c_computes(seed: int) -> None:

@@ -48,6 +48,7 @@ def count(x: ptr[const[u8]], n: i32) -> i32:
 """
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("outer", "inner"),
     [

@@ -75,6 +75,7 @@ def tune(start: Barrier, db: str) -> None:
             assert store.promoted_measurement(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) is not None
 
 
+@pytest.mark.slow
 def test_two_processes_that_import_one_file_add_it_once(db: str, tmp_path: Path) -> None:
     file = tmp_path / "schedules.jsonl"
     file.write_text("".join(export_lines([[measured(ns) for ns in range(1, 700)]])))
@@ -87,6 +88,7 @@ def test_two_processes_that_import_one_file_add_it_once(db: str, tmp_path: Path)
         assert "".join(export_lines(groups_of(store))) == file.read_text()
 
 
+@pytest.mark.slow
 def test_two_tuners_share_a_database(db: str) -> None:
     """Each waits for the other's transaction; no row is lost, and a row that both need is one."""
     together(tune, db)
@@ -141,6 +143,7 @@ def test_a_scan_is_of_one_moment(db: str) -> None:
         assert len([*scan]) == 1198
 
 
+@pytest.mark.slow
 def test_two_processes_may_upgrade_an_old_file_at_once(tmp_path: Path) -> None:
     file = shutil.copy(FIRST_SCHEMA, tmp_path / "old.db")
     together(open_once, str(file), count=3)
@@ -149,6 +152,7 @@ def test_two_processes_may_upgrade_an_old_file_at_once(tmp_path: Path) -> None:
         assert store.schema_change.before == schema.HEAD
 
 
+@pytest.mark.slow
 def test_two_processes_may_upgrade_an_old_server_at_once(postgres: Path) -> None:
     url = new_database_url(postgres)
     fill_first_schema(url)

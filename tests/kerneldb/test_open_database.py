@@ -240,6 +240,7 @@ HOSTILE_VALUES = [
 ]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("value", HOSTILE_VALUES)
 @pytest.mark.parametrize(
     ("table", "column"),
@@ -498,6 +499,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_database_that_computes_its_rows_is_refused(file: Path, kind: str) -> None:
     with contextlib.closing(sqlite3.connect(file)) as connection, connection:

@@ -342,6 +342,7 @@ class TestStoreContract:
 
         assert difference == []
 
+    @pytest.mark.many
     @pytest.mark.parametrize(
         "table", ["measurement", "promotion", "storage_duel", "service_plan", "step_time"]
     )
@@ -392,6 +393,7 @@ class TestReopening:
         with pytest.raises(ForeignDatabaseError, match="another program"), open_store(db):
             pass
 
+    @pytest.mark.slow
     def test_processes_may_create_and_fill_it_at_once(self, db: str) -> None:
         """Real processes, started together on nothing: one creates, none fails, no row is lost."""
         workers, rows = 3, 5

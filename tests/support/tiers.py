@@ -1,7 +1,7 @@
 """The tiers of the tests: how many examples are drawn in each, and which instruction sets are taken.
 
-- `quick`, by `make test`: the lowest and the highest usable instruction set, a fifth of the drawn examples,
-  and of what is marked `slow` only what is marked `smoke` too.
+- `quick`, by `make test`: the lowest and the highest usable instruction set, a fifth of the drawn examples
+  and of the parameters of what is marked `many`; of what is marked `slow` only what is marked `smoke` too.
 - `all`, by `make test-all`: everything but what is marked `soak`.
 - `rest`: what `all` has and `quick` has not. CI runs it after `quick`.
 - `soak`, by `make test-soak`: everything, with twenty times the examples.
@@ -23,7 +23,7 @@ TIERS = ("quick", "rest", "all", "soak")
 VARIABLE = "PHASEWISE_TEST_TIER"
 """Set by tests/conftest.py before test modules are imported; processes that tests start inherit it."""
 
-_QUICK_SHARE = 5
+QUICK_SHARE = 5
 _SOAK_FACTOR = 20
 
 
@@ -35,7 +35,7 @@ def tier() -> str:
 def n_examples(n: int, *, soak: int = 0) -> int:
     """Number of examples where `all` draws n: in `quick` a fifth; in `soak` the number `soak`, or 20 n."""
     if tier() == "quick":
-        return -(-n // _QUICK_SHARE)
+        return -(-n // QUICK_SHARE)
     return (soak or n * _SOAK_FACTOR) if tier() == "soak" else n
 
 

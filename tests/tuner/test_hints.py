@@ -166,6 +166,7 @@ def fought_old(database: str, machine: SyntheticMachine, budget_s: float) -> Hin
         return settle_hints(hinted, tools, budget_s)
 
 
+@pytest.mark.slow
 def test_the_most_trusted_hint_of_a_product_is_the_one(database: str, tmp_path: Path) -> None:
     """Own ones of another build, then imported ones, then those of the package."""
     other = str(tmp_path / "other.db")

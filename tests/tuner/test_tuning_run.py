@@ -153,6 +153,7 @@ def shared_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[
             yield new_database_url(socket)
 
 
+@pytest.mark.slow
 def test_two_processes_share_one_database_and_the_work(shared_database: str) -> None:
     alone, expected = undisturbed()
     command = [*SCRIPT, shared_database, "0.01"]
@@ -165,6 +166,7 @@ def test_two_processes_share_one_database_and_the_work(shared_database: str) -> 
     assert sum(one["timed"] for one in found) < 2 * len(alone.timed)
 
 
+@pytest.mark.slow
 def test_processes_that_know_of_each_other_time_nothing_twice(tmp_path: Path) -> None:
     """And leave behind what answers all that a third one asks."""
     database = str(tmp_path / "shared.db")

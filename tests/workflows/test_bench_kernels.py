@@ -25,6 +25,7 @@ CORE = read_machine().allowed_pus[0]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("peer", "weight_format", "largest_error"),
     [

@@ -84,6 +84,7 @@ def in_use(found: OpenModel, db: str) -> Mapping[object, Schedule]:
         }
 
 
+@pytest.mark.slow
 def test_a_lying_remote_leaves_no_slower_schedule(tmp_path: Path, model: OpenModel, remote: Remote) -> None:
     """Its claims are timed; what is in use afterwards was proven here, by duels that are on record."""
     db, said, machine = str(tmp_path / "here.db"), list[str](), read_machine()
@@ -105,6 +106,7 @@ def test_a_lying_remote_leaves_no_slower_schedule(tmp_path: Path, model: OpenMod
     assert counts.verified == counts.tuned == len({row.problem for row in verdicts})
 
 
+@pytest.mark.slow
 def test_no_time_is_no_duel(tmp_path: Path, model: OpenModel, remote: Remote) -> None:
     db = str(tmp_path / "here.db")
     pull_what_fits(remote, db, MOST_S, lambda _: None)
@@ -114,6 +116,7 @@ def test_no_time_is_no_duel(tmp_path: Path, model: OpenModel, remote: Remote) ->
         assert not any(row.origin.verified for row in store.all_measurements())
 
 
+@pytest.mark.slow
 def test_the_same_index_is_read_once(tmp_path: Path, model: OpenModel, remote: Remote) -> None:
     """Unless the database is another, or new."""
     db, said = str(tmp_path / "here.db"), list[str]()

@@ -118,6 +118,7 @@ rows_of_many = st.lists(
 )
 
 
+@pytest.mark.slow
 @examples(20)
 @given(a=rows_of_many, b=rows_of_many, c=rows_of_many)
 def test_merging_is_commutative_associative_and_idempotent(a: list[Row], b: list[Row], c: list[Row]) -> None:
@@ -259,6 +260,7 @@ HOSTILE: dict[str, tuple[Callable[[Bundle], dict[str, Any]], str]] = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", HOSTILE)
 def test_an_index_that_lies_is_refused(tmp_path: Path, pushed: tuple[Path, Bundle], name: str) -> None:
     """Even where it is believed."""
@@ -286,6 +288,7 @@ def test_an_index_without_end_is_refused(tmp_path: Path, remote: Path) -> None:
     _refuses(tmp_path, remote, Trust(digest="0" * 64), "it is none of ours")
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("fits", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 def test_a_changed_bundle_is_refused_whole(
@@ -310,6 +313,7 @@ def test_a_changed_bundle_is_refused_whole(
 # ---- what leaves -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("seed", range(4))
 def test_no_name_of_the_owner_leaves(
@@ -445,6 +449,7 @@ def test_other_addresses_are_refused(tmp_path: Path, remote: str) -> None:
         pull_all(remote, str(tmp_path / "x.db"), Trust(digest="0" * 64))
 
 
+@pytest.mark.slow
 def test_cores_like_these_are_pulled_and_others_left(
     tmp_path: Path, remote: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def test_a_model_is_compared_by_its_shapes_densities_and_phases(model: PackedMod
     }
 
 
+@pytest.mark.slow
 def test_auto_goes_by_the_duels_that_were_fought_here(model: PackedModel, tmp_path: Path) -> None:
     """Kept under the cores they were fought on, they are not fought again; the reason names them."""
     machine, db = read_machine(), str(tmp_path / "tuned.db")

@@ -110,6 +110,7 @@ def test_lists_may_be_given_flag_by_flag_and_as_ranges(tiny: Path) -> None:
     assert asked(rows, "n_prompt", "n_gen") == [(4, 0), (8, 0), (16, 0)]
 
 
+@pytest.mark.slow
 def test_every_model_thread_format_and_batch_has_its_rows(tiny: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.gguf"
     write_tiny_gguf(other)

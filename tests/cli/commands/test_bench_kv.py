@@ -136,6 +136,7 @@ def test_odma_follows_a_drift_that_fixed_buckets_do_not() -> None:
     assert odma["failed"] == 0
 
 
+@pytest.mark.slow
 def test_memory_and_a_model_give_slots_and_speeds(tmp_path: Path) -> None:
     """A shape without weights is enough: bytes of the KV cache are those of its heads."""
     config = tmp_path / "config.json"

@@ -132,6 +132,7 @@ def test_the_same_log_gives_the_same_file(log: Path, tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
+@pytest.mark.slow
 def test_eval_by_folds_judges_every_answer_once(log: Path) -> None:
     found = run_json("eval", log, "--folds", 3)
 
@@ -156,6 +157,7 @@ def test_eval_compares_methods_at_their_own_points_and_at_equal_memory(log: Path
     assert len(found["calibration"]["deciles"]) == 10
 
 
+@pytest.mark.slow
 def test_eval_under_drift_and_of_a_given_predictor(log: Path, tmp_path: Path) -> None:
     other = write_log(tmp_path / "other.jsonl", made_up(200, seed=4, kinds={100: 60, 200: 200, 300: 400}))
     run_json("train", log, "-o", tmp_path / "p", "--split", 0.4, "--seed", 3)

@@ -59,6 +59,7 @@ def test_it_answers_and_a_signal_ends_it(roomy: Path, environment: dict[str, str
     assert "\nprefill: 1 rank on core" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [("--api-key", "secret-1", "--api-key=secret-2"), ("--api-key=secret-1",)])
 def test_keys_are_not_on_the_command_line_that_others_see(
     roomy: Path, environment: dict[str, str], form: tuple[str, ...]
@@ -151,6 +152,7 @@ def test_one_signal_lets_answers_in_progress_end(
     assert server.lines[-1].startswith("stopping")
 
 
+@pytest.mark.slow
 def test_a_terminal_that_goes_ends_it_in_order(roomy: Path, environment: dict[str, str]) -> None:
     """Its last lines may go unread, and two hangups cut nothing short."""
 

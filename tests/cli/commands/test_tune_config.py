@@ -487,6 +487,7 @@ def test_two_processes_that_measure_and_one_is_killed(db: Path, tiny: Path) -> N
     assert again["plans"]["decode"]["ranks"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_real_cores_keeps_what_was_learned(db: Path, tiny: Path) -> None:
     process = start(tiny, "--budget", "60s", "--lengths", "fixed:200/50")
     assert process.stderr is not None

@@ -120,6 +120,7 @@ def test_a_phase_chooses_the_rows(db: Path) -> None:
     assert (most_rows("decode"), most_rows("prefill"), most_rows("both")) == (64, 200, 200)
 
 
+@pytest.mark.slow
 def test_the_tables_fit_eighty_columns_and_hold_every_product(
     db: Path, evaluator: type[FormulaEvaluator]
 ) -> None:
@@ -211,6 +212,7 @@ def test_not_resuming_times_everything_anew(db: Path, evaluator: type[FormulaEva
     assert again["timed"] > 0.5 * first["timed"]
 
 
+@pytest.mark.slow
 def test_on_the_real_kernels_ctrl_c_keeps_what_was_learned(db: Path) -> None:
     """And the interrupted command says so in one line, without a traceback."""
     small = ("--shapes", "64,64", "--format", "f32", "--max-m", 64)

@@ -127,6 +127,7 @@ def test_a_budget_is_divided_at_the_peak(peak: int, start: int) -> None:
     assert answer.n_runs < 0.05 * 39 * 250
 
 
+@pytest.mark.slow
 def test_a_simulated_cluster_is_provisioned_as_by_the_grid() -> None:
     """The production scheduler, 12 requests/s for 15 s, at most 5 x 5 machines."""
     kind = machine(link=Link(1e7))

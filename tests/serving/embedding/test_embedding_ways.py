@@ -23,6 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ways")
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", CASES)
 def test_vectors_are_the_same_on_every_instruction_set(folder: Path, name: str) -> None:
     """By --arithmetic canonical, in every format; scores of pairs too."""

@@ -139,6 +139,7 @@ def in_turns(model: PackedModel, by_phase: dict[str, ServicePlan], policy: str) 
     return got
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("policy", POLICIES)
 def test_growth_preemption_and_reuse_change_nothing(
     model: PackedModel, alike_alone: dict[str, list[int]], policy: str

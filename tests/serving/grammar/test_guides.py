@@ -191,6 +191,7 @@ def test_the_engine_ends_an_answer_whose_guide_is_stuck_and_no_other() -> None:
     assert text_of(outs["free"]) == "bcdefghi"
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", TINY_VOCABULARIES)
 def test_every_kind_of_vocabulary_spells_texts_and_no_special_token(name: str) -> None:
     tokenizer = Tokenizer.from_json(tokenizer_from_gguf(TINY_VOCABULARIES[name]()))
@@ -237,6 +238,7 @@ def _refusal(make: Callable[[], Grammar]) -> str | None:
     return None
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", schema_bombs())
 def test_a_schema_bomb_is_refused_in_one_line_or_harmless(name: str) -> None:
     why = _refusal(lambda: Grammar.of_schema(schema_bombs()[name]))

@@ -35,6 +35,7 @@ def test_no_bomb_hangs_breaks_or_surprises_the_server(server: FakeServer, kind: 
     server.wait_until_idle()
 
 
+@pytest.mark.slow
 def test_generated_requests_get_only_what_the_document_states(server: FakeServer) -> None:
     tally = generate(server.url, n_examples(30), BOUND_S)
     server.wait_until_idle()

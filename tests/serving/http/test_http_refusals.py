@@ -39,6 +39,7 @@ def chat(**fields: object) -> dict[str, object]:
     return {"model": "fake", "messages": [{"role": "user", "content": "a"}], **fields}
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

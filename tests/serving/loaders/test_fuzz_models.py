@@ -80,6 +80,7 @@ def test_a_damaged_index_loads_or_is_refused(tmp_path: Path) -> None:
     assert counts["refused"] > CASES // 4
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", targets())
 def test_damaged_files_of_every_block_type_and_family_load_or_are_refused(tmp_path: Path, name: str) -> None:
     """A fiftieth of the cases for each; tests/soak/fuzz_models.py draws them all."""

@@ -98,6 +98,7 @@ FILE_SHARE = {"Q3_K": 1.04}
 """Most bytes of a packed weight over its tensor's bytes; of all other types 1.03."""
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("type_name", TYPES)
 @pytest.mark.parametrize("weight_format", ["native", "f32"])
 def test_every_type_means_what_the_gguf_package_says(

@@ -60,6 +60,7 @@ def test_every_family_computes_what_transformers_does(name: str, kind: str, tmp_
             assert logits.argmax(axis=1).tolist() == expected[f"{name}/{at}/tokens"].tolist()
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", families.FAMILY_CASES)
 def test_every_family_has_the_same_bits_on_all_instruction_sets(name: str, tmp_path: Path) -> None:
     """In float32 what transformers computes; in every bit what the lowest instruction set gives."""
@@ -89,6 +90,7 @@ def drawn_prompts(n: int, vocab_size: int) -> Iterator[list[SequenceSlice]]:
         yield [SequenceSlice(one, 0, 64 * i, True) for i, one in enumerate(prompts[at : at + 4])]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", families.FAMILY_CASES)
 def test_drawn_prompts_have_the_same_bits_on_all_instruction_sets(name: str, tmp_path: Path) -> None:
     """In every format, by --arithmetic canonical: the logits after every token."""

@@ -112,6 +112,7 @@ def test_rounded_activations_keys_and_values_cost_little(kind: str, kv_format: s
             assert error.max() <= loss, isa_name
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("kind", ["f32", "bf16", "q8", "q4"])
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "separate-parts"])
 def test_token_by_token_equals_the_whole_prompt(name: str, kind: str) -> None:

@@ -137,6 +137,7 @@ def two(three_heads: PackedModel) -> Iterator[ProcessRanks]:
     ranks.close()
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("model_name", ["eight_heads", "three_heads"])
 @pytest.mark.parametrize(("prefill", "decode"), DIVISIONS)
 def test_no_division_changes_a_bit(
@@ -159,6 +160,7 @@ def test_no_division_changes_a_bit(
     assert (switching == one_rank[model_name]).all()
 
 
+@pytest.mark.slow
 def test_the_default_model_says_the_same_with_two_ranks() -> None:
     path = known_path(KNOWN[DEFAULT_MODEL], cache_root())
     if not path.is_file():

@@ -212,6 +212,7 @@ def test_closed_ranks_are_not_opened_again(two: ProcessRanks) -> None:
         two.reopen()
 
 
+@pytest.mark.slow
 def test_no_death_leaves_anything_behind(in_memory: PackedModel) -> None:
     """Descriptors, mappings of what was shared, processes and threads are as many after each of them."""
     before = set(children())

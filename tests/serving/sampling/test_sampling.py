@@ -93,6 +93,7 @@ def test_the_nucleus_is_found_in_a_large_vocabulary(spread: float, top_p: float)
         assert len(set(drawn)) > 50
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "params", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}, {"temperature": 2.0}]
 )

@@ -66,6 +66,7 @@ def test_the_text_is_what_transformers_rendered(name: str) -> None:
     assert [_render(template, chat) for chat in chats_for(name)] == json.loads(EXPECTED.read_text())[name]
 
 
+@pytest.mark.slow
 def test_the_default_models_own_template_is_the_one_compared_here() -> None:
     from gguf import GGUFReader
 
@@ -166,6 +167,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_template_ends_in_one_clear_line(source: str) -> None:
     template = ChatTemplate(source, {})

@@ -89,6 +89,7 @@ def test_a_mark_is_a_character_that_the_conversation_does_not_have() -> None:
         ControlTexts(CONTROL).broken([{"content": content + mark}])
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", TINY_VOCABULARIES)
 def test_every_kind_of_vocabulary_cuts_a_broken_token_as_text(name: str) -> None:
     tokenizer = tokenizer_of(name)

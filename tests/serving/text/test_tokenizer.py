@@ -60,6 +60,7 @@ def _assert_blocks(found: Tokenizer, name: str) -> None:
     )
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", TINY_VOCABULARIES)
 def test_ten_thousand_lines_are_cut_as_by_llama_cpp(name: str) -> None:
     """The vocabularies' tokens cross the borders of words, so the pre-tokenizer must be right as well."""
@@ -70,6 +71,7 @@ def test_the_default_model_cuts_ten_thousand_lines_as_llama_cpp_does() -> None:
     _assert_blocks(default_model()[1], DEFAULT_MODEL)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("add_special", [False, True])
 @pytest.mark.parametrize("name", TINY_VOCABULARIES)
 def test_llama_cpp_gives_the_same_ids_now(name: str, add_special: bool, tmp_path: Path) -> None:
@@ -91,6 +93,7 @@ def test_llama_cpp_gives_the_same_ids_for_the_default_model_now() -> None:
     assert [ours.encode(line, add_special=True) for line in lines] == theirs
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("add_special", [False, True])
 @pytest.mark.parametrize("name", ["smollm", "llama-bpe", "qwen2", "sentence-pieces", "metaspace"])
 def test_transformers_gives_the_same_ids_for_a_tokenizer_json_now(
@@ -212,6 +215,7 @@ def test_half_a_surrogate_pair_reads_as_a_replacement_character(name: str) -> No
     assert ours.encode("\ud83d\ude00", add_special=False) == ours.encode("\U0001f600", add_special=False)
 
 
+@pytest.mark.many
 @EVERY_KIND
 @pytest.mark.parametrize("unit", ["a", " ", "\n", "1", "é", "the of and ", "\x00", "'"])
 def test_a_long_text_is_cut_in_time_that_grows_with_its_length(name: str, unit: str) -> None:

@@ -71,6 +71,7 @@ def test_encoders_are_harmless(name: str) -> None:
     assert risk_of(tokenizer_of(name).to_str()) is None
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", TINY_VOCABULARIES)
 def test_what_is_written_for_gguf_is_harmless(name: str) -> None:
     assert risk_of(tokenizer_from_gguf(TINY_VOCABULARIES[name]())) is None
@@ -217,6 +218,7 @@ GROWING = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", GROWING)
 def test_a_few_characters_do_not_become_gigabytes(name: str) -> None:
     """Neither when it is opened nor when a text is cut; this process stays as it is, and its child small."""
@@ -278,6 +280,7 @@ OTHER_WAYS = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", OTHER_WAYS)
 def test_other_ways_to_take_long_are_seen(name: str) -> None:
     assert risk_of(OTHER_WAYS[name]) is not None

@@ -85,6 +85,7 @@ def test_a_format_can_be_forced() -> None:
         dialect_of("", lambda _text: None, frozenset(), "x")
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.format)
 def test_every_pair_is_read_whole_and_cut_at_every_byte(pair: Pair) -> None:
     assert read(fresh(pair), [pair.answer]) == pair.parts
@@ -95,6 +96,7 @@ def test_every_pair_is_read_whole_and_cut_at_every_byte(pair: Pair) -> None:
         assert read(fresh(pair), [pair.answer[:at], pair.answer[at:]]) == pair.parts
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.format)
 def test_arguments_that_come_in_pieces_are_those_of_the_whole_answer(pair: Pair) -> None:
     """However the answer is cut. Templates write calls as the grammars do."""

@@ -227,6 +227,7 @@ def test_nothing_is_said_on_stderr(database: str, capfd: pytest.CaptureFixture[s
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_a_search_that_is_killed_loses_one_evaluation_at_most(database: str) -> None:
     child = start_child(database, 0.15)
     assert child.stdout is not None

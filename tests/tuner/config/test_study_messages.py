@@ -23,6 +23,7 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+@pytest.mark.slow
 def test_what_is_said_is_heard_by_others_and_the_last_word_counts(database: Location) -> None:
     began_ms = now_ms()
     study = run_on(database.name, FakeEvaluator()).study

@@ -40,6 +40,7 @@ def trained() -> EncodedPredictor:
     return train_encoded(examples(300, 1), "m", "encoder")
 
 
+@pytest.mark.slow
 def test_errors_are_smaller_than_a_constants_and_it_says_so(trained: EncodedPredictor) -> None:
     unseen = examples(300, 2)
     lengths = np.array([one.output_tokens for one in unseen])
@@ -62,6 +63,7 @@ def test_stated_quantiles_hold() -> None:
         assert abs((within <= quantile).mean() - quantile) <= 0.04
 
 
+@pytest.mark.slow
 def test_what_meaning_does_not_tell_is_not_useful() -> None:
     nothing = train_encoded(examples(200, 4, told=False), "m", "encoder")
 

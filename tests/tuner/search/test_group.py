@@ -77,6 +77,7 @@ def test_the_grid_of_m_is_every_m_of_the_window_and_then_even_ratios_to_the_end(
     assert all(low < high <= 1.25 * low for low, high in itertools.pairwise(grid[15:]))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("noise", [0.0, 0.02])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_m_gets_a_schedule_that_is_no_slower_than_the_default(seed: int, noise: float) -> None:

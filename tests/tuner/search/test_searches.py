@@ -141,6 +141,7 @@ def test_the_fast_start_takes_no_grid_away(space: ScheduleSpace, seed: int) -> N
         assert schedule.block_n <= parallel_limit(space, schedule, "block_n")
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 @pytest.mark.parametrize("space", SMALL, ids=lambda space: f"m{space.problem.m}t{space.threads}")
 def test_sandwich_is_within_three_per_cent_of_the_best_after_five_per_cent_of_the_samples(
@@ -206,6 +207,7 @@ def test_a_lucky_first_sample_makes_no_finalist() -> None:
     assert finalists == unlucky
 
 
+@pytest.mark.slow
 def test_sandwich_finds_better_schedules_than_the_baselines() -> None:
     """In the geometric mean over shapes and machines."""
     means = {}

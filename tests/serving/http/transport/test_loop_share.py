@@ -27,6 +27,7 @@ def used_s(n_connections: int, seconds: float, standing: Standing) -> float:
     return used
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("standing", [UNKNOWN, VOUCHED])
 @pytest.mark.parametrize("n_connections", [1, 3, 16, 200])
 def test_all_together_get_their_bursts_and_their_rate(n_connections: int, standing: Standing) -> None:
