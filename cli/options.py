@@ -40,6 +40,8 @@ PhaseChoice = Literal["prefill", "decode", "both"]
 """The phase that the tuned products are for."""
 
 
+EMBED_DEVICE_HELP = "also embed on the accelerator behind this worker of yours (help embeddings) [repeatable]"
+
 UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
 UNITS_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 

@@ -11,6 +11,7 @@ import typer
 from phasewise.cli.command_app import MOST_USED
 from phasewise.cli.option_sets import opt, option_set, spread, under
 from phasewise.cli.options import (
+    EMBED_DEVICE_HELP,
     ArithmeticOption,
     DbOption,
     DraftOption,
@@ -364,6 +365,8 @@ _EMBEDDINGS = option_set(
     embed_accelerators=opt(
         "also embed on GPUs, by torch (phasewise[cuda])", "--embed-accelerators/--no-embed-accelerators"
     ),
+    embed_device=opt(EMBED_DEVICE_HELP, kind=list[str] | None, metavar="exec:COMMAND"),
+    embed_cpu=opt("embed on the CPU what accelerators cannot hold", "--embed-cpu/--no-embed-cpu"),
 )
 
 

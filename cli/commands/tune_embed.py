@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from phasewise.cli.options import DbOption, FormatOption, JsonOption, ModelArgument, parse_budget
+from phasewise.cli.options import (
+    EMBED_DEVICE_HELP,
+    DbOption,
+    FormatOption,
+    JsonOption,
+    ModelArgument,
+    parse_budget,
+)
 from phasewise.cli.present import note, print_json, say_words
 
 
@@ -17,6 +24,12 @@ def tune_embed(
         str, typer.Option(metavar="TIME", help="promised time of an answer, e.g. 1s or 0.5s")
     ] = "1s",
     tokens: Annotated[int, typer.Option(min=1, help="tokens of a typical input")] = 75,
+    embed_device: Annotated[
+        list[str] | None, typer.Option(metavar="exec:COMMAND", help=EMBED_DEVICE_HELP)
+    ] = None,
+    embed_accelerators: Annotated[
+        bool, typer.Option("--embed-accelerators/--no-embed-accelerators", help="also measure GPUs, by torch")
+    ] = True,
     instances: Annotated[
         int | None, typer.Option(min=1, max=256, metavar="N", help="try at most N instances [default: cores]")
     ] = None,
@@ -26,19 +39,23 @@ def tune_embed(
 ) -> None:
     """Find how many inputs this host can embed at once within --slo, and how.
 
-    Measures one, two, four and more instances of MODEL on the CPU, and keeps
-    the plan that `serve` then uses: cores, and how much each queue may hold.
+    Measures each accelerator, then one, two, four and more instances of
+    MODEL on the CPU while the accelerators work, and keeps the plan that
+    `serve` then uses: devices, cores, and how much each queue may hold.
     """
     from phasewise.tuner.measurement_lock import user_lock
+    from phasewise.workflows.embed.accelerators import accelerators_here
     from phasewise.workflows.embed.tune import tune_embed as tune
 
+    accelerators = accelerators_here(with_gpus=embed_accelerators, devices=embed_device)
     with user_lock(note).turn():
-        tuned = tune(model, weight_format, parse_budget(slo), tokens, instances, note, db=db)
+        tuned = tune(model, weight_format, parse_budget(slo), tokens, instances, note, accelerators, db=db)
     if as_json:
         print_json(
             {
                 "database": tuned.database,
                 "plan": asdict(tuned.plan),
+                "accelerators": [asdict(device) for device in tuned.accelerators],
                 "measured": [asdict(cut) for cut in tuned.measured],
             }
         )

@@ -21,9 +21,9 @@ from typing import Protocol
 from phasewise._words import counted
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.encoder.pooling import check_numbers
-from phasewise.serving.embedding.pace import DevicePace
+from phasewise.serving.embedding.pace import DevicePace, LearntDepth
 from phasewise.serving.embedding.protocol import Floats, inputs_to_bytes
-from phasewise.serving.embedding.queues import Depth, DeviceQueue, QueueManager
+from phasewise.serving.embedding.queues import UNLIMITED, Depth, DeviceQueue, QueueManager
 from phasewise.serving.embedding.turns import InputTurns
 from phasewise.serving.engine.engine_host import EngineState
 from phasewise.serving.errors import QueueFull, RanksError, ServingError, StepFailed, Stopping
@@ -34,6 +34,11 @@ log = logging.getLogger(__name__)
 BATCHES_AHEAD = 2
 BATCH_TOKENS = 2048
 BATCH_INPUTS = 64
+FIRST_DEPTH = Depth(BATCHES_AHEAD * BATCH_INPUTS, BATCHES_AHEAD * BATCH_TOKENS)
+"""Of an accelerator without a depth, until its first batch has ended."""
+LEAST_PATIENCE_S = {"accelerator": 8.0, "cpu": 60.0}
+"""A worker on a CPU may have to wait for other programs; an accelerator is its worker's own."""
+FIRST_PATIENCE_S = 120.0
 MOST_TRIES = 2
 WRITING = 0.2
 """The share of the promised time that is kept for reading and writing, and for batches that take longer."""
@@ -47,6 +52,7 @@ class Worker(Protocol):
     async def attach(self) -> None: ...
     async def embed(self, body: bytes) -> Floats: ...
     async def lost(self) -> None: ...
+    def end_now(self) -> None: ...
     def kill(self) -> None: ...
     def close(self) -> None: ...
 
@@ -83,17 +89,51 @@ class _Lane:
     queue: DeviceQueue
     start: Start
     worker: Worker
+    pace: DevicePace
+    learnt: LearntDepth | None
+    """Of an accelerator without a depth."""
     waiting: InputTurns[_Input] = field(default_factory=InputTurns)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     restarts: Restarts = field(default_factory=Restarts)
-    pace: DevicePace | None = None
-    computing_tokens: int = 0
-    """Tokens of the batches that the worker has."""
+    running: dict[asyncio.Task[None], tuple[float, int]] = field(default_factory=dict)
+    """The batches that the worker has: when they were sent, and their tokens."""
     free_at_s: float = 0.0
     """When the worker was last known to have ended a batch."""
     n_batches: int = 0
     n_inputs: int = 0
     n_restarts: int = 0
+
+    @classmethod
+    def over(cls, queue: DeviceQueue, start: Start, worker: Worker, slo_s: float) -> _Lane:
+        learns = queue.is_accelerator and queue.depth == UNLIMITED
+        learnt = LearntDepth(FIRST_DEPTH) if learns else None
+        if learnt is not None:
+            queue.depth = learnt.depth
+        return cls(queue, start, worker, DevicePace(slo_s, queue.depth.tokens), learnt)
+
+    @property
+    def computing_tokens(self) -> int:
+        """Tokens of the batches that the worker has."""
+        return sum(tokens for _, tokens in self.running.values())
+
+    @property
+    def patience_s(self) -> float:
+        """Time after which a worker that does not answer is ended."""
+        least_s = LEAST_PATIENCE_S["accelerator" if self.queue.is_accelerator else "cpu"]
+        return self.pace.patience_s(self.computing_tokens, least_s, FIRST_PATIENCE_S)
+
+    def heed(self, s_per_token: float) -> None:
+        """Hold from now on what a device of this speed computes in time."""
+        if self.learnt is not None:
+            self.queue.depth = self.learnt.depth_at(s_per_token)
+        else:
+            self.queue.share = self.pace.share_at(s_per_token)
+
+    def heed_unfinished(self, now_s: float) -> None:
+        """A batch that takes longer than those of late tells so before it ends."""
+        if self.running:
+            sent_s, tokens = next(iter(self.running.values()))
+            self.heed(self.pace.unfinished(tokens, now_s - max(sent_s, self.free_at_s)))
 
 
 @dataclass(frozen=True)
@@ -104,6 +144,8 @@ class LaneState:
     is_up: bool
     inputs: int
     tokens: int
+    depth: Depth
+    """The most that it may hold now."""
     n_batches: int
     n_inputs: int
     n_restarts: int
@@ -120,7 +162,7 @@ class EmbeddingClient:
     ) -> None:
         self._manager = manager
         self._lanes = [
-            _Lane(queue, start, worker, pace=None if slo_s is None else DevicePace(slo_s, queue.depth.tokens))
+            _Lane.over(queue, start, worker, math.inf if slo_s is None else slo_s)
             for queue, (start, worker) in zip(manager.queues, workers, strict=True)
         ]
         self._tasks: list[asyncio.Task[None]] = []
@@ -165,6 +207,7 @@ class EmbeddingClient:
                 lane.queue.is_up,
                 lane.queue.inputs,
                 lane.queue.tokens,
+                lane.queue.depth.scaled(lane.queue.share),
                 lane.n_batches,
                 lane.n_inputs,
                 lane.n_restarts,
@@ -215,13 +258,16 @@ class EmbeddingClient:
             raise Stopping("the server is stopping")
         if self.state == "lost":
             raise RanksError("no device can embed any more; start the server again")
+        now_s = time.monotonic()
+        for lane in self._lanes:
+            lane.heed_unfinished(now_s)
         sizes = [len(tokens.ids) for tokens in inputs]
         wanted = Depth(len(sizes), sum(sizes))
         places = self._manager.place(sizes, is_owed=self._is_owed(owner, wanted))
         if places is None:
             raise self._full()
         loop = asyncio.get_running_loop()
-        end_s = (time.monotonic() if arrived_s is None else arrived_s) + self._promised_s
+        end_s = (now_s if arrived_s is None else arrived_s) + self._promised_s
         if not self._manager.are_within_depths(places):
             end_s = math.inf
         placed = [_Input(tokens, loop.create_future(), owner, end_s) for tokens in inputs]
@@ -324,6 +370,8 @@ class EmbeddingClient:
         lane = self._lanes[index]
         batch: list[_Input] = []
         tokens = 0
+        if not lane.waiting:
+            self._take_over(index)
         while lane.waiting and len(batch) < BATCH_INPUTS:
             pending = lane.waiting.head
             if batch and tokens + pending.size > BATCH_TOKENS:
@@ -344,19 +392,15 @@ class EmbeddingClient:
 
     def _is_late(self, lane: _Lane, tokens: int, end_s: float) -> bool:
         """True if a batch of `tokens` tokens would end after `end_s`. False for an idle worker."""
-        if lane.pace is None or not lane.computing_tokens:
+        if not lane.running:
             return False
         return time.monotonic() + lane.pace.s_per_token * (lane.computing_tokens + tokens) > end_s
 
     def _begin(self, index: int, batch: list[_Input]) -> asyncio.Task[None]:
         lane, n_tokens = self._lanes[index], sum(pending.size for pending in batch)
-        lane.computing_tokens += n_tokens
-
-        def ended(_task: asyncio.Task[None]) -> None:
-            lane.computing_tokens -= n_tokens
-
         task = asyncio.ensure_future(self._compute(index, batch, n_tokens))
-        task.add_done_callback(ended)
+        lane.running[task] = time.monotonic(), n_tokens
+        task.add_done_callback(lane.running.pop)
         return task
 
     async def _compute(self, index: int, batch: list[_Input], n_tokens: int) -> None:
@@ -364,7 +408,7 @@ class EmbeddingClient:
         lane.n_batches += 1
         sent_s = time.monotonic()
         try:
-            vectors = await lane.worker.embed(inputs_to_bytes([pending.tokens for pending in batch]))
+            vectors = await self._embedded(lane, batch)
             if len(vectors) != len(batch):
                 raise RanksError(
                     f"{lane.queue.name} gave {counted(len(vectors), 'vector')}"
@@ -378,13 +422,26 @@ class EmbeddingClient:
             return
         lane.n_inputs += len(batch)
         began_s, lane.free_at_s = max(sent_s, lane.free_at_s), time.monotonic()
-        if lane.pace is not None:
-            lane.queue.share = lane.pace.computed(n_tokens, lane.free_at_s - began_s)
+        if lane.learnt is not None:
+            lane.learnt.computed(len(batch), n_tokens)
+        lane.pace.computed(n_tokens, lane.free_at_s - began_s)
+        lane.heed(lane.pace.s_per_token)
         for pending, vector in zip(batch, vectors, strict=True):
             self._manager.release(index, pending.size)
             self._ends.append((time.monotonic(), pending.size))
             if pending.wanted:
                 _answer(pending, vector)
+
+    async def _embedded(self, lane: _Lane, batch: list[_Input]) -> Floats:
+        """Vectors of a batch. RanksError where the worker is lost, or hangs and is ended."""
+        body, patience_s = inputs_to_bytes([pending.tokens for pending in batch]), lane.patience_s
+        try:
+            return await asyncio.wait_for(lane.worker.embed(body), patience_s)
+        except TimeoutError as error:
+            lane.worker.end_now()
+            raise RanksError(
+                f"the embedding worker of {lane.queue.name} did not answer for {patience_s:.0f} s"
+            ) from error
 
     def _again(self, index: int, batch: list[_Input], error: RanksError) -> None:
         """Inputs of a lost batch wait again, in front and once; what was lost twice is an error."""
@@ -408,6 +465,18 @@ class EmbeddingClient:
                 self._lanes[place].waiting.join(pending)
                 self._lanes[place].news.set()
         lane.waiting = staying
+
+    def _take_over(self, index: int) -> None:
+        """Give an accelerator with room what waits for CPUs because it had none."""
+        rank, n_moved = self._lanes[index].queue.rank, 0
+        for other, lane in enumerate(self._lanes):
+            while lane.queue.rank > rank and lane.waiting and n_moved < BATCH_INPUTS:
+                place = self._manager.move(other, lane.waiting.head.size)
+                if place is None:
+                    break
+                self._lanes[place].waiting.join(lane.waiting.take())
+                self._lanes[place].news.set()
+                n_moved += 1
 
     def _fail(self, inputs: Iterable[_Input], index: int, error: ServingError) -> None:
         for pending in list(inputs):

@@ -1,22 +1,27 @@
-"""Devices of a host that can embed, and the cores of a CPU instance: WindVE's detector and affinity
-rule.
+"""Devices of a host that can embed, and the cores of an instance: WindVE's detector and affinity rule.
 
-Reads /dev and asks the driver's library; no framework is imported. `root` stands for / in tests.
+GPUs are found in /dev and by the driver's library; no framework is imported. `root` stands for / in tests.
+Other accelerators come in by a command of the user's own (`exec:COMMAND`), a worker that speaks `protocol`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import shlex
+import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from phasewise._words import counted, plural
+from phasewise.serving.embedding.queues import CPU_RANK
 from phasewise.topology import Kind, Machine
 
-DeviceKind = Literal["cuda", "ascend", "cpu"]
-RANKS: dict[DeviceKind, int] = {"cuda": 0, "ascend": 0, "cpu": 1}
+DeviceKind = Literal["cuda", "exec", "cpu"]
+RANKS: dict[DeviceKind, int] = {"cuda": 0, "exec": 0, "cpu": CPU_RANK}
+EXEC = "exec:"
+Command: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -49,14 +54,33 @@ def cuda_devices() -> int:
 
 
 def accelerators(root: Path = Path("/"), count_cuda: Callable[[], int] = cuda_devices) -> list[Device]:
-    """Accelerators whose device files are here; of NVIDIA's as many as the driver answers for.
+    """GPUs whose device files are here, as many as the driver answers for.
 
     A container may have a device file without the driver, or hide devices from the driver.
     """
     nodes = [path for path in root.glob("dev/nvidia[0-9]*") if path.name[len("nvidia") :].isdigit()]
-    cuda = [Device("cuda", index) for index in range(min(len(nodes), count_cuda()) if nodes else 0)]
-    ascend = [path for path in root.glob("dev/davinci[0-9]*") if path.name[len("davinci") :].isdigit()]
-    return cuda + [Device("ascend", index) for index in range(len(ascend))]
+    return [Device("cuda", index) for index in range(min(len(nodes), count_cuda()) if nodes else 0)]
+
+
+def command_of(text: str) -> Command:
+    """The words of `exec:COMMAND`. ValueError, saying why, for anything else, or no program."""
+    if not text.startswith(EXEC):
+        raise ValueError(f"{text[:80]}: a device is exec:COMMAND")
+    try:
+        words = shlex.split(text[len(EXEC) :])
+    except ValueError as error:
+        raise ValueError(f"{text[:80]}: {error}") from None
+    if not words:
+        raise ValueError(f"{text[:80]}: a command is missing behind {EXEC}")
+    if shutil.which(words[0]) is None:
+        raise ValueError(f"{text[:80]}: there is no program {words[0][:80]}")
+    return tuple(words)
+
+
+def rank_of(device: str) -> int:
+    """The rank of a device by its name; that of a CPU for a kind that is not known."""
+    kind = device.partition(":")[0]
+    return next((rank for ranked_kind, rank in RANKS.items() if ranked_kind == kind), RANKS["cpu"])
 
 
 def instance_cores(

@@ -22,6 +22,8 @@ class EmbeddingMetrics(Collector):
             "up": ("1 where the worker takes inputs", [float(lane.is_up) for lane in lanes]),
             "inputs": ("inputs in progress", [float(lane.inputs) for lane in lanes]),
             "tokens": ("tokens in progress", [float(lane.tokens) for lane in lanes]),
+            "depth_inputs": ("inputs it may hold now", [float(lane.depth.inputs) for lane in lanes]),
+            "depth_tokens": ("tokens it may hold now", [float(lane.depth.tokens) for lane in lanes]),
         }
         counts = {
             "batches": ("batches sent to the worker", [float(lane.n_batches) for lane in lanes]),

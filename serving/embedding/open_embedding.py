@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 from phasewise.serving.embedding.client import EmbeddingClient, Start
-from phasewise.serving.embedding.devices import RANKS
+from phasewise.serving.embedding.devices import Command, rank_of
 from phasewise.serving.embedding.encoder.input_tokens import EncoderText
 from phasewise.serving.embedding.plan import EmbeddingPlan
 from phasewise.serving.embedding.queues import DeviceQueue, QueueManager
@@ -36,13 +37,19 @@ class OpenEmbedding:
 
     @property
     def width(self) -> int:
-        return 1 if self.scores else self.model.config.hidden
+        return width_of(self.model)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_error: object) -> None:
         self.client.close()
+
+
+def width_of(model: PackedModel) -> int:
+    """Numbers of a vector; 1 for a cross-encoder, which gives scores."""
+    encoder = model.config.encoder
+    return 1 if encoder is not None and encoder.scores else model.config.hidden
 
 
 def open_embedding(
@@ -53,10 +60,14 @@ def open_embedding(
     cache: Path | None = None,
     *,
     is_canonical: bool = False,
+    commands: Mapping[str, Command] = MappingProxyType({}),
+    report: Callable[[str], None] = lambda _line: None,
 ) -> OpenEmbedding:
-    """Start a worker for each instance of the plan, all at a time. RanksError where one cannot start.
+    """Start a worker for each instance of the plan, all at a time.
 
-    is_canonical: they compute with the same bits on every CPU.
+    An accelerator whose worker cannot start is left out, and `report` told why. RanksError where a CPU's
+    cannot, or none is left. is_canonical: they compute with the same bits on every CPU. commands: of the
+    user's own workers, by the name of their device.
     """
     if model.embedding is None:
         raise ModelError(
@@ -70,22 +81,32 @@ def open_embedding(
             instance.cores,
             None if cache is None else str(cache),
             is_canonical,
+            commands.get(instance.device, ()),
+            width_of(model),
         )
         for instance in plan.instances
     ]
     workers = [WorkerProcess(spec) for spec in specs]
+    ready = dict[str, tuple[Start, WorkerProcess]]()
     try:
-        for worker in workers:
-            worker.wait_until_ready()
+        for instance, worker in zip(plan.instances, workers, strict=True):
+            try:
+                worker.wait_until_ready()
+            except RanksError as error:
+                if instance.is_cpu or (not ready and instance == plan.instances[-1]):
+                    raise
+                report(f"warning: {error}; the others embed without it")
+            else:
+                ready[instance.device] = partial(start_worker, worker.spec), worker
     except RanksError:
         for worker in workers:
             worker.kill()
         raise
-    starts: Sequence[Start] = [partial(start_worker, spec) for spec in specs]
+    plan = plan.only(lambda instance: instance.device in ready)
     queues = [
-        DeviceQueue(instance.device, _rank_of(instance.device), instance.depth) for instance in plan.instances
+        DeviceQueue(instance.device, rank_of(instance.device), instance.depth) for instance in plan.instances
     ]
-    client = EmbeddingClient(QueueManager(queues), list(zip(starts, workers, strict=True)), plan.slo_s)
+    client = EmbeddingClient(QueueManager(queues), list(ready.values()), plan.slo_s)
     return OpenEmbedding(model, EncoderText(model), plan, client)
 
 
@@ -94,8 +115,3 @@ def start_worker(spec: WorkerSpec) -> WorkerProcess:
     worker = WorkerProcess(spec)
     worker.wait_until_ready()
     return worker
-
-
-def _rank_of(device: str) -> int:
-    kind = device.partition(":")[0]
-    return next((rank for ranked_kind, rank in RANKS.items() if ranked_kind == kind), max(RANKS.values()))

@@ -8,6 +8,7 @@ written it.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,15 @@ MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Instance:
-    """One device's worker. `device`: "cpu:0", "cuda:0"."""
+    """One device's worker. `device`: "cpu:0", "cuda:0", "exec:0"; a plan never holds a command."""
 
     device: str
     cores: tuple[int, ...]
     depth: Depth = UNLIMITED
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.startswith("cpu:")
 
 
 @dataclass(frozen=True)
@@ -39,13 +44,19 @@ class EmbeddingPlan:
     slo_s: float | None = None
     source: str = "default"
 
+    def only(self, keeps: Callable[[Instance], bool]) -> EmbeddingPlan:
+        """The plan with those of its instances; it may have none then."""
+        return replace(self, instances=tuple(filter(keeps, self.instances)))
+
     @property
     def on_cpus(self) -> EmbeddingPlan:
-        """The plan without its accelerators; it may have no instances then."""
-        return replace(
-            self,
-            instances=tuple(instance for instance in self.instances if instance.device.startswith("cpu:")),
-        )
+        """The plan without its accelerators."""
+        return self.only(lambda instance: instance.is_cpu)
+
+    @property
+    def accelerated(self) -> EmbeddingPlan:
+        """The plan without its CPU instances."""
+        return self.only(lambda instance: not instance.is_cpu)
 
     def describe(self) -> str:
         """In one line, for people."""
@@ -126,7 +137,7 @@ def plan_of(fields: Any, source: str) -> EmbeddingPlan:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.startswith(("cpu:", "cuda:", "ascend:")):
+    if not isinstance(value, str) or not value.startswith(("cpu:", "cuda:", "exec:")):
         raise ValueError(f"a device {value!r:.40}")
     return value
 

@@ -1,10 +1,15 @@
-"""Messages between the front and a device's worker: frames over a socket, the same for every kind of
-device.
+"""Messages between the front and a device's worker: frames over a socket, the same for every kind of device.
 
-    frame: bytes of what follows (4), kind (1), batch (8), then by kind EMBED: inputs (4), of each its tokens
-    (4) and those before a pair's second text (4; all ones: one text), all tokens (int32) VECTORS: inputs
-    (4), width (4), float32        FAILED: one line of text        READY: JSON
-Little-endian. Both ends are of one version; a frame that does not fit is an error all the same.
+    frame      bytes of what follows the batch (4), kind (1), batch (8), then by kind:
+    EMBED 1    inputs (4); of each its tokens (4), and those before a pair's second text (4; all ones: one
+               text); all tokens (int32)
+    VECTORS 2  inputs (4), width (4), float32
+    FAILED 3   one line of text
+    READY 4    JSON: at least {"protocol": 1}
+
+Little-endian. The front sends EMBED; a worker sends READY once, or FAILED with batch 0 where it cannot start,
+then VECTORS or FAILED for each batch, in any order, and ends with the socket. A worker of the user's own
+(`exec:COMMAND`) is started as COMMAND FD SPEC: the number of the inherited socket, and JSON (`WorkerSpec`).
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ _PAIR = struct.Struct("<II")
 _COUNT = struct.Struct("<I")
 _ONE_TEXT = 0xFFFFFFFF
 MAX_FRAME_BYTES = 1 << 30
+PROTOCOL_VERSION = 1
 
 
 class WorkerFrameKind(IntEnum):

@@ -33,6 +33,7 @@ class Depth:
 
 
 UNLIMITED = Depth(1 << 30, 1 << 40)
+CPU_RANK = 1
 
 
 @dataclass(slots=True)
@@ -50,6 +51,10 @@ class DeviceQueue:
     """The part of its depth that may be used now (`pace`)."""
     inputs: int = 0
     tokens: int = 0
+
+    @property
+    def is_accelerator(self) -> bool:
+        return self.rank < CPU_RANK
 
     def has_room(self, tokens: int) -> bool:
         """For one more input of `tokens` tokens. One longer than the depth has room in an empty queue."""

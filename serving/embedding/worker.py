@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.protocol import (
+    PROTOCOL_VERSION,
     Floats,
     WorkerFrameKind,
     frame,
@@ -38,7 +39,7 @@ socket.
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """One worker. `device`: "cpu:0", "cuda:1"; `cores` are for a CPU's, and where a GPU's process runs."""
+    """One worker. `device`: "cpu:0", "cuda:1", "exec:0". `cores`: a CPU's, or those of another's process."""
 
     device: str
     model: str
@@ -48,14 +49,23 @@ class WorkerSpec:
     cache: str | None = None
     is_canonical: bool = False
     """Computed with the same bits on every CPU."""
+    command: tuple[str, ...] = ()
+    """Of a worker of the user's own; empty: this module's."""
+    width: int | None = None
+    """Numbers of each vector; None: any number."""
+
+    @property
+    def kind(self) -> str:
+        return self.device.partition(":")[0]
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps({"protocol": PROTOCOL_VERSION, **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> WorkerSpec:
         fields = json.loads(text)
-        return cls(**{**fields, "cores": tuple(fields["cores"])})
+        del fields["protocol"]
+        return cls(**{**fields, "cores": tuple(fields["cores"]), "command": tuple(fields["command"])})
 
 
 class Backend(Protocol):
@@ -99,8 +109,7 @@ def _cpu_backend(spec: WorkerSpec) -> Backend:
 
 
 def _backend(spec: WorkerSpec) -> Backend:
-    kind = spec.device.partition(":")[0]
-    if kind == "cpu":
+    if spec.kind == "cpu":
         return _cpu_backend(spec)
     from phasewise.serving.embedding.torch_worker import TorchEmbedder
 
@@ -119,7 +128,7 @@ def main(arguments: Sequence[str], make: Callable[[WorkerSpec], Backend] = _back
         sock.sendall(frame(WorkerFrameKind.FAILED, 0, f"{error}".encode()))
         return
     try:
-        serve(sock, backend, {"pid": os.getpid(), "device": spec.device})
+        serve(sock, backend, {"protocol": PROTOCOL_VERSION, "pid": os.getpid(), "device": spec.device})
     except (BrokenPipeError, ConnectionResetError):
         return  # the front has gone
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 from phasewise.serving.embedding.protocol import (
     HEAD,
+    PROTOCOL_VERSION,
     Floats,
     ProtocolError,
     WorkerFrame,
@@ -31,6 +33,7 @@ from phasewise.serving.processes.secrets import environment_for_children
 COMMAND = ("-P", "-m", "phasewise.serving.embedding.worker")
 START_S = 300.0
 END_S = 3.0
+MOST_SAID_BYTES = 500
 
 
 class WorkerProcess:
@@ -42,13 +45,17 @@ class WorkerProcess:
         self.spec = spec
         ours, theirs = socket.socketpair()
         with theirs:
+            command = spec.command or (sys.executable, *COMMAND)
             self._process = subprocess.Popen(
-                [sys.executable, *COMMAND, str(theirs.fileno()), spec.to_json()],
+                [*command, str(theirs.fileno()), spec.to_json()],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=environment_for_children(),
             )
+        if spec.kind != "cpu":  # whose own threads are pinned one by one
+            with contextlib.suppress(OSError):  # it has ended, which the next read says
+                os.sched_setaffinity(self._process.pid, spec.cores)
         self._socket = ours
         self._answers: dict[int, asyncio.Future[Floats]] = {}
         self._writer: asyncio.StreamWriter | None = None
@@ -75,7 +82,22 @@ class WorkerProcess:
             self.kill()
             raise RanksError(f"the embedding worker of {self.spec.device} cannot start: {said}")
         self._socket.setblocking(False)
-        self.facts = json.loads(got.body)
+        self.facts = self._facts_of(got.body)
+
+    def _facts_of(self, body: bytes) -> dict[str, Any]:
+        """The facts of a worker that speaks this protocol. RanksError."""
+        try:
+            facts = json.loads(body)
+            version = facts["protocol"]
+        except (ValueError, RecursionError, KeyError, TypeError):
+            facts, version = {}, None
+        if version != PROTOCOL_VERSION:
+            self.kill()
+            raise RanksError(
+                f"the embedding worker of {self.spec.device} cannot start: it speaks protocol"
+                f" {version!r:.20}, and version {PROTOCOL_VERSION} is needed"
+            )
+        return dict(facts)
 
     async def attach(self) -> None:
         """Read its answers on this loop from now on."""
@@ -99,11 +121,15 @@ class WorkerProcess:
         if self._reading is not None:
             await asyncio.wait([self._reading])
 
+    def end_now(self) -> None:
+        """Kill the process; what waits for it learns that by its socket. Does not block."""
+        if self._process.poll() is None:
+            self._process.kill()
+
     def kill(self) -> None:
         """End it, whatever it does."""
         self._socket.close()
-        if self._process.poll() is None:
-            self._process.kill()
+        self.end_now()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
 
@@ -122,27 +148,37 @@ class WorkerProcess:
         self.kill()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
+        reason = ""
         try:
             while True:
                 n_bytes, kind, batch = head_of(await reader.readexactly(HEAD.size))
                 self._deliver(WorkerFrame(kind, batch, await reader.readexactly(n_bytes)))
-        except (asyncio.IncompleteReadError, OSError, ProtocolError):
+        except (asyncio.IncompleteReadError, OSError):
             pass
+        except ProtocolError as error:
+            reason = f": {error}"
         finally:
-            loss = RanksError(f"the embedding worker of {self.spec.device} was lost")
+            loss = RanksError(f"the embedding worker of {self.spec.device} was lost{reason}")
             for answer in self._answers.values():
                 if not answer.done():
                     answer.set_exception(loss)
             self._answers.clear()
 
     def _deliver(self, got: WorkerFrame) -> None:
-        answer = self._answers.pop(got.batch, None)
-        if answer is None or answer.done():
+        """Give a batch its vectors. ProtocolError, and the batch stays here, for those of another shape."""
+        answer = self._answers.get(got.batch)
+        if answer is None:
             return
-        if got.kind is WorkerFrameKind.VECTORS:
-            answer.set_result(vectors_from_bytes(got.body))
-        else:
-            answer.set_exception(StepFailed(f"{self.spec.device}: {got.body.decode(errors='replace')}"))
+        if not answer.done():
+            if got.kind is WorkerFrameKind.VECTORS:
+                vectors = vectors_from_bytes(got.body)
+                if self.spec.width not in (None, vectors.shape[1]):
+                    raise ProtocolError(f"vectors of {vectors.shape[1]} numbers for {self.spec.width}")
+                answer.set_result(vectors)
+            else:
+                said = got.body[:MOST_SAID_BYTES].decode(errors="replace")
+                answer.set_exception(StepFailed(f"{self.spec.device}: {said}"))
+        del self._answers[got.batch]
 
 
 def _exactly(file: Any, n_bytes: int) -> bytes:

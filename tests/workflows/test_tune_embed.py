@@ -19,8 +19,9 @@ from phasewise.serving.embedding.worker import WorkerSpec
 from phasewise.serving.loaders import load_model
 from phasewise.topology import placement_signature, read_machine
 from phasewise.workflows.embed import tune as workflow
+from phasewise.workflows.embed.accelerators import Accelerators
 from phasewise.workflows.errors import WorkflowError
-from phasewise.workflows.serve.embedding import Embeddings, plan_for
+from phasewise.workflows.serve.embedding import Embeddings, Room, plan_for
 from tests.support.models.encoder_models import write_encoder
 
 LENGTH = 20
@@ -84,7 +85,9 @@ def test_the_plan_of_the_fitted_line_is_kept_and_served(
     assert held >= 65
     assert Path(tuned.database).is_file()
     said: Lines = []
-    plan = plan_for(load_model(str(encoder), "f32"), read_machine(), Embeddings(), said.append)
+    plan = plan_for(
+        load_model(str(encoder), "f32"), Room(read_machine()), Embeddings(), Accelerators(), said.append
+    )
     assert plan.instances == tuned.plan.instances
     assert plan.slo_s == 1.0
     assert plan.source == "database"
@@ -100,7 +103,7 @@ def test_a_file_of_an_earlier_version_goes_into_the_database_once(encoder: Path)
     path.write_text(json.dumps({"schema_version": 1, "slo_s": 0.5, "source": "x", "instances": [instance]}))
     said: Lines = []
 
-    plans = [plan_for(model, machine, Embeddings(), said.append) for _ in range(2)]
+    plans = [plan_for(model, Room(machine), Embeddings(), Accelerators(), said.append) for _ in range(2)]
 
     assert [plan.slo_s for plan in plans] == [0.5, 0.5]
     assert plans[0].instances == plans[1].instances

@@ -1,32 +1,43 @@
-"""Find how a host should embed under an SLO: instances, their cores, and depths of their queues.
+"""Find how a host should embed under an SLO: devices, instances, their cores, and depths of their queues.
 
-Every way to cut the cores into one, two or more instances is measured while all of its instances work: a few
-batches of each of a few sizes, a line through the times (WindVE, section IV-B2), and from it the tokens that
-a queue may hold. The way that holds the most inputs of the given length wins, and the largest load that its
-line promises is tried.
+Each accelerator is measured alone, its worker on one core and on a quarter of them: the fewest cores win that
+hold nearly as much (section IV-D). Then every way to cut the other cores into one, two or more instances is
+measured while all of its instances work, and the accelerators beside them. Each time a few batches of each of
+a few sizes, a line through the times (section IV-B2), and from it the tokens that a queue may hold. The way
+that holds the most inputs of the given length wins, and the largest load that its line promises is tried. A
+CPU that adds no more than the accelerators' own noise is left out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phasewise._words import counted, number
+from phasewise.workflows.embed.accelerators import Accelerators
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.serving.embedding.depth import FoundDepth, LatencyLine
+    from phasewise.serving.embedding.devices import Command
     from phasewise.serving.embedding.plan import EmbeddingPlan
+    from phasewise.serving.embedding.queues import Depth
+    from phasewise.serving.embedding.worker import WorkerSpec
     from phasewise.serving.embedding.worker_process import WorkerProcess
     from phasewise.serving.models.packed_model import PackedModel
+    from phasewise.topology import Machine
 
 MARGIN = 0.1
 """Share of the SLO that is kept for HTTP, text and chance."""
 ROUNDS = 3
+NOISE = 1 / 40
+"""Depths are tried to within this share (`depth.stress`)."""
+NEARLY = 0.97
+"""More cores for an accelerator's worker are worth nothing where fewer hold this share."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +56,42 @@ class MeasuredCut:
 
 
 @dataclass(frozen=True)
+class MeasuredAccelerator:
+    """One accelerator, its worker on `cores`. `line`, `depth`, `predicted`, `tried`: as of a cut."""
+
+    device: str
+    cores: tuple[int, ...]
+    line: LatencyLine
+    depth: int
+    predicted: int
+    tried: int
+
+
+@dataclass(frozen=True)
 class TunedEmbedding:
     """The measurements, the plan of the best, and the database that keeps it."""
 
+    accelerators: tuple[MeasuredAccelerator, ...]
     measured: tuple[MeasuredCut, ...]
     plan: EmbeddingPlan
     database: str
+
+
+@dataclass(frozen=True)
+class _Probing:
+    """The conditions of all measurements."""
+
+    model: PackedModel
+    ref: str
+    slo_s: float
+    length: int
+    commands: Mapping[str, Command]
+
+    def spec(self, device: str, cores: tuple[int, ...]) -> WorkerSpec:
+        from phasewise.serving.embedding.worker import WorkerSpec
+
+        command = self.commands.get(device, ())
+        return WorkerSpec(device, self.ref, self.model.format, cores, command=command)
 
 
 def tune_embed(
@@ -60,13 +101,12 @@ def tune_embed(
     tokens: int,
     most_instances: int | None,
     report: Report = silent,
+    accelerators: Accelerators = Accelerators(),  # noqa: B008 (frozen)
     *,
     db: str | None = None,
 ) -> TunedEmbedding:
-    """Measure, choose and keep a plan. WorkflowError where no instance answers one input within the SLO."""
+    """Measure, choose and keep a plan. WorkflowError where no device answers one input within the SLO."""
     from phasewise.kerneldb.location import locate
-    from phasewise.serving.embedding.depth import admission_depth
-    from phasewise.serving.embedding.devices import instance_cores
     from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
     from phasewise.serving.loaders import load_model
     from phasewise.topology import read_machine
@@ -76,32 +116,94 @@ def tune_embed(
     if model.embedding is None:
         raise WorkflowError(f"{model.name} is no embedding model")
     machine = read_machine()
-    n_cores = len(machine.allowed_cores()) or len(machine.allowed_pus)
     length = min(tokens, model.embedding.max_tokens)
-    cuts = []
-    for n in _counts(min(n_cores, most_instances or n_cores)):
-        cores = instance_cores(machine, n)
-        cut = _measure(model, ref, cores, slo_s, length)
-        where = " and ".join(",".join(map(str, own)) for own in cores)
-        report(
-            f"{counted(n, 'instance')} on cores {where}: {counted(cut.depth, 'input')} of"
-            f" {counted(length, 'token')} within {number(slo_s)} s"
-            f" (one: {cut.predicted} by the line, {cut.tried} tried)"
-        )
-        cuts.append(cut)
+    probing = _Probing(model, ref, slo_s, length, accelerators.commands)
+    devices = _accelerators(probing, machine, accelerators.names, report)
+    cuts = _cuts(probing, machine, devices, most_instances, report)
     best = max(cuts, key=lambda measured: measured.depth)
-    if best.depth < 1:
+    n_accelerated = sum(device.depth for device in devices)
+    if best.depth + n_accelerated < 1:
         raise WorkflowError(
             f"no instance embeds one input of {counted(length, 'token')} within {number(slo_s)} s"
         )
-    depth = admission_depth(best.line, slo_s, length, MARGIN).scaled(min(1.0, best.tried / best.predicted))
-    plan = EmbeddingPlan(
-        tuple(Instance(f"cpu:{index}", own, depth) for index, own in enumerate(best.cores)),
-        slo_s,
-        "tune-embed",
-    )
+    instances = [Instance(device.device, device.cores, _held(device, slo_s, length)) for device in devices]
+    if best.depth > n_accelerated * NOISE:
+        held = _held(best, slo_s, length)
+        instances += [Instance(f"cpu:{index}", own, held) for index, own in enumerate(best.cores)]
+    else:
+        report(f"the CPU would add {counted(best.depth, 'input')}, within the accelerators' noise: left out")
+    plan = EmbeddingPlan(tuple(instances), slo_s, "tune-embed")
     keep_plan(db, model, machine, plan, report)
-    return TunedEmbedding(tuple(cuts), plan, locate(db).name)
+    return TunedEmbedding(tuple(devices), tuple(cuts), plan, locate(db).name)
+
+
+def _held(measured: MeasuredCut | MeasuredAccelerator, slo_s: float, length: int) -> Depth:
+    """The depth of one worker's queue."""
+    from phasewise.serving.embedding.depth import admission_depth
+
+    share = min(1.0, measured.tried / max(1, measured.predicted))
+    return admission_depth(measured.line, slo_s, length, MARGIN).scaled(share)
+
+
+def _accelerators(
+    probing: _Probing, machine: Machine, names: Sequence[str], report: Report
+) -> list[MeasuredAccelerator]:
+    """Those that can be measured and answer one input in time; others are told."""
+    from phasewise.serving.embedding.devices import free_cores
+    from phasewise.serving.errors import ServingError
+
+    free, devices = free_cores(machine, ()), list[MeasuredAccelerator]()
+    for name in names:
+        left = free[sum(len(device.cores) for device in devices) :]
+        counts = sorted({1, max(1, len(free) // 4)})
+        try:
+            tried = [
+                _measure_accelerator(probing, name, tuple(left[:n]))
+                for n in counts
+                if n < len(left) or n == len(free) == 1
+            ]
+        except ServingError as error:
+            report(f"{name} is left out: {error}")
+            continue
+        if not tried:
+            report(f"{name} is left out: no core is left for its worker")
+            continue
+        most = max(device.depth for device in tried)
+        best = next(device for device in tried if device.depth >= NEARLY * most)
+        report(f"{name}, its worker on cores {','.join(map(str, best.cores))}: {_found(best, probing)}")
+        if best.depth > 0:
+            devices.append(best)
+    return devices
+
+
+def _found(measured: MeasuredCut | MeasuredAccelerator, probing: _Probing) -> str:
+    return (
+        f"{counted(measured.depth, 'input')} of {counted(probing.length, 'token')} within"
+        f" {number(probing.slo_s)} s (one: {measured.predicted} by the line, {measured.tried} tried)"
+    )
+
+
+def _cuts(
+    probing: _Probing,
+    machine: Machine,
+    devices: Sequence[MeasuredAccelerator],
+    most_instances: int | None,
+    report: Report,
+) -> list[MeasuredCut]:
+    """Every number of CPU instances on the cores that accelerators' workers leave."""
+    from phasewise.serving.embedding.devices import free_cores, instance_cores
+
+    of_workers = {core for device in devices for core in device.cores}
+    taken = of_workers if set(free_cores(machine, of_workers)) else set[int]()
+    n_cores = len(free_cores(machine, taken))
+    cuts = []
+    for n in _counts(min(n_cores, most_instances or n_cores)):
+        cores = instance_cores(machine, n, taken)
+        cut = _measure_cut(probing, cores, devices)
+        where = " and ".join(",".join(map(str, own)) for own in cores)
+        report(f"{counted(n, 'instance')} on cores {where}: {_found(cut, probing)}")
+        cuts.append(cut)
+    return cuts
 
 
 def _counts(most: int) -> list[int]:
@@ -112,40 +214,59 @@ def _counts(most: int) -> list[int]:
     return counts
 
 
-def _measure(
-    model: PackedModel, ref: str, cores: Sequence[tuple[int, ...]], slo_s: float, length: int
+def _measure_accelerator(probing: _Probing, device: str, cores: tuple[int, ...]) -> MeasuredAccelerator:
+    found = _probe_all(probing, [probing.spec(device, cores)], [])
+    depth = min(found.predicted, found.tried)
+    return MeasuredAccelerator(
+        device, cores, _by_tokens(found.line, probing.length), depth, found.predicted, found.tried
+    )
+
+
+def _measure_cut(
+    probing: _Probing, cores: Sequence[tuple[int, ...]], devices: Sequence[MeasuredAccelerator]
 ) -> MeasuredCut:
+    specs = [probing.spec(f"cpu:{index}", own) for index, own in enumerate(cores)]
+    busy = [(probing.spec(device.device, device.cores), device.depth) for device in devices]
+    found = _probe_all(probing, specs, busy)
+    depth = min(found.predicted, found.tried) * len(cores)
+    line = _by_tokens(found.line, probing.length)
+    return MeasuredCut(tuple(cores), line, depth, found.predicted, found.tried)
+
+
+def _by_tokens(line: LatencyLine, length: int) -> LatencyLine:
     from phasewise.serving.embedding.depth import LatencyLine
+
+    return LatencyLine(line.alpha_s / length, line.beta_s)
+
+
+def _probe_all(
+    probing: _Probing, specs: Sequence[WorkerSpec], busy: Sequence[tuple[WorkerSpec, int]]
+) -> FoundDepth:
+    """The depth of one of the workers while all work, and those of `busy` on as many inputs as they hold."""
     from phasewise.serving.embedding.open_embedding import start_worker
-    from phasewise.serving.embedding.worker import WorkerSpec
 
     workers: list[WorkerProcess] = []
     try:
-        workers = [
-            start_worker(WorkerSpec(f"cpu:{index}", ref, model.format, own))
-            for index, own in enumerate(cores)
-        ]
-        probed = asyncio.run(_probe(workers, slo_s, length))
+        for spec in (*specs, *(spec for spec, _ in busy)):
+            workers.append(start_worker(spec))  # noqa: PERF401 (those are closed where the next fails)
+        beside = list(zip(workers[len(specs) :], (n for _, n in busy), strict=True))
+        return asyncio.run(_probe(workers[: len(specs)], beside, probing))
     finally:
         for worker in workers:
             worker.close()
-    depth = min(probed.predicted, probed.tried) * len(cores)
-    by_tokens = LatencyLine(probed.line.alpha_s / length, probed.line.beta_s)
-    return MeasuredCut(tuple(cores), by_tokens, depth, probed.predicted, probed.tried)
 
 
-async def _probe(workers: Sequence[WorkerProcess], slo_s: float, length: int) -> FoundDepth:
-    """The depth of one instance while all work."""
+async def _probe(
+    workers: Sequence[WorkerProcess], beside: Sequence[tuple[WorkerProcess, int]], probing: _Probing
+) -> FoundDepth:
     from phasewise.serving.embedding.depth import predict_and_try
-    from phasewise.serving.embedding.encoder.input_tokens import Tokens
-    from phasewise.serving.embedding.protocol import inputs_to_bytes
 
-    for worker in workers:
+    for worker in (*workers, *(worker for worker, _ in beside)):
         await worker.attach()
 
     async def seconds(n: int) -> float:
         """The median over rounds of the slowest instance's time for a batch of n inputs."""
-        body = inputs_to_bytes([Tokens([1 + (7 * i + j) % 90 for j in range(length)]) for i in range(n)])
+        body = _batch(n, probing.length)
         times = []
         for _ in range(ROUNDS):
             began = time.perf_counter()
@@ -153,5 +274,22 @@ async def _probe(workers: Sequence[WorkerProcess], slo_s: float, length: int) ->
             times.append(time.perf_counter() - began)
         return sorted(times)[len(times) // 2]
 
-    await seconds(4)  # the first batches find nothing in the caches
-    return await predict_and_try(seconds, slo_s)
+    async def keep_busy(worker: WorkerProcess, n: int) -> None:
+        body = _batch(n, probing.length)
+        while True:
+            await worker.embed(body)
+
+    noise = [asyncio.ensure_future(keep_busy(worker, n)) for worker, n in beside]
+    try:
+        await seconds(4)  # the first batches find nothing in the caches
+        return await predict_and_try(seconds, probing.slo_s)
+    finally:
+        for task in noise:
+            task.cancel()
+
+
+def _batch(n: int, length: int) -> bytes:
+    from phasewise.serving.embedding.encoder.input_tokens import Tokens
+    from phasewise.serving.embedding.protocol import inputs_to_bytes
+
+    return inputs_to_bytes([Tokens([1 + (7 * i + j) % 90 for j in range(length)]) for i in range(n)])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from phasewise._words import counted
+from phasewise.workflows.embed.accelerators import Accelerators, accelerators_here
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.opening.open_model import Weights
 from phasewise.workflows.report import Report
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from phasewise.serving.embedding.open_embedding import OpenEmbedding
-    from phasewise.serving.embedding.plan import EmbeddingPlan
+    from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
     from phasewise.serving.embedding_service import EmbeddingSettings
     from phasewise.serving.http.transport.listening import Address
     from phasewise.serving.models.packed_model import PackedModel
@@ -26,73 +27,151 @@ class Embeddings:
     """Settings of embedding. `embed_model`: beside a language model; None: that alone, or no embeddings.
 
     `embed_instances`: processes on the CPU, None for the stored plan's or one for each NUMA node.
-    `embed_cores`: cores for embeddings beside a language model. `slo_s`: None for the stored plan's.
+    `embed_cores`: cores for embeddings beside a language model. `embed_device`: accelerators by commands of
+    the user's. `embed_cpu`: the CPU embeds what accelerators cannot hold.
     """
 
     embed_model: str | None = None
     embed_instances: int | None = None
     embed_cores: int | None = None
     embed_accelerators: bool = True
+    embed_device: list[str] | None = None
+    embed_cpu: bool = True
+
+    def accelerators(self) -> Accelerators:
+        """UsageError for a device that is none."""
+        return accelerators_here(with_gpus=self.embed_accelerators, devices=self.embed_device)
+
+
+@dataclass(frozen=True)
+class Room:
+    """The cores that embeddings may have. `taken`: PUs of a language model beside them. `threads`: cores of
+    all instances together, the highest ones; None: all that are left.
+    """
+
+    machine: Machine
+    taken: Collection[int] = ()
+    threads: int | None = None
+
+    @property
+    def cores(self) -> list[int]:
+        """UsageError where there are too few."""
+        from phasewise.serving.embedding.devices import free_cores
+
+        free = free_cores(self.machine, self.taken)
+        return free if self.threads is None else free[-self.threads :]
+
+    def cut(self, n_instances: int) -> list[tuple[int, ...]]:
+        """The cores of each instance. UsageError where there are too few."""
+        from phasewise.serving.embedding.devices import instance_cores
+
+        try:
+            return instance_cores(self.machine, n_instances, self.taken, self.threads)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
 
 
 def plan_for(
     model: PackedModel,
-    machine: Machine,
+    room: Room,
     settings: Embeddings,
+    accelerators: Accelerators,
     report: Report,
-    *,
-    taken: Collection[int] = (),
-    threads: int | None = None,
     db: str | None = None,
 ) -> EmbeddingPlan:
     """The flags' plan, else the stored one, else a default: every accelerator, and one instance for each NUMA
-    node, which promise no time. taken: PUs that a language model beside it has. threads: cores of all
-    instances together, the highest ones. db: where plans are kept. UsageError where there are too few.
+    node, which promise no time.
+
+    Of a stored plan the accelerators that are here keep their depths, and one that it does not know learns
+    its own. Beside a language model its CPU instances are cut to the cores that are left, and hold less by as
+    much. db: where plans are kept. UsageError where there are too few cores, or no device is left.
     """
-    from phasewise.serving.embedding.devices import accelerators, instance_cores
     from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
-    from phasewise.topology import Kind
     from phasewise.workflows.embed.kept_plan import kept_plan
 
-    allowed = frozenset(machine.allowed_pus)
-    is_flagged = settings.embed_instances is not None or threads is not None
-    if not is_flagged and not taken:
-        stored = kept_plan(db, model, machine, report)
-        if stored is not None and not settings.embed_accelerators:
-            stored = stored.on_cpus
-        if stored is not None and stored.instances:
-            return stored
-    n_nodes = max(1, len([node for node in machine.nodes(Kind.NUMA) if allowed.intersection(node.cpus)]))
-    try:
-        cores = instance_cores(machine, settings.embed_instances or n_nodes, taken, threads)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    devices = accelerators() if settings.embed_accelerators else []
-    front = (min(core for own in cores for core in own),) if taken else tuple(sorted(allowed)[:1])
-    instances = [Instance(device.name, front) for device in devices if device.kind == "cuda"]
-    instances += [Instance(f"cpu:{index}", own) for index, own in enumerate(cores)]
-    return EmbeddingPlan(tuple(instances), source="flags" if is_flagged else "default")
+    is_flagged = settings.embed_instances is not None or room.threads is not None
+    stored = None
+    if not is_flagged or room.taken:
+        stored = kept_plan(db, model, room.machine, report)
+    if stored is None:
+        own = _instances(room, settings, ())
+        stored = EmbeddingPlan(own, source="flags" if is_flagged and not room.taken else "default")
+    elif room.taken:
+        stored = replace(stored, instances=_instances(room, settings, stored.instances))
+    known = stored.only(lambda instance: instance.is_cpu or instance.device in accelerators.names)
+    for instance in stored.instances:
+        is_switched_off = instance.device.startswith("cuda:") and not settings.embed_accelerators
+        if instance not in known.instances and not is_switched_off:
+            report(
+                f"the embedding plan has {instance.device}, which is not here: the others embed without it"
+            )
+    planned = {instance.device for instance in known.instances}
+    front = (min(room.cores),) if room.taken else tuple(sorted(room.machine.allowed_pus)[:1])
+    added = tuple(Instance(name, front) for name in accelerators.names if name not in planned)
+    plan = replace(known, instances=(*known.accelerated.instances, *added, *known.on_cpus.instances))
+    if not settings.embed_cpu:
+        plan = plan.accelerated
+        if not plan.instances:
+            raise UsageError("--no-embed-cpu: there is no accelerator here; name one with --embed-device")
+    if not plan.instances:
+        plan = replace(plan, instances=_instances(room, settings, ()), slo_s=None, source="default")
+    return plan
+
+
+def _instances(room: Room, settings: Embeddings, planned: tuple[Instance, ...]) -> tuple[Instance, ...]:
+    """Instances on the cores that are there: accelerators of a plan, and its CPU instances cut to them."""
+    from phasewise.serving.embedding.plan import Instance
+    from phasewise.serving.embedding.queues import Depth
+    from phasewise.topology import Kind
+
+    on_cpus = [instance for instance in planned if instance.is_cpu]
+    others = [instance for instance in planned if not instance.is_cpu]
+    if planned and not on_cpus:
+        cut: list[tuple[int, ...]] = []
+    else:
+        allowed = frozenset(room.machine.allowed_pus)
+        nodes = [node for node in room.machine.nodes(Kind.NUMA) if allowed.intersection(node.cpus)]
+        n_default = 1 if room.taken else max(1, len(nodes))
+        cut = room.cut(settings.embed_instances or n_default)
+    n_planned = sum(len(instance.cores) for instance in on_cpus)
+    held = sum((instance.depth for instance in on_cpus), Depth(0, 0))
+    front = (min(room.cores),)
+    return (
+        *(replace(instance, cores=front) for instance in others),
+        *(
+            Instance(f"cpu:{index}", own, held.scaled(min(1.0, len(own) / n_planned)))
+            if on_cpus
+            else Instance(f"cpu:{index}", own)
+            for index, own in enumerate(cut)
+        ),
+    )
 
 
 def open_for(
-    model: PackedModel, ref: str, plan: EmbeddingPlan, report: Report, *, is_canonical: bool = False
+    model: PackedModel,
+    ref: str,
+    plan: EmbeddingPlan,
+    report: Report,
+    accelerators: Accelerators = Accelerators(),  # noqa: B008 (frozen)
+    *,
+    is_canonical: bool = False,
 ) -> OpenEmbedding:
-    """Workers of the plan, ready. A GPU's worker that cannot start is left out, and `report` told why.
+    """Workers of the plan, ready. An accelerator whose worker cannot start is left out, and `report` told why.
 
     is_canonical: they compute with the same bits on every CPU.
     """
     from phasewise.serving.embedding.open_embedding import open_embedding
-    from phasewise.serving.errors import RanksError
 
     report(plan.describe() + (", with the same bits on every CPU" if is_canonical else ""))
-    try:
-        return open_embedding(model, ref, model.format, plan, is_canonical=is_canonical)
-    except RanksError as error:
-        on_cpus = plan.on_cpus
-        if on_cpus == plan or not on_cpus.instances:
-            raise
-        report(f"warning: {error}; the CPU embeds alone")
-        return open_embedding(model, ref, model.format, on_cpus)
+    return open_embedding(
+        model,
+        ref,
+        model.format,
+        plan,
+        is_canonical=is_canonical,
+        commands=accelerators.commands,
+        report=report,
+    )
 
 
 def makes_vectors(ref: str, weight_format: str, report: Report) -> bool:
@@ -128,8 +207,9 @@ def serve_embeddings(
 
     model = load_embedding_model(ref, weights, report)
     on = _devices_for(embeddings, weights)
-    plan = plan_for(model, read_machine(), on, report, threads=threads, db=db)
-    with open_for(model, ref, plan, report, is_canonical=weights.is_canonical) as opened:
+    accelerators = on.accelerators()
+    plan = plan_for(model, Room(read_machine(), threads=threads), on, accelerators, report, db)
+    with open_for(model, ref, plan, report, accelerators, is_canonical=weights.is_canonical) as opened:
         what = "scores of pairs" if opened.scores else f"vectors of {opened.width} numbers"
         report(f"{model.name} ({model.format}): {what}, inputs of at most {opened.text.max_tokens} tokens")
         run_embedding_service(opened, settings_of(model.name), address, report)
@@ -164,12 +244,13 @@ def _default_share(n_cores: int) -> int:
 
 
 def open_beside(
-    settings: Embeddings, weights: Weights, taken: Collection[int], report: Report
+    settings: Embeddings, weights: Weights, taken: Collection[int], db: str | None, report: Report
 ) -> OpenEmbedding:
     """Embeddings beside a language model, which computes on the PUs `taken`.
 
-    They have `embed_cores` of the other cores, the highest ones, else a quarter of all, at least one.
-    UsageError where there are too few, or the model is no embedding model.
+    They have `embed_cores` of the other cores, the highest ones, else a quarter of all, at least one, and the
+    stored plan's devices and depths, as far as these cores go. UsageError where there are too few, or the
+    model is no embedding model.
     """
     from phasewise.serving.embedding.devices import free_cores
     from phasewise.topology import read_machine
@@ -185,6 +266,10 @@ def open_beside(
             "language model does not use; choose fewer for it, or for --embed-cores"
         )
     model = load_embedding_model(settings.embed_model, weights, report)
-    instances = replace(_devices_for(settings, weights), embed_instances=settings.embed_instances or 1)
-    plan = plan_for(model, machine, instances, report, taken={*taken, *free[:-own]})
-    return open_for(model, settings.embed_model, plan, report, is_canonical=weights.is_canonical)
+    on = _devices_for(settings, weights)
+    accelerators = on.accelerators()
+    room = Room(machine, {*taken, *free[:-own]})
+    plan = plan_for(model, room, on, accelerators, report, db)
+    return open_for(
+        model, settings.embed_model, plan, report, accelerators, is_canonical=weights.is_canonical
+    )

@@ -92,7 +92,7 @@ def serve_model(
         hint_at_tuning(model, settings.db, report)
         beside = None
         if embeddings.embed_model is not None:
-            beside = stack.enter_context(open_beside(embeddings, weights, first.cores, report))
+            beside = stack.enter_context(open_beside(embeddings, weights, first.cores, settings.db, report))
         if explain is not None:
             for served in (first, *others):
                 _explain(served, settings, report, explain)

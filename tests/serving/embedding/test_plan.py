@@ -67,14 +67,14 @@ def test_a_plan_for_other_cores_is_refused(tmp_path: Path) -> None:
 
 
 def test_devices_are_those_whose_files_are_here(tmp_path: Path) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "davinci0", "davinci_manager"):
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
         (tmp_path / "dev").mkdir(exist_ok=True)
         (tmp_path / "dev" / name).touch()
 
     found = accelerators(tmp_path, lambda: 1)
 
-    assert [one.name for one in found] == ["cuda:0", "ascend:0"]
-    assert [one.rank for one in found] == [0, 0]
+    assert [device.name for device in found] == ["cuda:0"]
+    assert [device.rank for device in found] == [0]
     assert accelerators(tmp_path / "nothing", lambda: 4) == []
 
 

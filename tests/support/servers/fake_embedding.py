@@ -84,6 +84,9 @@ class FakeWorker:
         assert self._lost is not None
         self._lost.set()
 
+    def end_now(self) -> None:
+        self.die()
+
     def kill(self) -> None:
         self.closed = True
 

@@ -1,0 +1,36 @@
+"""The accelerators that a command may embed on: GPUs of this host, and devices behind workers of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from phasewise.workflows.errors import UsageError
+
+if TYPE_CHECKING:
+    from phasewise.serving.embedding.devices import Command
+
+
+@dataclass(frozen=True)
+class Accelerators:
+    """`names`: "cuda:0", "exec:0". `commands`: of the latter, by name.
+
+    A command comes from the command line or the configuration file of this host, and never from a database,
+    which others may have filled.
+    """
+
+    names: tuple[str, ...] = ()
+    commands: Mapping[str, Command] = field(default_factory=dict)
+
+
+def accelerators_here(*, with_gpus: bool, devices: Sequence[str] | None) -> Accelerators:
+    """GPUs first, then `exec:COMMAND` devices in their order. UsageError for anything else."""
+    from phasewise.serving.embedding.devices import accelerators, command_of
+
+    try:
+        commands = {f"exec:{index}": command_of(text) for index, text in enumerate(devices or ())}
+    except ValueError as error:
+        raise UsageError(f"--embed-device {error}") from error
+    gpus = [device.name for device in accelerators()] if with_gpus else []
+    return Accelerators((*gpus, *commands), commands)
