@@ -105,7 +105,7 @@ _LOCAL_POOLS = ("--prompt-pool", "--token-pool", "--mixed-pool", "--pools")
 _CLUSTER_POOLS = ("--prompt", "--token", "--mixed")
 _POOLS = (*_LOCAL_POOLS, "--cluster", *_CLUSTER_POOLS)
 _DIVIDING = ("--split-above", "--repurpose-after", "--kv-transfer")
-_EMBEDDING = ("--embed-cores", "--embed-instances", "--embed-accelerators")
+_EMBEDDING = ("--embed-cores", "--embed-instances", "--embed-accelerators", "--embed-device", "--embed-cpu")
 _BELIEVING = ("--remote-digest", "--remote-signers")
 _REMOTE = ("--remote", *_BELIEVING)
 _GENERATING = (
@@ -155,7 +155,7 @@ _SERVE = (
     _CANONICAL,
     Way(
         "with --arithmetic canonical",
-        ("--embed-accelerators",),
+        ("--embed-accelerators", "--embed-device"),
         when=("--arithmetic=canonical",),
         instead="accelerators round in their own ways, and CPUs embed alone; leave that out",
     ),

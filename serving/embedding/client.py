@@ -415,6 +415,8 @@ class EmbeddingClient:
                     f" for {counted(len(batch), 'input')}"
                 )
         except RanksError as error:
+            lane.worker.end_now()
+            await lane.worker.lost()  # what runs again goes to the next one
             self._again(index, batch, error)
             return
         except ServingError as error:
@@ -438,7 +440,6 @@ class EmbeddingClient:
         try:
             return await asyncio.wait_for(lane.worker.embed(body), patience_s)
         except TimeoutError as error:
-            lane.worker.end_now()
             raise RanksError(
                 f"the embedding worker of {lane.queue.name} did not answer for {patience_s:.0f} s"
             ) from error

@@ -158,6 +158,8 @@ class WorkerProcess:
         except ProtocolError as error:
             reason = f": {error}"
         finally:
+            if self._writer is not None:
+                self._writer.close()  # or the loop would watch a socket that `kill` has closed
             loss = RanksError(f"the embedding worker of {self.spec.device} was lost{reason}")
             for answer in self._answers.values():
                 if not answer.done():

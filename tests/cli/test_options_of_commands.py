@@ -86,7 +86,11 @@ HANDED = {
     "tune-embed": Handing(
         "phasewise.workflows.embed.tune.tune_embed",
         ["m"],
-        {"--tokens": ["--tokens", "9"], "--instances": ["--instances", "2"]},
+        {
+            "--tokens": ["--tokens", "9"],
+            "--instances": ["--instances", "2"],
+            "--embed-device": ["--embed-device", "exec:true"],
+        },
     ),
     "simulate": Handing(
         "phasewise.workflows.capacity.simulate.simulate_cluster",

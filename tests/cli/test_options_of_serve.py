@@ -172,6 +172,8 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--embed-instances": one("--embed-instances", 3),
         "--embed-cores": one("--embed-cores", 5),
         "--embed-accelerators": one("--no-embed-accelerators"),
+        "--embed-device": one("--embed-device", "exec:true"),
+        "--embed-cpu": one("--no-embed-cpu"),
         "--length-log": one("--length-log", here / "lengths"),
         "--db": one("--db", places.plans),
         "--explain": one("--explain"),
@@ -250,10 +252,10 @@ def test_vectors_have_no_arithmetic_of_k_quants(places: Places, boundary: Bounda
 
 def test_the_arithmetic_of_all_cpus_is_of_cpus_without_tiles(places: Places, boundary: Boundary) -> None:
     """Neither accelerators nor tiles follow it: each is refused by name."""
-    for flag in ("--tile-prompts", "--embed-accelerators"):
+    for flag in ("--tile-prompts", "--embed-accelerators", "--embed-device=exec:true"):
         run = boundary.serve(places.model, "--embed-model", places.encoder, "--arithmetic", "canonical", flag)
         assert (run.exit_code, run.opened) == (2, {})
-        assert f"{flag} has no effect with --arithmetic canonical" in run.said
+        assert f"{flag.partition('=')[0]} has no effect with --arithmetic canonical" in run.said
 
 
 def test_a_model_is_served_once(places: Places, boundary: Boundary) -> None:

@@ -1,4 +1,4 @@
-"""The accelerators that a command may embed on: GPUs of this host, and devices behind workers of the user's."""
+"""The accelerators that a command may embed on: GPUs here, and devices behind workers of the user's."""
 
 from __future__ import annotations
 

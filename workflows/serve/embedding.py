@@ -156,7 +156,7 @@ def open_for(
     *,
     is_canonical: bool = False,
 ) -> OpenEmbedding:
-    """Workers of the plan, ready. An accelerator whose worker cannot start is left out, and `report` told why.
+    """Workers of the plan, ready. Those of accelerators that cannot start are left out, as `report` is told.
 
     is_canonical: they compute with the same bits on every CPU.
     """

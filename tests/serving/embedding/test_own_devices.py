@@ -1,0 +1,287 @@
+"""Accelerators behind workers of the user's own: real processes, real queues, and no accelerator."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip(
+    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
+)
+
+from phasewise.serving.embedding import client as clients
+from phasewise.serving.embedding.client import EmbeddingClient, LaneState
+from phasewise.serving.embedding.depth import LatencyLine
+from phasewise.serving.embedding.devices import command_of
+from phasewise.serving.embedding.encoder.input_tokens import Tokens
+from phasewise.serving.embedding.open_embedding import OpenEmbedding, open_embedding
+from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
+from phasewise.serving.embedding.queues import UNLIMITED, Depth
+from phasewise.serving.embedding.worker_process import WorkerProcess
+from phasewise.serving.errors import QueueFull, RanksError
+from phasewise.serving.loaders import load_model
+from phasewise.topology import read_machine
+from tests.support.modelled_device import command, vector_of
+from tests.support.models.encoder_models import HIDDEN, write_encoder
+
+CORE = (min(read_machine().allowed_pus),)
+SAMPLE = Path(__file__).parents[3] / "docs" / "guide" / "embedding_worker.py"
+QUICK = LatencyLine(0.001, 0.01)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_encoder(tmp_path_factory.mktemp("devices") / "bert", "bert")
+
+
+def opened(
+    directory: Path,
+    instances: Sequence[Instance],
+    commands: dict[str, tuple[str, ...]],
+    slo_s: float | None = None,
+    report: Callable[[str], None] = lambda _line: None,
+) -> OpenEmbedding:
+    model = load_model(str(directory), "f32", directory.parent / "cache")
+    plan = EmbeddingPlan(tuple(instances), slo_s)
+    return open_embedding(
+        model, str(directory), "f32", plan, directory.parent / "cache", commands=commands, report=report
+    )
+
+
+def run(embedding: OpenEmbedding, use: Callable[[EmbeddingClient], Awaitable[None]]) -> None:
+    async def main() -> None:
+        embedding.client.attach(asyncio.get_running_loop())
+        await asyncio.sleep(0.05)
+        await asyncio.wait_for(use(embedding.client), 60)
+
+    with embedding:
+        asyncio.run(main())
+
+
+def tokens(number: int) -> Tokens:
+    return Tokens([number % 90, number // 90])
+
+
+async def once(client: EmbeddingClient, number: int) -> np.ndarray:
+    (vector,) = await client.embed([tokens(number)])
+    return vector
+
+
+def lane(client: EmbeddingClient, name: str) -> LaneState:
+    return next(each for each in client.lanes() if each.name == name)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.01)
+
+
+def pid_of(client: EmbeddingClient, index: int = 0) -> int:
+    worker = client._lanes[index].worker
+    assert isinstance(worker, WorkerProcess)
+    return worker.pid
+
+
+def test_the_accelerator_is_filled_first_then_the_cpu_and_the_rest_is_refused_at_once(
+    directory: Path, tmp_path: Path
+) -> None:
+    """Depths of 40 and 8, and 60 clients: WindVE's Algorithm 1 with real processes."""
+    (tmp_path / "hang").touch()
+    commands = {f"exec:{index}": command(QUICK, tmp_path) for index in range(2)}
+    instances = [
+        Instance("exec:0", CORE, Depth(40, 1 << 20)),
+        # A CPU's queue whose worker waits too, so that nothing is answered before all have been placed.
+        Instance("cpu:0", CORE, Depth(8, 1 << 20)),
+    ]
+    embedding = opened(directory, instances, {**commands, "cpu:0": command(QUICK, tmp_path)})
+
+    async def use(client: EmbeddingClient) -> None:
+        asked = [asyncio.ensure_future(once(client, number)) for number in range(60)]
+        await until(lambda: sum(each.done() for each in asked) == 12)
+        assert [each.inputs for each in client.lanes()] == [40, 8]
+        assert all(isinstance(each.exception(), QueueFull) for each in asked if each.done())
+        (tmp_path / "hang").unlink()
+        outcomes = Counter(
+            type(each).__name__ for each in await asyncio.gather(*asked, return_exceptions=True)
+        )
+        assert outcomes == {"ndarray": 48, "QueueFull": 12}
+
+    run(embedding, use)
+
+
+def test_each_input_gets_its_own_vector_whatever_device_has_it(directory: Path, tmp_path: Path) -> None:
+    commands = {name: command(QUICK, tmp_path) for name in ("exec:0", "exec:1")}
+    embedding = opened(directory, [Instance(name, CORE, Depth(300, 1 << 20)) for name in commands], commands)
+
+    async def use(client: EmbeddingClient) -> None:
+        vectors = await asyncio.gather(*(once(client, number) for number in range(400)))
+        for number, vector in enumerate(vectors):
+            assert vector.tobytes() == vector_of(tokens(number), HIDDEN).tobytes()
+        assert all(each.n_inputs > 0 for each in client.lanes())
+        assert sum(each.n_inputs for each in client.lanes()) == 400
+
+    run(embedding, use)
+
+
+@pytest.mark.parametrize("how", ["killed", "hung"])
+def test_a_device_that_dies_or_hangs_is_started_again_and_nothing_is_lost(
+    directory: Path, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hung one is found by its own time of late, ended, and its inputs run again once."""
+    monkeypatch.setattr(clients, "LEAST_PATIENCE_S", {"accelerator": 3.0, "cpu": 3.0})
+    embedding = opened(
+        directory,
+        [Instance("exec:0", CORE, Depth(1000, 1 << 20))],
+        {"exec:0": command(QUICK, tmp_path)},
+    )
+
+    async def use(client: EmbeddingClient) -> None:
+        await asyncio.gather(*(once(client, number) for number in range(20)))  # it has a time of its own now
+        (tmp_path / "hang").touch()
+        asked = [asyncio.ensure_future(once(client, number)) for number in range(100, 150)]
+        await asyncio.sleep(0.05)
+        if how == "killed":
+            os.kill(pid_of(client), signal.SIGKILL)
+        await until(lambda: lane(client, "exec:0").n_restarts == 1 or not lane(client, "exec:0").is_up)
+        (tmp_path / "hang").unlink()
+        for number, vector in enumerate(await asyncio.gather(*asked), 100):
+            assert vector.tobytes() == vector_of(tokens(number), HIDDEN).tobytes()
+        assert lane(client, "exec:0").n_restarts == 1
+
+    run(embedding, use)
+
+
+def test_a_device_that_slows_down_tenfold_holds_less_before_its_batch_has_ended(
+    directory: Path, tmp_path: Path
+) -> None:
+    line = LatencyLine(0.002, 0.0)
+    embedding = opened(
+        directory,
+        [Instance("exec:0", CORE, Depth(300, 6000))],
+        {"exec:0": command(line, tmp_path)},
+        slo_s=1.0,
+    )
+
+    async def use(client: EmbeddingClient) -> None:
+        long = [Tokens([7] * 20) for _ in range(64)]
+        await asyncio.gather(client.embed(long), client.embed(long))
+        before = lane(client, "exec:0").depth
+        (tmp_path / "slow").write_text("10")
+        slow = [asyncio.ensure_future(client.embed(long)) for _ in range(2)]
+        await asyncio.sleep(1.0)  # ten times 0.13 s
+        await asyncio.gather(once(client, 1), return_exceptions=True)
+        during = lane(client, "exec:0").depth
+        await asyncio.gather(*slow, return_exceptions=True)
+        assert during.tokens < before.tokens
+        (tmp_path / "slow").unlink()
+        for _ in range(20):
+            await asyncio.gather(client.embed(long), return_exceptions=True)
+        assert lane(client, "exec:0").depth.tokens > during.tokens
+
+    run(embedding, use)
+
+
+def test_an_accelerator_without_a_depth_learns_one_and_the_cpu_gets_the_rest(
+    directory: Path, tmp_path: Path
+) -> None:
+    """At 20 ms an input some 35 are computed in seven tenths of a second."""
+    line = LatencyLine(0.02, 0.0)
+    embedding = opened(
+        directory,
+        [Instance("exec:0", CORE, UNLIMITED), Instance("cpu:0", CORE, UNLIMITED)],
+        {"exec:0": command(line, tmp_path)},
+    )
+
+    async def use(client: EmbeddingClient) -> None:
+        assert lane(client, "exec:0").depth == clients.FIRST_DEPTH
+        long = [Tokens([7] * 60) for _ in range(16)]
+        await client.embed(long)
+        assert 20 <= lane(client, "exec:0").depth.inputs <= 36
+        await asyncio.gather(*(client.embed(long) for _ in range(8)))
+        assert lane(client, "cpu:0").n_inputs > 0
+        assert lane(client, "exec:0").n_inputs > 16
+
+    run(embedding, use)
+
+
+def test_what_waits_for_the_cpu_goes_to_an_accelerator_that_has_room_again(
+    directory: Path, tmp_path: Path
+) -> None:
+    slow = tmp_path / "cpu"
+    slow.mkdir()
+    (slow / "hang").touch()
+    embedding = opened(
+        directory,
+        [Instance("exec:0", CORE, Depth(10, 1 << 20)), Instance("cpu:0", CORE, Depth(500, 1 << 20))],
+        {"exec:0": command(QUICK, tmp_path), "cpu:0": command(QUICK, slow)},
+    )
+
+    async def use(client: EmbeddingClient) -> None:
+        asked = [asyncio.ensure_future(once(client, number)) for number in range(400)]
+        most_stuck = clients.BATCHES_AHEAD * clients.BATCH_INPUTS
+        await until(lambda: sum(each.done() for each in asked) >= 400 - most_stuck)
+        assert lane(client, "cpu:0").n_inputs == 0
+        (slow / "hang").unlink()
+        assert len(await asyncio.gather(*asked)) == 400
+
+    run(embedding, use)
+
+
+def test_the_sample_of_the_guide_is_a_device(directory: Path) -> None:
+    words = command_of(f"exec:{shlex.quote(sys.executable)} {shlex.quote(str(SAMPLE))}")
+    embedding = opened(directory, [Instance("exec:0", CORE)], {"exec:0": words})
+
+    async def use(client: EmbeddingClient) -> None:
+        vectors = await client.embed([tokens(number) for number in range(5)])
+        assert [vector.tolist() for vector in vectors] == [[1.0] + [0.0] * (HIDDEN - 1)] * 5
+
+    run(embedding, use)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("import sys; sys.exit(3)", "its process has ended"),
+        (
+            "import socket,sys,struct; b=b'{\"protocol\": 9}'; s=socket.socket(fileno=int(sys.argv[1]));"
+            "s.sendall(struct.pack('<IBQ', len(b), 4, 0)+b); s.recv(1)",
+            "it speaks protocol 9, and version 1 is needed",
+        ),
+        ("import os,sys; os.write(int(sys.argv[1]), b'x' * 4096)", "a frame of kind"),
+    ],
+)
+def test_a_worker_that_is_none_is_left_out_in_one_line(directory: Path, program: str, reason: str) -> None:
+    said: list[str] = []
+    instances = [Instance("exec:0", CORE), Instance("cpu:0", CORE)]
+    embedding = opened(directory, instances, {"exec:0": (sys.executable, "-c", program)}, report=said.append)
+    with embedding:
+        assert [each.name for each in embedding.client.lanes()] == ["cpu:0"]
+    (line,) = said
+    assert reason in line
+    assert "the others embed without it" in line
+
+
+def test_vectors_of_another_width_are_never_given_to_a_client(directory: Path) -> None:
+    program = SAMPLE.read_text().replace('spec["width"]', "7")
+    embedding = opened(directory, [Instance("exec:0", CORE)], {"exec:0": (sys.executable, "-c", program)})
+
+    async def use(client: EmbeddingClient) -> None:
+        with pytest.raises(RanksError, match="vectors of 7 numbers for 48"):
+            await once(client, 1)
+
+    run(embedding, use)
+
+
+@pytest.mark.parametrize("text", ["python3 x.py", "exec:", "exec:  ", "exec:'x", "exec:/no/such/program x"])
+def test_a_device_that_is_no_command_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^[^\n]+$"):
+        command_of(text)
