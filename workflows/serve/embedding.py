@@ -102,9 +102,7 @@ def plan_for(
     for instance in stored.instances:
         is_switched_off = instance.device.startswith("cuda:") and not settings.embed_accelerators
         if instance not in known.instances and not is_switched_off:
-            report(
-                f"the embedding plan has {instance.device}, which is not here: the others embed without it"
-            )
+            report(f"the embedding plan has {instance.device}, which is not here: others embed without it")
     planned = {instance.device for instance in known.instances}
     front = (min(room.cores),) if room.taken else tuple(sorted(room.machine.allowed_pus)[:1])
     added = tuple(Instance(name, front) for name in accelerators.names if name not in planned)
