@@ -19,6 +19,7 @@ pytest.importorskip(
 )
 
 from phasewise.serving.embedding import client as clients
+from phasewise.serving.embedding import sample_worker
 from phasewise.serving.embedding.client import EmbeddingClient, LaneState
 from phasewise.serving.embedding.depth import LatencyLine
 from phasewise.serving.embedding.devices import command_of
@@ -34,7 +35,7 @@ from tests.support.modelled_device import command, vector_of
 from tests.support.models.encoder_models import HIDDEN, write_encoder
 
 CORE = (min(read_machine().allowed_pus),)
-SAMPLE = Path(__file__).parents[3] / "docs" / "guide" / "embedding_worker.py"
+SAMPLE = Path(sample_worker.__file__)
 QUICK = LatencyLine(0.001, 0.01)
 
 
