@@ -222,7 +222,7 @@ def _sources() -> Iterator[tuple[str, Path]]:
 
 @cache
 def _imports(path: Path) -> tuple[str, ...]:
-    """What a file imports. Several tests ask, and reading all files takes seconds."""
+    """The imports of a file. Several tests ask, and reading all files takes seconds."""
     return tuple(_imports_of(path))
 
 

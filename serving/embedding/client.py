@@ -35,7 +35,7 @@ BATCHES_AHEAD = 2
 BATCH_TOKENS = 2048
 BATCH_INPUTS = 64
 FIRST_DEPTH = Depth(BATCHES_AHEAD * BATCH_INPUTS, BATCHES_AHEAD * BATCH_TOKENS)
-"""Of an accelerator without a depth, until its first batch has ended."""
+"""The depth of an accelerator that has none, until its first batch has ended."""
 LEAST_PATIENCE_S = {"accelerator": 8.0, "cpu": 60.0}
 """A worker on a CPU may have to wait for other programs; an accelerator is its worker's own."""
 FIRST_PATIENCE_S = 120.0
@@ -91,7 +91,7 @@ class _Lane:
     worker: Worker
     pace: DevicePace
     learnt: LearntDepth | None
-    """Of an accelerator without a depth."""
+    """None where the plan has a depth, or the device is a CPU."""
     waiting: InputTurns[_Input] = field(default_factory=InputTurns)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     restarts: Restarts = field(default_factory=Restarts)

@@ -50,7 +50,7 @@ class WorkerSpec:
     is_canonical: bool = False
     """Computed with the same bits on every CPU."""
     command: tuple[str, ...] = ()
-    """Of a worker of the user's own; empty: this module's."""
+    """The user's own worker; empty: this module."""
     width: int | None = None
     """Numbers of each vector; None: any number."""
 

@@ -129,8 +129,20 @@ class Boundary:
         self.keep("address", path)
         return _Opened()
 
-    def _embedding(self, model: Any, ref: str, weight_format: str, plan: Any, *, is_canonical: bool) -> Any:
-        self.keep("embedding", (model.name, model.format, ref, str(weight_format), plan, is_canonical))
+    def _embedding(
+        self,
+        model: Any,
+        ref: str,
+        weight_format: str,
+        plan: Any,
+        *,
+        is_canonical: bool,
+        commands: Any,
+        report: Any,
+    ) -> Any:
+        del report
+        opened = (model.name, model.format, ref, str(weight_format), dict(commands), plan, is_canonical)
+        self.keep("embedding", opened)
         text = _Opened(max_tokens=64)
         return _Opened(model=model, text=text, plan=plan, scores=False, width=8)
 

@@ -24,7 +24,7 @@ from phasewise.topology import placement_signature, read_machine
 from phasewise.workflows.embed import tune as workflow
 from phasewise.workflows.embed.accelerators import Accelerators
 from phasewise.workflows.errors import UsageError, WorkflowError
-from phasewise.workflows.serve.embedding import Embeddings, Room, plan_for
+from phasewise.workflows.serve.embedding import EmbeddingRoom, Embeddings, plan_for
 from tests.support.machines.machine_shapes import machine_of
 from tests.support.models.encoder_models import write_encoder
 
@@ -59,7 +59,7 @@ class ModelledWorker:
 
 
 def stored(
-    text_model: Path, settings: Embeddings, room: Room, here: Accelerators, said: Lines
+    text_model: Path, settings: Embeddings, room: EmbeddingRoom, here: Accelerators, said: Lines
 ) -> EmbeddingPlan:
     """The plan that `serve` follows."""
     return plan_for(load_model(str(text_model), "f32"), room, settings, here, said.append)
@@ -106,7 +106,11 @@ def test_the_plan_of_the_fitted_line_is_kept_and_served(
     assert Path(tuned.database).is_file()
     said: Lines = []
     plan = plan_for(
-        load_model(str(encoder), "f32"), Room(read_machine()), Embeddings(), Accelerators(), said.append
+        load_model(str(encoder), "f32"),
+        EmbeddingRoom(read_machine()),
+        Embeddings(),
+        Accelerators(),
+        said.append,
     )
     assert plan.instances == tuned.plan.instances
     assert plan.slo_s == 1.0
@@ -123,7 +127,9 @@ def test_a_file_of_an_earlier_version_goes_into_the_database_once(encoder: Path)
     path.write_text(json.dumps({"schema_version": 1, "slo_s": 0.5, "source": "x", "instances": [instance]}))
     said: Lines = []
 
-    plans = [plan_for(model, Room(machine), Embeddings(), Accelerators(), said.append) for _ in range(2)]
+    plans = [
+        plan_for(model, EmbeddingRoom(machine), Embeddings(), Accelerators(), said.append) for _ in range(2)
+    ]
 
     assert [plan.slo_s for plan in plans] == [0.5, 0.5]
     assert plans[0].instances == plans[1].instances
@@ -156,7 +162,7 @@ def test_accelerators_are_probed_too_and_the_whole_plan_is_served(
     assert [instance.device for instance in tuned.plan.instances] == ["exec:0", "cpu:0"]
     accelerated, on_cpu = tuned.plan.instances
     assert accelerated.depth.inputs > 3 * on_cpu.depth.inputs
-    room = Room(read_machine())
+    room = EmbeddingRoom(read_machine())
     said: Lines = []
     assert stored(encoder, Embeddings(), room, ACCELERATOR, said).instances == tuned.plan.instances
     assert said == []
@@ -190,7 +196,7 @@ def test_a_cpu_that_adds_no_more_than_noise_is_left_out(
 
     assert [instance.device for instance in tuned.plan.instances] == ["exec:0"]
     assert said[-1] == "the CPU would add 1 input, within the accelerators' noise: left out"
-    assert stored(encoder, Embeddings(), Room(read_machine()), ACCELERATOR, said) == replace(
+    assert stored(encoder, Embeddings(), EmbeddingRoom(read_machine()), ACCELERATOR, said) == replace(
         tuned.plan, source="database"
     )
 
@@ -201,7 +207,7 @@ def test_an_accelerator_that_the_plan_does_not_know_learns_its_depth(
     take(monkeypatch, LatencyLine(0.01, 0.1))
     workflow.tune_embed(str(encoder), "f32", 1.0, LENGTH, 1)
 
-    plan = stored(encoder, Embeddings(), Room(read_machine()), ACCELERATOR, [])
+    plan = stored(encoder, Embeddings(), EmbeddingRoom(read_machine()), ACCELERATOR, [])
 
     assert [(instance.device, instance.depth == UNLIMITED) for instance in plan.instances] == [
         ("exec:0", True),
@@ -219,7 +225,7 @@ def test_beside_a_language_model_the_stored_plan_is_cut_to_the_cores_that_are_le
     accelerated, on_cpu = tuned.plan.instances
     taken = machine.allowed_pus[:6]
 
-    plan = stored(encoder, Embeddings(), Room(machine, taken), ACCELERATOR, [])
+    plan = stored(encoder, Embeddings(), EmbeddingRoom(machine, taken), ACCELERATOR, [])
 
     assert plan.slo_s == 1.0
     assert [instance.device for instance in plan.instances] == ["exec:0", "cpu:0"]

@@ -44,7 +44,7 @@ class Embeddings:
 
 
 @dataclass(frozen=True)
-class Room:
+class EmbeddingRoom:
     """The cores that embeddings may have. `taken`: PUs of a language model beside them. `threads`: cores of
     all instances together, the highest ones; None: all that are left.
     """
@@ -73,7 +73,7 @@ class Room:
 
 def plan_for(
     model: PackedModel,
-    room: Room,
+    room: EmbeddingRoom,
     settings: Embeddings,
     accelerators: Accelerators,
     report: Report,
@@ -116,7 +116,9 @@ def plan_for(
     return plan
 
 
-def _instances(room: Room, settings: Embeddings, planned: tuple[Instance, ...]) -> tuple[Instance, ...]:
+def _instances(
+    room: EmbeddingRoom, settings: Embeddings, planned: tuple[Instance, ...]
+) -> tuple[Instance, ...]:
     """Instances on the cores that are there: accelerators of a plan, and its CPU instances cut to them."""
     from phasewise.serving.embedding.plan import Instance
     from phasewise.serving.embedding.queues import Depth
@@ -206,7 +208,7 @@ def serve_embeddings(
     model = load_embedding_model(ref, weights, report)
     on = _devices_for(embeddings, weights)
     accelerators = on.accelerators()
-    plan = plan_for(model, Room(read_machine(), threads=threads), on, accelerators, report, db)
+    plan = plan_for(model, EmbeddingRoom(read_machine(), threads=threads), on, accelerators, report, db)
     with open_for(model, ref, plan, report, accelerators, is_canonical=weights.is_canonical) as opened:
         what = "scores of pairs" if opened.scores else f"vectors of {opened.width} numbers"
         report(f"{model.name} ({model.format}): {what}, inputs of at most {opened.text.max_tokens} tokens")
@@ -266,7 +268,7 @@ def open_beside(
     model = load_embedding_model(settings.embed_model, weights, report)
     on = _devices_for(settings, weights)
     accelerators = on.accelerators()
-    room = Room(machine, {*taken, *free[:-own]})
+    room = EmbeddingRoom(machine, {*taken, *free[:-own]})
     plan = plan_for(model, room, on, accelerators, report, db)
     return open_for(
         model, settings.embed_model, plan, report, accelerators, is_canonical=weights.is_canonical
