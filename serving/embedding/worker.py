@@ -125,7 +125,8 @@ def main(arguments: Sequence[str], make: Callable[[WorkerSpec], Backend] = _back
     try:
         backend = make(spec)
     except Exception as error:
-        sock.sendall(frame(WorkerFrameKind.FAILED, 0, f"{error}".encode()))
+        reason = f"{error}" or type(error).__name__
+        sock.sendall(frame(WorkerFrameKind.FAILED, 0, reason.encode()))
         return
     try:
         serve(sock, backend, {"protocol": PROTOCOL_VERSION, "pid": os.getpid(), "device": spec.device})

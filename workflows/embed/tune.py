@@ -88,10 +88,11 @@ class _Probing:
     commands: Mapping[str, Command]
 
     def spec(self, device: str, cores: tuple[int, ...]) -> WorkerSpec:
+        from phasewise.serving.embedding.open_embedding import width_of
         from phasewise.serving.embedding.worker import WorkerSpec
 
-        command = self.commands.get(device, ())
-        return WorkerSpec(device, self.ref, self.model.format, cores, command=command)
+        command, width = self.commands.get(device, ()), width_of(self.model)
+        return WorkerSpec(device, self.ref, self.model.format, cores, command=command, width=width)
 
 
 def tune_embed(
