@@ -19,6 +19,7 @@ from phasewise.serving.http.http_settings import RequestFacts
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.routes import openapi
 from phasewise.serving.pools.contract import BucketStats, PoolStats
+from phasewise.serving.prefix_store.store import StoreCounts
 
 SOURCES = Path(openapi.__file__).resolve().parents[1]
 PAGE = Path(__file__).resolve().parent / "reference" / "http-api.md"
@@ -209,6 +210,7 @@ LOAD = EngineLoad(
     *(0, 0, 0, 0),
     pool=PoolStats("odma", 0, 0, 0, (BucketStats("1", *(0,) * 6),)),
     drafts=DraftCounts(),
+    stored=StoreCounts(refused={"reason": 0}),
     hand_overs=HandOverCounts(0, {"reason": 0}, {"reason": 0}),
     by_model={},
 )

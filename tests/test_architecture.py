@@ -96,6 +96,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "cython_kernels",
         "tuner.plans",
     ),
+    "serving.prefix_store": (
+        "serving.prefix_store",
+        "serving.pools",
+        "serving.batch",
+        "serving.errors",
+        "_files",
+        "_words",
+    ),
     "serving.drafts": (
         "serving.drafts",
         "serving.ranks",
@@ -110,6 +118,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serving.engine": (
         "serving.engine",
         "serving.drafts",
+        "serving.prefix_store",
         "serving.ranks",
         "serving.models",
         "serving.sampling",

@@ -108,6 +108,7 @@ _DIVIDING = ("--split-above", "--repurpose-after", "--kv-transfer")
 _EMBEDDING = ("--embed-cores", "--embed-instances", "--embed-accelerators", "--embed-device", "--embed-cpu")
 _BELIEVING = ("--remote-digest", "--remote-signers")
 _REMOTE = ("--remote", *_BELIEVING)
+_KEEPING = ("--prefix-cache", "--prefix-cache-bytes", "--prefix-pack")
 _GENERATING = (
     *("--max-sequences", "--max-waiting", "--max-prompt", "--max-sequences-per-key", "--allow-special"),
     *(
@@ -120,6 +121,7 @@ _GENERATING = (
         "--tpot",
     ),
     *("--draft", "--also", "--kv-budget", "--kv-format", "--kv-policy", "--no-prefix-reuse"),
+    *_KEEPING,
     *(
         "--temperature",
         "--top-p",
@@ -166,6 +168,27 @@ _SERVE = (
         instead="prompts and answers have arithmetics of their own there, so that no prefill can check an "
         "answer; leave either out",
     ),
+    Way(
+        "with --tile-prompts",
+        _KEEPING,
+        when=("--tile-prompts",),
+        instead="prompts and answers have arithmetics of their own there, so that no step can check what was "
+        "kept; leave either out",
+    ),
+    Way(
+        "with a model that drafts",
+        _KEEPING,
+        when=("--draft",),
+        unless=("--draft=lookup",),
+        instead="the folder has no keys and values of a draft model; use --draft lookup, or leave that out",
+    ),
+    Way(
+        "with --no-prefix-reuse",
+        _KEEPING,
+        when=("--no-prefix-reuse",),
+        instead="no prompt takes over what was computed; leave either out",
+    ),
+    Way("without --prefix-cache", ("--prefix-cache-bytes",), unless=("--prefix-cache",)),
     Way(
         "without --receipts",
         ("--receipt-key",),

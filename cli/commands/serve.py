@@ -37,6 +37,7 @@ from phasewise.workflows.serve.settings import (
     KeysAndValues,
     Listening,
     Logged,
+    Prefixes,
     Running,
     ServeSettings,
 )
@@ -217,6 +218,30 @@ _KV = option_set(
     ),
 )
 
+_PREFIXES = option_set(
+    Prefixes,
+    _ENGINE,
+    prefix_cache=opt(
+        "keep beginnings of prompts in this folder, for the next start and other servers of this host; "
+        "prompts can be told from what it holds [default: none are kept]",
+        envvar="PHASEWISE_PREFIX_CACHE",
+        metavar="DIR",
+    ),
+    prefix_cache_bytes=opt(
+        "most bytes of that folder; what saves least time for its bytes leaves",
+        parser=parse_bytes,
+        envvar="PHASEWISE_PREFIX_CACHE_BYTES",
+        metavar="BYTES",
+        written="8G",
+    ),
+    prefix_pack=opt(
+        "a beginning of prompts that phasewise prefix pack computed [repeatable]",
+        kind=list[Path] | None,
+        envvar="PHASEWISE_PREFIX_PACK",
+        metavar="FILE",
+    ),
+)
+
 _ANSWERING = option_set(
     Answering,
     "How it answers",
@@ -376,6 +401,7 @@ _EMBEDDINGS = option_set(
     weights=_WEIGHTS,
     running=_RUNNING,
     kv=_KV,
+    prefixes=_PREFIXES,
     answering=_ANSWERING,
     logged=_LOGGED,
     pools=_POOLS,
@@ -389,6 +415,7 @@ def serve(
     weights: Weights,
     running: Running,
     kv: KeysAndValues,
+    prefixes: Prefixes,
     answering: Answering,
     logged: Logged,
     pools: Pools,
@@ -436,6 +463,7 @@ def serve(
             weights,
             running,
             kv,
+            prefixes,
             answering,
             logged,
             pools,

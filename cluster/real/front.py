@@ -59,6 +59,7 @@ from phasewise.serving.engine.messages import (
 )
 from phasewise.serving.errors import EngineLost, ServingError, StepFailed, Stopping
 from phasewise.serving.pools.contract import Placement
+from phasewise.serving.prefix_store.store import summed
 from phasewise.serving.processes.restarts import MOST_RERUNS, Restarts
 from phasewise.serving.processes.sockets import Sockets, has_input
 from phasewise.serving.sampling.sampling import GREEDY
@@ -511,6 +512,7 @@ class Front:
             ),
             steps_over_tpot=sum(load.steps_over_tpot for load in loads),
             step_over_tpot_ms=max((load.step_over_tpot_ms for load in loads), default=0),
+            stored=summed([load.stored for load in loads if load.stored is not None]),
         )
 
 

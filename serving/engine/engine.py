@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from phasewise.serving.engine.fingerprint import Fingerprint
+    from phasewise.serving.engine.stored_prefixes import StoredPrefixes
     from phasewise.serving.pools.contract import Placement, PoolStats
 
 log = logging.getLogger(__name__)
@@ -158,6 +159,8 @@ class Engine:
         """The destination of prompts that others answer; None: there are none."""
         self.fingerprint: Fingerprint | None = None
         """The identity of its model's arithmetic; None where there is no model."""
+        self.prefixes: StoredPrefixes | None = None
+        """What reads and keeps beginnings of prompts; None: memory alone has them."""
         self.vocabulary = vocabulary
         self.scheduler = scheduler
         self.pacing = pacing
@@ -249,6 +252,14 @@ class Engine:
 
         RanksError if nothing can be computed any more: a rank has died, and keys and values with it.
         """
+        if self.prefixes is None:
+            return self._step()
+        self.prefixes.settle()
+        delivery = self._step()
+        self.prefixes.follow(delivery.stats)
+        return delivery
+
+    def _step(self) -> Delivery:
         started_ns = time.perf_counter_ns()
         batch = self.scheduler.next_batch(*self._pace())
         if batch is None:
@@ -323,9 +334,12 @@ class Engine:
             self._counts(self._n_drafted, self._n_accepted),
             steps_over_tpot=0 if self.pacing is None else self.pacing.n_over_promise,
             step_over_tpot_ms=0 if self.pacing is None else math.ceil(self.pacing.over_promise_ns / 1e6),
+            stored=None if self.prefixes is None else self.prefixes.counts,
         )
 
     def close(self) -> None:
+        if self.prefixes is not None:
+            self.prefixes.close()
         self.ranks.close()
 
     def _clear(self) -> None:
@@ -552,6 +566,8 @@ class Engine:
 
     def _forget(self, request_id: str) -> None:
         """Nothing is given out of a request any more; its block is about to be freed."""
+        if self.prefixes is not None:
+            self.prefixes.cancel(request_id)
         self._live.pop(request_id, None)
         self._unplaced.discard(request_id)
         if self._prompts.pop(request_id, None) is not None:

@@ -90,6 +90,8 @@ class EngineThread:
 
     def start(self) -> None:
         self._engine.ranks.watch(lambda: self._inbox.put("look"))
+        if self._engine.prefixes is not None:
+            self._engine.prefixes.watch(lambda: self._inbox.put("look"))
         self._thread.start()
 
     def send(self, message: Message) -> None:

@@ -70,6 +70,18 @@ class Fingerprint:
         names = [component.name for component in fields(self) if component.name != "defaults"]
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
+    @property
+    def of_keys_and_values(self) -> dict[str, str | int | None]:
+        """The components that decide the bits of keys and values."""
+        return {
+            "weights": self.weights,
+            "config": self.config,
+            "weight_format": self.weight_format,
+            "kv_format": self.kv_format,
+            "arithmetic": self.arithmetic,
+            "context": self.context,
+        }
+
     def with_defaults(self, defaults: Mapping[str, Any]) -> Fingerprint:
         """The same, of a server with these defaults of requests."""
         return replace(self, defaults=digest_of(defaults))

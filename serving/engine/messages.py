@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.serving.pools.contract import Estimate, Placement, PoolStats
+from phasewise.serving.prefix_store.store import StoreCounts
 from phasewise.serving.sampling.sampling import PromptToken, SampledToken, SamplingParams
 from phasewise.serving.scheduling.request import FinishReason
 from phasewise.tuner.plans import Phase
@@ -184,6 +185,8 @@ class EngineLoad(NamedTuple):
     """Decode steps that alone took longer than the promised time per token."""
     step_over_tpot_ms: int = 0
     """The time of a decode step of late, where that alone is longer than promised; 0: the promise holds."""
+    stored: StoreCounts | None = None
+    """Of the store of prefixes; None where there is none."""
 
 
 class Placed(NamedTuple):

@@ -13,12 +13,16 @@ from phasewise.serving.engine.engine import Engine, Vocabulary
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.fingerprint import Fingerprint, fingerprint_of
 from phasewise.serving.engine.maintenance import Maintenance
+from phasewise.serving.engine.stored_prefixes import StoredPrefixes, shape_of
 from phasewise.serving.errors import RequestError
 from phasewise.serving.models.forward import kv_bytes_by_reach
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.contract import KvPool, PoolSettings
 from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.pools.rings import RingedPool
+from phasewise.serving.prefix_store.opening import PrefixSettings, open_store
+from phasewise.serving.prefix_store.store import PrefixStore
+from phasewise.serving.ranks.kv_share import KvShape
 from phasewise.serving.ranks.open_ranks import RankOptions, open_ranks
 from phasewise.serving.scheduling.pacing import Pacing
 from phasewise.serving.scheduling.scheduler import Scheduler
@@ -132,10 +136,12 @@ def open_engine(
     pinned: bool = True,
     pool: KvPool | None = None,
     drafts: DraftSource | None = None,
+    prefixes: PrefixSettings | None = None,
 ) -> OpenEngine:
     """Start the ranks and put the model into them; without schedules all runs by default ones.
 
     pinned: as in `RankOptions`. pool: in place of the size's own. drafts: where drafts of answers come from.
+    prefixes: where beginnings of prompts are kept; the size shares its keys and values then.
     Raises ServingError where this machine cannot.
     """
     text = text or ModelText(model)
@@ -147,14 +153,19 @@ def open_engine(
         step_tokens = max(step_tokens, LEAST_STEP_TOKENS)
     options = RankOptions(kv, step_tokens, limits.max_sequences, schedules, pinned)
     positions = min(limits.context_length, kv.slots)
-    ranks = open_ranks(_serving(model, positions), plans, options)
+    fingerprint = fingerprint_of(model, kv.format, schedules, positions)
+    store = None if prefixes is None else _started_store(prefixes, fingerprint, model)
+    ranks = None
     try:
+        ranks = open_ranks(_serving(model, positions), plans, options)
         drafter = None
         if drafts is not None:
             draft = None if drafts.model is None else _serving(drafts.model, positions)
             drafter = open_drafter(replace(drafts, model=draft), model, lambda: ranks.first_rank, options)
     except Exception:
-        ranks.close()
+        for opened in (ranks, store):
+            if opened is not None:
+                opened.close()
         raise
     vocabulary = Vocabulary(model.config.vocab_size, frozenset(model.config.eos_token_ids), text.open_stream)
     if pool is None:
@@ -162,10 +173,20 @@ def open_engine(
     if kv.rings is not None:
         pool = RingedPool(pool, kv.rings)
     engine = Engine(ranks, vocabulary, Scheduler(pool, limits), *_habits(size), drafter)
-    engine.fingerprint = fingerprint_of(model, kv.format, schedules, positions)
+    engine.fingerprint = fingerprint
+    if store is not None:
+        engine.prefixes = StoredPrefixes(store, ranks, engine.scheduler)
     maintenance = Maintenance(pool.refresh)
     maintenance.start()
     return OpenEngine(model, text, plans, size, engine, maintenance)
+
+
+def _started_store(prefixes: PrefixSettings, fingerprint: Fingerprint, model: PackedModel) -> PrefixStore:
+    """Before the ranks, which pin threads: its own run anywhere."""
+    shape = shape_of(KvShape.of(model.config, fingerprint.kv_format))
+    store = open_store(prefixes, fingerprint.of_keys_and_values, shape)
+    store.start()
+    return store
 
 
 def _habits(size: EngineSize) -> tuple[Pacing, int | None]:

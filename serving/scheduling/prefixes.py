@@ -60,6 +60,23 @@ class _Source:
     """Positions before were not copied into its ring: what it began with saw none of them."""
 
 
+class Computed:
+    """The keys and values of a sequence's first tokens, where they lie. Any thread may ask `is_there`: a
+    reader asks it after it has read, and believes what it read only then."""
+
+    def __init__(self, index: PrefixIndex, source: _Source) -> None:
+        self._index = index
+        self._source = source
+        self.space = source.space
+        self.placement = source.placement
+        self.n_tokens = source.n_ready
+        self.token_ids = source.token_ids[: source.n_ready]
+
+    def is_there(self, begin: int, end: int) -> bool:
+        """True if nothing was written over these positions, and they have not moved."""
+        return self._index.holds(self._source, self.placement, begin, end)
+
+
 def chain(token_ids: Sequence[int], prefix: tuple[int, ...] = (), space: str = "") -> tuple[int, ...]:
     """For each whole run, a hash of `space` and all tokens to its end. `prefix`: that of the first runs."""
     hashes = list(prefix)
@@ -83,6 +100,7 @@ class PrefixIndex:
         self._live: dict[str, _Source] = {}
         self._retired: dict[_Source, None] = {}  # the one that ended longest ago first
         self._n_retired_tokens = 0
+        self._listener: list[Computed] | None = None
 
     def find(self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str = "") -> Match:
         """The best that `space` has for a sequence of these tokens and this `chain`."""
@@ -150,6 +168,23 @@ class PrefixIndex:
         if source is not None:
             source.n_written = max(source.n_written, n_tokens)
 
+    def report_to(self, listener: list[Computed]) -> None:
+        """Prompts that are whole and sequences that end are added to `listener`, which another one empties."""
+        self._listener = listener
+
+    def completed(self, owner: str) -> None:
+        """All of the prompt of `owner` has keys and values."""
+        source = self._live.get(owner)
+        if source is not None:
+            self._note(source)
+
+    def holds(self, source: _Source, placement: Placement, begin: int, end: int) -> bool:
+        """True if positions [begin, end) of `source` are where they were."""
+        if source.n_ready < end or source.placement != placement:
+            return False
+        panels = (placement.slot(position) // RUN_TOKENS for position in range(begin, end, RUN_TOKENS))
+        return all(self._stamps[panel] == source.serial for panel in panels)
+
     def retire(self, owner: str, token_ids: tuple[int, ...]) -> None:
         """`owner` gives its block back. What it has computed, `token_ids`, may be copied while it lasts.
 
@@ -165,6 +200,7 @@ class PrefixIndex:
         self._enter(source, n_known)
         self._retired[source] = None
         self._n_retired_tokens += len(token_ids)
+        self._note(source)
         while self._n_retired_tokens > self._n_slots:
             oldest = next(iter(self._retired))
             del self._retired[oldest]
@@ -175,17 +211,21 @@ class PrefixIndex:
         """Forget what the block of `owner` holds."""
         source = self._live.pop(owner, None)
         if source is not None:
+            source.n_ready = 0
             self._leave(source, 0)
 
     def forget_ended(self) -> None:
         """Forget where ended sequences lie."""
         for source in self._retired:
+            source.n_ready = 0
             self._leave(source, 0)
         self._retired.clear()
         self._n_retired_tokens = 0
 
     def clear(self) -> None:
         """Keys and values are lost."""
+        for source in (*self._live.values(), *self._retired):
+            source.n_ready = 0
         for table in (self._by_chain, self._live, self._retired):
             table.clear()
         self._n_retired_tokens = 0
@@ -204,6 +244,10 @@ class PrefixIndex:
                 f" {n_there} are; "
                 f"{n_computed} computed at {placement}"
             )
+
+    def _note(self, source: _Source) -> None:
+        if self._listener is not None and source.n_ready:
+            self._listener.append(Computed(self, source))
 
     def _enter(self, source: _Source, n_known: int) -> None:
         for run_hash in source.chain[n_known:]:

@@ -64,6 +64,10 @@ class LiveSequence:
     """`prefixes.chain` of its tokens when it was placed; None: not asked for yet."""
     awaits_kv: bool = False
     """Its prompt is computed elsewhere, and keys and values have not arrived."""
+    is_restored: bool = False
+    """Keys and values of its beginning are read from a store into its block."""
+    has_looked: bool = False
+    """True once a store was asked for its beginning, since it was placed."""
     is_pinned: bool = False
     """Keys and values are on their way into its block or out of it: it is neither moved nor preempted."""
 
@@ -95,7 +99,7 @@ class LiveSequence:
     @property
     def can_prefill(self) -> bool:
         """True if a prefill step has anything to compute for it."""
-        return self.is_prefilling and self.n_pending > 0 and not self.awaits_kv
+        return self.is_prefilling and self.n_pending > 0 and not (self.awaits_kv or self.is_restored)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -113,6 +117,7 @@ class LiveSequence:
     def begin_again(self) -> None:
         """Nothing of it has keys and values any more."""
         self.n_computed, self.has_started, self.runs = 0, False, None
+        self.is_restored = self.has_looked = False
 
     def demand(self, *, in_full: bool) -> Demand:
         """The slots that it needs of the pool to run now, or `in_full`: to its very end."""

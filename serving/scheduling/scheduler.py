@@ -19,6 +19,8 @@ A request can be divided between two schedulers. One computes its prompt (`Reque
 the keys and values: `hand_over` pins them while they are sent, `acknowledge` frees them. The other one is
 told to `expect` it, places and pins a block for it, and runs it once everything has `arrived`. A pinned block
 is neither moved nor preempted; where pinned blocks alone could make room, a request waits for the next step.
+
+A request whose beginning a store has (`reads_from`) waits in its block, pinned, until that is `restored`.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ from phasewise.serving.scheduling.scheduler_terms import (
     SchedulerError,
     SchedulerLimits,
 )
+from phasewise.serving.scheduling.stored_beginnings import FindStored, StoredBeginnings
 from phasewise.serving.scheduling.waiting_line import WaitingLine
 from phasewise.serving.scheduling.waiting_orders import WAITING_ORDERS
 from phasewise.tuner.plans import Phase
@@ -71,6 +74,7 @@ class Scheduler:
         self._prefixes = PrefixIndex(pool.n_slots, pool.rings) if limits.prefix_reuse else None
         self._copies: list[KvCopy] = []  # that the next batch brings, in their order
         self._moved: set[str] = set()  # whom they move
+        self._stored: StoredBeginnings | None = None
         self._n_admitted = 0
         self._n_decoded = 0
         self._last_phase: Phase | None = None
@@ -163,6 +167,24 @@ class Scheduler:
             raise SchedulerError(f"{request_id!r} is answered here")
         self._pin(sequence)
         return sequence.placement
+
+    def reads_from(self, find: FindStored) -> StoredBeginnings:
+        """A store has beginnings of prompts from now on."""
+        assert self._prefixes is not None, "without prefix reuse nothing is taken over"
+        self._stored = StoredBeginnings(find, self._prefixes)
+        return self._stored
+
+    def restored(self, request_id: str, n_tokens: int) -> None:
+        """Its first tokens have keys and values now; 0: none have. One that was aborted is no mistake."""
+        sequence = self._live.get(request_id)
+        if sequence is None or not sequence.is_restored:
+            return
+        sequence.is_restored, sequence.has_started = False, n_tokens > 0
+        self._unpin(sequence)
+        if n_tokens:
+            self._took_over(sequence, n_tokens)
+        elif self._prefixes is not None:
+            self._prefixes.drop(request_id)
 
     def placement(self, request_id: str) -> Placement:
         """The placement of a request of the batch under way."""
@@ -262,6 +284,8 @@ class Scheduler:
                 self._prefixes.wrote(sequence.request_id, n_written)
                 if batch.phase == "prefill":
                     self._prefixes.advance(sequence.request_id, sequence.n_computed)
+                    if run:
+                        self._prefixes.completed(sequence.request_id)
             if run and not sequence.request.prefill_only:
                 sequence.n_computed += len(run) - 1
                 outs += self._append_run(sequence, run)
@@ -471,6 +495,9 @@ class Scheduler:
             if 2 * (match.n_coming - match.n_ready) >= len(token_ids) - match.n_ready:
                 return False
             prefixes.start(sequence.request_id, (token_ids, sequence.runs), placement, space)
+            if takes_over and self._stored is not None and self._stored.is_wanted(sequence, match.n_ready):
+                self._pin(sequence)
+                return False
             if match.source is not None:
                 window = self.pool.rings.window if self.pool.rings else 0
                 self._reuse(sequence, copies_between(match.source, placement, match.n_ready, window))
@@ -480,6 +507,9 @@ class Scheduler:
     def _reuse(self, sequence: LiveSequence, brought: tuple[int, list[KvCopy]]) -> None:
         n_tokens, needed = brought
         self._copies += needed
+        self._took_over(sequence, n_tokens)
+
+    def _took_over(self, sequence: LiveSequence, n_tokens: int) -> None:
         sequence.n_computed = n_tokens
         if not sequence.generated:
             sequence.n_reused = n_tokens
@@ -539,7 +569,9 @@ class Scheduler:
         self.pool.release(sequence.request_id, answer_tokens)
         self.n_pool_changes += 1
         self._running.remove(sequence)
-        if self._prefixes is not None and sequence.has_started:
+        if self._prefixes is not None and sequence.is_restored:
+            self._prefixes.drop(sequence.request_id)
+        elif self._prefixes is not None and sequence.has_started:
             self._prefixes.retire(sequence.request_id, sequence.token_ids[: sequence.n_computed])
         sequence.placement, sequence.is_pinned = None, False
         sequence.begin_again()

@@ -43,5 +43,5 @@ def _check_running(sequence: LiveSequence, pool_slots: int) -> None:
     ):
         if list(counts) != sorted(counts):
             raise SchedulerError(f"{name}: {counts} of {sequence} do not ascend")
-    if sequence.awaits_kv and not (sequence.is_pinned and sequence.n_computed == 0):
+    if (sequence.awaits_kv or sequence.is_restored) and not (sequence.is_pinned and sequence.n_computed == 0):
         raise SchedulerError(f"{sequence} waits for keys and values in a block that is not kept for them")

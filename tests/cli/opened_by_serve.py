@@ -150,13 +150,20 @@ class Boundary:
         self.keep("service", settings)
 
     def _engine(
-        self, model: Any, plans: Any, size: Any, text: ModelText, schedules: Any, drafts: Any = None
+        self,
+        model: Any,
+        plans: Any,
+        size: Any,
+        text: ModelText,
+        schedules: Any,
+        drafts: Any = None,
+        prefixes: Any = None,
     ) -> Any:
         multiplied = {phase: (one.in_tiles, one.asked_choice) for phase, one in schedules.items()}
         drafter = None if drafts is None else "lookup" if drafts.model is None else drafts.model.name
         self.keep(
             "engine",
-            (model.name, model.format, plans, size, vars(text)["allow_special"], multiplied, drafter),
+            (model.name, model.format, plans, size, vars(text)["allow_special"], multiplied, drafter, prefixes),
         )
         return OpenEngine(model, text, plans, size, _Closes(), _Closes())  # type: ignore[arg-type]
 

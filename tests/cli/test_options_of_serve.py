@@ -24,6 +24,7 @@ from tests.support.machines.paper_machines import xeon
 from tests.support.machines.stored_plans import keep_embedding_plan, keep_plan
 from tests.support.models.encoder_models import write_encoder
 from tests.support.models.tiny_models import TinyShape, tiny_gguf
+from tests.support.prefix_packs import write_pack
 
 TLS = Path(__file__).parents[1] / "data" / "tls"
 
@@ -145,6 +146,11 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--kv-format": one("--kv-format", "int8"),
         "--kv-policy": one("--kv-policy", "static"),
         "--no-prefix-reuse": one("--no-prefix-reuse"),
+        "--prefix-cache": one("--prefix-cache", here / "prefixes"),
+        "--prefix-cache-bytes": one(
+            "--prefix-cache-bytes", "1G", beside=["--prefix-cache", here / "prefixes"]
+        ),
+        "--prefix-pack": one("--prefix-pack", write_pack(here / "pack", range(20))),
         "--temperature": one("--temperature", 0.1),
         "--top-p": one("--top-p", 0.1),
         "--min-p": one("--min-p", 0.2),
@@ -354,7 +360,7 @@ def test_each_of_several_models_follows_what_is_said_of_models(places: Places, b
     run = boundary.serve(places.model, "--also", places.other, *flags)
     engines = only(run, "engine")
     assert len(engines) == 2
-    for _name, _format, _plans, size, _special, multiplied, drafter in engines:  # type: ignore[misc]
+    for _name, _format, _plans, size, _special, multiplied, drafter, _prefixes in engines:  # type: ignore[misc]
         assert drafter == "lookup"
         assert size["kv"]["format"] == "int8"
         assert multiplied == {"prefill": [True, "blocks"], "decode": [False, "blocks"]}

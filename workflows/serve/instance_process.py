@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from phasewise.cluster.real.instance import Orders
     from phasewise.serving.engine.engine_size import EngineSize
     from phasewise.serving.engine.open_engine import OpenEngine
+    from phasewise.serving.prefix_store.opening import PrefixSettings
     from phasewise.topology import Machine
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.workflows.report import Report
@@ -48,6 +49,7 @@ class InstanceSpec:
     ends_with_parent: bool = True
     first_core: int = 0
     cores: int | None = None
+    prefixes: PrefixSettings | None = None
 
     def tell(self, orders: Orders) -> bytes:
         """The line that `main` reads."""
@@ -61,6 +63,7 @@ class InstanceSpec:
             "ends_with_parent": self.ends_with_parent,
             "first_core": self.first_core,
             "cores": self.cores,
+            "prefixes": None if self.prefixes is None else asdict(self.prefixes),
         }
         return json.dumps({"spec": spec_fields, "orders": asdict(orders)}).encode()
 
@@ -68,18 +71,20 @@ class InstanceSpec:
 def _read(text: bytes) -> tuple[InstanceSpec, Orders]:
     from phasewise.cluster.real.instance import Orders
     from phasewise.serving.engine.engine_size import EngineSize
+    from phasewise.serving.prefix_store.opening import PrefixSettings
     from phasewise.serving.processes.sockets import Keys
     from phasewise.tuner.plans import ServicePlan
 
     told = json.loads(text)
     spec_fields, orders = told["spec"], told["orders"]
-    plans = spec_fields.pop("plans")
+    plans, prefixes = spec_fields.pop("plans"), spec_fields.pop("prefixes")
     spec = InstanceSpec(
         **{
             **spec_fields,
             "weights": Weights(**spec_fields["weights"]),
             "size": EngineSize.from_json(spec_fields["size"]),
         },
+        prefixes=None if prefixes is None else PrefixSettings.from_json(prefixes),
         plans=None if plans is None else tuple(ServicePlan.from_json(plan, "flag") for plan in plans),
     )
     keys = orders.pop("keys")
@@ -141,7 +146,15 @@ def _open(spec: InstanceSpec) -> OpenEngine:
                 check_fits(plan, machine)
     opened = open_under(plans, spec.model, spec.weights, spec.db, machine, log.warning)
     size = replace(spec.size, kv=replace(spec.size.kv, shared=True))
-    return open_engine(opened.model, plans, size, ModelText(opened.model), opened.schedules, spec.pinned)
+    return open_engine(
+        opened.model,
+        plans,
+        size,
+        ModelText(opened.model),
+        opened.schedules,
+        spec.pinned,
+        prefixes=spec.prefixes,
+    )
 
 
 def _plans_within(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from phasewise.serving.engine.engine_host import OpenHost
     from phasewise.serving.engine.engine_size import EngineSize
     from phasewise.serving.engine.open_engine import ModelText, OpenEngine
+    from phasewise.serving.prefix_store.opening import PrefixSettings
     from phasewise.serving.service import Predictor, Served
     from phasewise.topology import Machine
     from phasewise.workflows.opening.open_model import OpenModel
@@ -117,7 +118,8 @@ def _open_one(
     drafts = find_drafts(running.draft, opened, db, report)
     predictor = open_predictor(running.predictor, opened.model.name, report, text.tokenizer.decode)
     size = _size(opened, kv_bytes, settings, drafts)
-    spec = InstanceSpec(ref, settings.weights, size, None, db)
+    prefixes = settings.prefixes.for_engines()
+    spec = InstanceSpec(ref, settings.weights, size, None, db, prefixes=prefixes)
     pooled = stack.enter_context(
         open_pools(settings.pools, opened, text, spec, running.context_tokens, report)
     )
@@ -125,7 +127,7 @@ def _open_one(
         return OpenedModel(
             spec, opened, pooled, pooled.host, predictor, pooled.lines, pooled.cores, pooled.instances
         )
-    alone = stack.enter_context(_open_engine(opened, size, text, drafts))
+    alone = stack.enter_context(_open_engine(opened, size, text, drafts, prefixes))
     host = partial(EngineThread, alone.engine)
     lines = [plan.describe() for plan in opened.plans.values()]
     cores = frozenset(core for plan in opened.plans.values() for core in plan.cores)
@@ -145,7 +147,7 @@ def _size(
         kv_bytes,
         kv.kv_format,
         None if drafts is None else drafts.model,
-        kv_shared=settings.pools.is_asked,
+        kv_shared=settings.pools.is_asked or settings.prefixes.is_asked,
     )
     limits = replace(
         size.limits, max_batch_tokens=running.max_batch_tokens, prefix_reuse=not kv.no_prefix_reuse
@@ -155,13 +157,19 @@ def _size(
 
 
 def _open_engine(
-    opened: OpenModel, size: EngineSize, text: ModelText, drafts: DraftSource | None
+    opened: OpenModel,
+    size: EngineSize,
+    text: ModelText,
+    drafts: DraftSource | None,
+    prefixes: PrefixSettings | None,
 ) -> OpenEngine:
     from phasewise.serving.engine.open_engine import open_engine
     from phasewise.serving.ranks.rank_teams import keeping_affinity
 
     with keeping_affinity():
-        return open_engine(opened.model, opened.plans, size, text, opened.schedules, drafts=drafts)
+        return open_engine(
+            opened.model, opened.plans, size, text, opened.schedules, drafts=drafts, prefixes=prefixes
+        )
 
 
 def _budgets(models: Sequence[OpenModel], kv: KeysAndValues) -> list[int | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from phasewise.workflows.serve.address import (
     warn_of_strangers,
 )
 from phasewise.workflows.serve.opened_models import OpenedModel, open_models
-from phasewise.workflows.serve.settings import Answering, ServeSettings
+from phasewise.workflows.serve.settings import Answering, Prefixes, ServeSettings
 
 if TYPE_CHECKING:
     import ssl
@@ -87,6 +87,7 @@ def serve_model(
         _refuse_same_names(refs, settings, report)
         settings = _beside_embeddings(settings, report)
         sign_receipt = _sign_receipt(settings.answering)  # or why not, before a model is opened
+        _check_prefixes(settings)
         log = None if settings.length_log is None else LengthLog(settings.length_log, report)
         first, *others = open_models(refs, settings, stack, report)
         hint_at_tuning(model, settings.db, report)
@@ -98,6 +99,8 @@ def serve_model(
                 _explain(served, settings, report, explain)
         service = _service_settings(first, others, settings, limits, tls, log, sign_receipt, report)
         _tell(first, others, service, report)
+        for line in _prefix_lines(settings.prefixes):
+            report(line)
         warn_of_strangers(settings.listening, limits, report)
         further = [_other_model(other, settings) for other in others]
         host = _host_of_all(service.names[0], first, others)
@@ -137,6 +140,28 @@ def _beside_embeddings(settings: ServeSettings, report: Report) -> ServeSettings
     if settings.pools.is_asked:
         return settings  # whose cores are named, or planned
     return replace(settings, running=replace(running, threads=threads_beside(embeddings, running.threads)))
+
+
+def _check_prefixes(settings: ServeSettings) -> None:
+    """ServingError for a folder that cannot be used and a file that is no pack, where this host reads them."""
+    from phasewise.serving.prefix_store.folder import Folder
+    from phasewise.serving.prefix_store.pack_file import Pack
+
+    prefixes = settings.prefixes
+    if settings.pools.cluster is not None:
+        return
+    if prefixes.prefix_cache is not None:
+        Folder.open(prefixes.prefix_cache, prefixes.prefix_cache_bytes)
+    for path in prefixes.prefix_pack or ():
+        Pack.open(path).close()
+
+
+def _prefix_lines(prefixes: Prefixes) -> Iterator[str]:
+    if prefixes.prefix_cache is not None:
+        most = counted(prefixes.prefix_cache_bytes >> 20, "MiB", "MiB")
+        yield f"prefix cache: beginnings of prompts are kept in {prefixes.prefix_cache}, at most {most}"
+    for path in prefixes.prefix_pack or ():
+        yield f"prefix pack: {path}"
 
 
 def _embedding_settings(

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from phasewise.serving.scheduling.scheduler_terms import DEFAULT_BATCH_TOKENS, DEFAULT_SEQUENCES
 from phasewise.workflows.opening.first_start import Remote
 from phasewise.workflows.opening.open_model import NATIVE, Weights
 from phasewise.workflows.serve.embedding import Embeddings
 from phasewise.workflows.serve.pools import Pools
+
+if TYPE_CHECKING:
+    from phasewise.serving.prefix_store.opening import PrefixSettings
 
 NO_REMOTE = Remote()
 ALONE = Pools()
@@ -83,6 +87,30 @@ class KeysAndValues:
 
 
 @dataclass(frozen=True)
+class Prefixes:
+    """Beginnings of prompts that outlive the server: a folder that keeps them (None: none does), and packs."""
+
+    prefix_cache: Path | None = None
+    prefix_cache_bytes: int = 8 << 30
+    prefix_pack: Sequence[Path] | None = None
+
+    @property
+    def is_asked(self) -> bool:
+        """True if a prompt's beginning may come from disk."""
+        return self.prefix_cache is not None or bool(self.prefix_pack)
+
+    def for_engines(self) -> PrefixSettings | None:
+        """The settings of engines, here and on other hosts; None where nothing is asked for."""
+        from phasewise.serving.prefix_store.opening import PrefixSettings
+
+        if not self.is_asked:
+            return None
+        folder = None if self.prefix_cache is None else str(self.prefix_cache.absolute())
+        packs = tuple(str(path.absolute()) for path in self.prefix_pack or ())
+        return PrefixSettings(folder, self.prefix_cache_bytes, packs)
+
+
+@dataclass(frozen=True)
 class Answering:
     """The sampling of answers where requests state nothing (None: as the model says), and the reading of
     them.
@@ -128,6 +156,7 @@ class ServeSettings:
     weights: Weights = NATIVE
     running: Running = Running()
     kv: KeysAndValues = KeysAndValues()
+    prefixes: Prefixes = Prefixes()
     answering: Answering = Answering()
     logged: Logged = Logged(log_level="off")
     pools: Pools = ALONE

@@ -264,6 +264,15 @@ _OF_DRAFTS: tuple[Row, ...] = (
     ("drafted_tokens", "tokens of answers that were drafted", "drafted", CounterMetricFamily),
     ("drafted_tokens_accepted", "those of them that came", "accepted", CounterMetricFamily),
 )
+_OF_STORES: tuple[Row, ...] = (
+    ("stored_prefix_hits", "requests whose beginning was read from disk", "hits", CounterMetricFamily),
+    ("stored_prefix_tokens", "tokens read from disk, not computed", "tokens_restored", CounterMetricFamily),
+    ("stored_prefix_read_bytes", "bytes of prefixes read", "bytes_read", CounterMetricFamily),
+    ("stored_prefix_written_bytes", "bytes of prefixes written", "bytes_written", CounterMetricFamily),
+    ("stored_prefix_kept_bytes", "bytes in the prefix cache's folder", "bytes_kept", GaugeMetricFamily),
+    ("stored_prefix_evictions", "blocks removed for room", "evictions", CounterMetricFamily),
+    ("stored_prefix_writes_failed", "prefixes that were not kept", "writes_failed", CounterMetricFamily),
+)
 _OF_POOLS: tuple[Row, ...] = (
     (
         "kv_slots_largest_reservable",
@@ -295,6 +304,15 @@ def _of_loads(loads: Mapping[Labels, EngineLoad], names: Labels) -> Iterator[Fam
     yield from _families(_OF_DRAFTS, drafts, names)
     yield from _families(_OF_POOLS, pools, names)
     yield from _families(_OF_BUCKETS, buckets, (*names, "bucket"))
+    stores = {labels: load.stored for labels, load in loads.items() if load.stored is not None}
+    yield from _families(_OF_STORES, stores, names)
+    if stores:
+        name, meaning = "phasewise_stored_prefix_refused", "records of prefixes not believed, by reason"
+        refused = CounterMetricFamily(name, meaning, labels=(*names, "reason"))
+        for labels, store in stores.items():
+            for reason, count in sorted((store.refused or {}).items()):
+                refused.add_metric((*labels, reason), count)
+        yield refused
 
 
 def _families(rows: Sequence[Row], states: Mapping[Labels, object], names: Labels) -> Iterator[Family]:

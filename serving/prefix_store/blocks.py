@@ -1,0 +1,197 @@
+"""Blocks of a prompt's beginning, named by what they hold, and the form in which a block is written.
+
+A block is at most `BLOCK_TOKENS` positions, whole panels, after a known beginning. Its name is a keyed digest of
+the name before it and of its tokens; the first one's, of all that decides the bits and of whose prompts may
+have it. So equal names have equal keys and values, and a name tells nothing of a prompt to those without the
+key.
+
+A record is a header, the tokens, the rows as they go between processes (`KvMemory`), a state of the model at
+the block's end where it has one (opaque bytes), and a keyed digest of all of it. Every length is known before
+anything is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK
+
+BLOCK_TOKENS = KV_CHUNK
+NAME_BYTES = 32
+VERSION = 1
+
+_HEADER = struct.Struct("<8sIIQQd32s32s32s")
+"""Magic, version, tokens, first position, bytes of a state, seconds saved, identity, name before it, name."""
+_MAGIC = b"PWPREFIX"
+HEADER_BYTES = _HEADER.size
+TAG_BYTES = 32
+_MOST_SECONDS = 1e4
+
+Bytes = bytes | bytearray | memoryview
+
+
+class BadRecord(Exception):
+    """A record that cannot be used. `reason` is one word for a counter."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Block(NamedTuple):
+    """Positions [begin, end) of a sequence, and their tokens."""
+
+    name: bytes
+    parent: bytes
+    begin: int
+    end: int
+    token_ids: tuple[int, ...]
+
+    @property
+    def n_tokens(self) -> int:
+        return self.end - self.begin
+
+
+class Head(NamedTuple):
+    """The part of a record's header that says what it is worth."""
+
+    begin: int
+    n_tokens: int
+    seconds: float
+    """Time to compute the block, as it was measured."""
+    identity: bytes
+    parent: bytes
+    name: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The size of what is written. state_bytes: of a state at a block's end, where a model has states."""
+
+    n_layers: int
+    slot_bytes: int
+    """Of one position of one layer."""
+    state_bytes: int = 0
+
+    def rows_bytes(self, n_tokens: int) -> int:
+        """Of the keys and values of so many positions, all layers."""
+        return self.n_layers * self.slot_bytes * n_tokens
+
+    def record_bytes(self, n_tokens: int, *, has_state: bool = False) -> int:
+        """Of a whole record."""
+        state = self.state_bytes if has_state else 0
+        return HEADER_BYTES + 4 * n_tokens + self.rows_bytes(n_tokens) + state + TAG_BYTES
+
+    @property
+    def most_bytes(self) -> int:
+        """Of the longest record."""
+        return self.record_bytes(BLOCK_TOKENS, has_state=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """Names of one identity. key: secret where names must tell nothing; identity: 32 bytes, a digest of all
+    that decides the bits of keys and values."""
+
+    key: bytes
+    identity: bytes
+
+    def root(self, space: str) -> bytes:
+        """The name before the first block, for prompts of one space."""
+        return self._digest(b"root", self.identity, space.encode())
+
+    def whole_blocks(self, token_ids: Sequence[int], space: str) -> list[Block]:
+        """The blocks of a sequence that are full, in order."""
+        blocks: list[Block] = []
+        name = self.root(space)
+        for begin in range(0, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+            blocks.append(self.after(name, begin, tuple(token_ids[begin : begin + BLOCK_TOKENS])))
+            name = blocks[-1].name
+        return blocks
+
+    def after(self, parent: bytes, begin: int, token_ids: tuple[int, ...]) -> Block:
+        """The block of these tokens after `parent`."""
+        name = self._digest(b"block", parent, _packed(token_ids))
+        return Block(name, parent, begin, begin + len(token_ids), token_ids)
+
+    def _digest(self, *parts: bytes) -> bytes:
+        digest = hashlib.blake2b(key=self.key, digest_size=NAME_BYTES)
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.digest()
+
+
+def tails(n_begin: int, n_tokens: int) -> list[int]:
+    """Ends of blocks that are not full, after `n_begin` positions of `n_tokens`; the longest first."""
+    last = min(n_tokens, n_begin + BLOCK_TOKENS - 1) // ALIGNMENT * ALIGNMENT
+    return list(range(last, n_begin, -ALIGNMENT))
+
+
+def write_record(
+    naming: Naming, block: Block, seconds: float, rows: Bytes, state: Bytes = b""
+) -> list[Bytes]:
+    """The parts of a record, in order."""
+    header = _HEADER.pack(
+        _MAGIC,
+        VERSION,
+        block.n_tokens,
+        block.begin,
+        len(state),
+        seconds,
+        naming.identity,
+        block.parent,
+        block.name,
+    )
+    parts: list[Bytes] = [header, _packed(block.token_ids), rows, state]
+    return [*parts, _tag(naming.key, parts)]
+
+
+def read_record(naming: Naming, shape: Shape, block: Block, record: memoryview) -> tuple[memoryview, memoryview]:
+    """Rows and state of the record of `block`; the state is empty where there is none. BadRecord."""
+    n_tokens = block.n_tokens
+    if len(record) not in {shape.record_bytes(n_tokens), shape.record_bytes(n_tokens, has_state=True)}:
+        raise BadRecord("size", f"{len(record)} bytes are no record of {n_tokens} tokens")
+    if not hmac.compare_digest(_tag(naming.key, [record[:-TAG_BYTES]]), bytes(record[-TAG_BYTES:])):
+        raise BadRecord("digest", "its digest is not that of its bytes")
+    magic, version, tokens, begin, n_state, _, identity, parent, name = _HEADER.unpack_from(record)
+    if magic != _MAGIC or version != VERSION:
+        raise BadRecord("version", f"a record of version {version}; this phasewise reads {VERSION}")
+    told = (tokens, begin, identity, parent, name)
+    if told != (n_tokens, block.begin, naming.identity, block.parent, block.name):
+        raise BadRecord("name", "it is the record of another block")
+    first = HEADER_BYTES + 4 * n_tokens
+    if record[HEADER_BYTES:first] != _packed(block.token_ids):
+        raise BadRecord("name", "it is the record of other tokens")
+    end = first + shape.rows_bytes(n_tokens)
+    if n_state != len(record) - TAG_BYTES - end:
+        raise BadRecord("size", f"a state of {n_state} bytes is not there")
+    return record[first:end], record[end : end + n_state]
+
+
+def read_head(header: bytes) -> Head | None:
+    """The head of a record whose digest nobody has checked; None where it is none. Nothing trusts it but the
+    order of eviction."""
+    if len(header) != HEADER_BYTES:
+        return None
+    magic, version, n_tokens, begin, _, seconds, identity, parent, name = _HEADER.unpack(header)
+    if magic != _MAGIC or version != VERSION or not 0 < n_tokens <= BLOCK_TOKENS:
+        return None
+    worth = min(max(seconds, 0.0), _MOST_SECONDS) if math.isfinite(seconds) else 0.0
+    return Head(begin, n_tokens, worth, identity, parent, name)
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(token_ids)}i", *token_ids)
+
+
+def _tag(key: bytes, parts: Sequence[Bytes]) -> bytes:
+    tag = hmac.new(key, digestmod="sha256")
+    for part in parts:
+        tag.update(part)
+    return tag.digest()

@@ -1,0 +1,208 @@
+"""A folder of records that servers of one host share, each a file that appears whole or not at all.
+
+Files are named by their blocks, mode 0600 in a folder of mode 0700, and written beside their place and moved
+there: who is killed leaves a file that nobody reads and that the next one removes. Nothing is locked. The
+folder's key, which names and digests depend on, is a file of its own.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phasewise._files import write_file
+from phasewise.serving.errors import ServingError
+from phasewise.serving.prefix_store.blocks import HEADER_BYTES, NAME_BYTES, Bytes, Head, read_head
+from phasewise.serving.prefix_store.worth import Kept, to_leave
+
+KEY_FILE = "key"
+KEY_BYTES = 32
+SUFFIX = ".kv"
+IDENTITY_SUFFIX = ".json"
+_BESIDE = ".new-"
+_LEFT_BEHIND_S = 600.0
+"""The age at which a file that was not moved to its place belongs to nobody."""
+_SCANS = 32
+"""The folder is looked through again after this part of its limit was written: others write too."""
+
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+@dataclass(slots=True)
+class Folder:
+    """One server's view of a folder. `find` is for any thread; `write` and `make_room` for one."""
+
+    path: Path
+    key: bytes
+    limit_bytes: int
+    n_evicted: int = 0
+    _n_bytes: int | None = None
+    """As it was when the folder was looked through, and what was written since; None: never looked."""
+    _n_unseen: int = 0
+    _heads: dict[bytes, Head] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path, limit_bytes: int) -> Folder:
+        """Make it where it is not there. ServingError, in one line, where this user cannot use it."""
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            there = path.stat()
+            if there.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise ServingError(
+                    f"the prefix cache {path} may be written by others: chmod go-w it, or name another folder"
+                )
+            return cls(path, _key_of(path), limit_bytes)
+        except OSError as error:
+            raise ServingError(f"the prefix cache {path} cannot be used: {error.strerror}") from error
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of its records, as far as this server knows."""
+        return self._n_bytes or 0
+
+    def find(self, name: bytes) -> bool:
+        """True if there is a file of this name."""
+        return os.access(self._place(name), os.R_OK)
+
+    def read_into(self, name: bytes, buffer: memoryview) -> int:
+        """Bytes of the file, which `buffer` has then; one more than it holds is too many. OSError."""
+        descriptor = os.open(self._place(name), _READ)
+        with os.fdopen(descriptor, "rb", buffering=0) as file:
+            there = os.fstat(descriptor)
+            if not stat.S_ISREG(there.st_mode) or there.st_size > len(buffer):
+                return len(buffer) + 1
+            n_read = 0
+            while n_read < there.st_size:
+                n_more = file.readinto(buffer[n_read : there.st_size])
+                if not n_more:
+                    break
+                n_read += n_more
+            return n_read
+
+    def write(self, name: bytes, parts: Sequence[Bytes]) -> int:
+        """Write a file, its bytes. OSError where there is no room; nothing is left of it then."""
+        n_bytes = sum(map(len, parts))
+        self.make_room(n_bytes)
+        beside = self.path / f"{_BESIDE}{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "wb", buffering=0) as file:
+                for part in parts:
+                    view = memoryview(part)
+                    while view:
+                        view = view[file.write(view) :]
+            os.rename(beside, self._place(name))
+        except OSError:
+            with suppress(OSError):
+                os.unlink(beside)
+            raise
+        self._n_bytes = self.n_bytes + n_bytes
+        self._n_unseen += n_bytes
+        return n_bytes
+
+    def touch(self, name: bytes) -> None:
+        """It was read, or would have been."""
+        with suppress(OSError):
+            os.utime(self._place(name))
+
+    def remove(self, name: bytes) -> None:
+        """It holds nothing that can be used."""
+        with suppress(OSError):
+            os.unlink(self._place(name))
+
+    def make_room(self, n_bytes: int) -> None:
+        """Remove what is worth least, until so much more fits. OSError where it does not at all."""
+        step = self.limit_bytes // _SCANS
+        if self._n_bytes is None or self._n_unseen >= step or self._n_bytes + n_bytes > self.limit_bytes:
+            found = dict(self.kept())
+            self._n_bytes, self._n_unseen = sum(block.n_bytes for block in found.values()), 0
+            if self._n_bytes + n_bytes > self.limit_bytes:
+                # A little more than now, so that not every block looks through the folder.
+                for name in to_leave(found, max(0, self.limit_bytes - max(n_bytes, 2 * step))):
+                    self.remove(name)
+                    self._n_bytes -= found[name].n_bytes
+                    self.n_evicted += 1
+        if n_bytes > self.limit_bytes:
+            raise OSError(errno.ENOSPC, f"a block of {n_bytes} bytes does not fit into {self.limit_bytes}")
+
+    def kept(self) -> Iterator[tuple[bytes, Kept]]:
+        """Its blocks. What others left unfinished long ago is removed."""
+        now, heads = time.time(), dict[bytes, Head]()
+        for entry in os.scandir(self.path):
+            with suppress(OSError):
+                there = entry.stat(follow_symlinks=False)
+                if entry.name.startswith(_BESIDE) and now - there.st_mtime > _LEFT_BEHIND_S:
+                    os.unlink(entry.path)
+                name = _name_of(entry.name)
+                if name is None or not stat.S_ISREG(there.st_mode):
+                    continue
+                head = self._heads.get(name) or self.head(name)
+                if head is None:
+                    yield name, Kept(b"", 1, there.st_size, 0.0, now - there.st_mtime)
+                    continue
+                heads[name] = head
+                yield name, Kept(head.parent, head.begin, there.st_size, head.seconds, now - there.st_mtime)
+        self._heads = heads
+
+    def head(self, name: bytes) -> Head | None:
+        """The head of a record, unchecked; None where it is none. OSError."""
+        descriptor = os.open(self._place(name), _READ)
+        try:
+            return read_head(os.read(descriptor, HEADER_BYTES))
+        finally:
+            os.close(descriptor)
+
+    def describe_identity(self, digest: bytes, identity: Mapping[str, Any]) -> None:
+        """Keep what an identity is made of, for those who list the folder."""
+        place = self.path / f"{digest.hex()}{IDENTITY_SUFFIX}"
+        with suppress(OSError):
+            if not place.exists():
+                write_file(place, json.dumps(dict(identity)))
+
+    def _place(self, name: bytes) -> str:
+        return f"{self.path}/{name.hex()}{SUFFIX}"
+
+
+def _name_of(file_name: str) -> bytes | None:
+    if len(file_name) != 2 * NAME_BYTES + len(SUFFIX) or not file_name.endswith(SUFFIX):
+        return None
+    try:
+        return bytes.fromhex(file_name[: -len(SUFFIX)])
+    except ValueError:
+        return None
+
+
+def _key_of(path: Path) -> bytes:
+    """The folder's key: that of the server that came first. ServingError where it is damaged."""
+    place = path / KEY_FILE
+    for _ in range(2):
+        try:
+            descriptor = os.open(place, _READ)
+        except FileNotFoundError:
+            _write_key(path, place)
+            continue
+        with os.fdopen(descriptor, "rb") as file:
+            key = file.read(KEY_BYTES + 1)
+        if len(key) == KEY_BYTES:
+            return key
+        break
+    raise ServingError(f"{place} is no key of a prefix cache: remove the folder's files, or name another one")
+
+
+def _write_key(path: Path, place: Path) -> None:
+    beside = path / f"{_BESIDE}{os.getpid()}-{secrets.token_hex(4)}"
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secrets.token_bytes(KEY_BYTES))
+    with suppress(FileExistsError):
+        os.link(beside, place)
+    os.unlink(beside)

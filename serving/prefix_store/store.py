@@ -1,0 +1,379 @@
+"""The store of one engine: finds beginnings of prompts, reads them into blocks, and writes behind.
+
+Two threads of its own. The reader fills blocks that are pinned, record by record, each checked before a byte of
+it is used; nothing is written to a block once `cancel` has returned. The writer copies what was computed while
+it lies where it lay, at the lowest priority, and believes a copy only if nothing was written there meanwhile
+(`Computed.is_there`): it holds no slot, and no step waits for it. Where the folder fails it rests, and the
+server goes on without.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from phasewise._words import counted
+from phasewise.serving.pools.contract import Placement
+from phasewise.serving.prefix_store.blocks import (
+    BLOCK_TOKENS,
+    BadRecord,
+    Block,
+    Naming,
+    Shape,
+    read_record,
+    tails,
+    write_record,
+)
+from phasewise.serving.prefix_store.folder import Folder
+from phasewise.serving.prefix_store.pack_file import PACK_SPACE, Pack, blocks_of
+
+MOST_JOBS = 1024
+"""Sequences that wait to be written; the one that waits longest is given up."""
+REST_S = 30.0
+"""The writer's rest after the folder failed."""
+CLOSE_S = 2.0
+"""Time that the writer has for what waits when the store is closed."""
+_LOWEST = 19
+
+log = logging.getLogger(__name__)
+
+
+class KvRows(Protocol):
+    """Keys and values of an engine (`cython_kernels._native.KvMemory`)."""
+
+    def read(self, layer: int, slot: int, n_slots: int, out: memoryview, /) -> None: ...
+
+    def write(self, layer: int, slot: int, n_slots: int, data: memoryview, /) -> None: ...
+
+
+class ComputedRows(Protocol):
+    """What an engine has computed (`scheduling.prefixes.Computed`)."""
+
+    space: str
+    placement: Placement
+    token_ids: tuple[int, ...]
+
+    def is_there(self, begin: int, end: int) -> bool: ...
+
+
+class StoreCounts(NamedTuple):
+    """Counts since the start, which never fall, and the folder's bytes as they are known."""
+
+    hits: int = 0
+    tokens_restored: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    evictions: int = 0
+    writes_failed: int = 0
+    bytes_kept: int = 0
+    refused: dict[str, int] | None = None
+    """Records that were not believed, by reason."""
+
+
+def summed(counts: Sequence[StoreCounts]) -> StoreCounts | None:
+    """Of several stores over one folder; None where there are none."""
+    if not counts:
+        return None
+    refused = sum((Counter(one.refused) for one in counts), Counter[str]())
+    numbers = {
+        name: sum(getattr(one, name) for one in counts)
+        for name in StoreCounts._fields
+        if name not in ("refused", "bytes_kept")
+    }
+    return StoreCounts(**numbers, bytes_kept=max(one.bytes_kept for one in counts), refused=dict(refused))
+
+
+@dataclass(slots=True, eq=False)
+class Restored:
+    """A request whose block is being filled, or is. The first `n_tokens` of its tokens are in it."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    space: str
+    placement: Placement
+    rows: KvRows
+    n_tokens: int = 0
+    names: list[bytes] = field(default_factory=list)
+    """Of the folder's records that are in it."""
+    is_cancelled: bool = False
+
+
+class _Found(NamedTuple):
+    """A block, and the reader of its record."""
+
+    block: Block
+    naming: Naming
+    read_into: Callable[[memoryview], int]
+    name: bytes | None
+    """Of the folder's record; None: it is of a pack."""
+
+
+class PrefixStore:
+    """Over a folder, packs, or both. identity: the digest of all that decides the bits."""
+
+    def __init__(self, identity: bytes, shape: Shape, folder: Folder | None, packs: Sequence[Pack]) -> None:
+        self.shape = shape
+        self.folder = folder
+        self._packs = packs
+        self._naming = None if folder is None else Naming(folder.key, identity)
+        self._on_restored: Callable[[], None] = lambda: None
+        self._changed = threading.Condition()
+        """Holds all that follows; rows are written into a block under it."""
+        self._to_read: deque[Restored] = deque()
+        self._reading: dict[str, Restored] = {}
+        self._restored: deque[Restored] = deque()
+        self._to_write: deque[tuple[ComputedRows, KvRows, float]] = deque(maxlen=MOST_JOBS)
+        self._closing_at: float | None = None
+        self._counts = Counter[str]()
+        self._refused = Counter[str]()
+        self._rests_until = 0.0
+        self._threads = [threading.Thread(target=self._read, name="phasewise-prefix-reader", daemon=True)]
+        if folder is not None:
+            self._threads.append(
+                threading.Thread(target=self._write, name="phasewise-prefix-writer", daemon=True)
+            )
+
+    def start(self) -> None:
+        """The threads run on the CPUs of the caller."""
+        for thread in self._threads:
+            thread.start()
+
+    def watch(self, on_restored: Callable[[], None]) -> None:
+        """`on_restored` is called, on the reader's thread, when `take_restored` has something."""
+        self._on_restored = on_restored
+
+    def close(self) -> None:
+        """End the threads: the writer once it has written what waits, or after CLOSE_S. Twice is harmless."""
+        with self._changed:
+            self._closing_at = time.monotonic() + CLOSE_S
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        for pack in self._packs:
+            pack.close()
+        self._packs, self._threads = (), []
+
+    # ---- on the engine's thread --------------------------------------------------------------------------
+
+    def find(self, token_ids: tuple[int, ...], space: str) -> int:
+        """The number of the first of these tokens that can be read, but never all of them."""
+        usable = token_ids[:-1]
+        in_packs = max((pack.n_stored(usable) for pack in self._packs), default=0)
+        return max(in_packs, self._blocks_in_folder(usable, space, most=1)[1])
+
+    def restore(self, restored: Restored) -> None:
+        """Read the beginning of a request into its block."""
+        with self._changed:
+            self._reading[restored.request_id] = restored
+            self._to_read.append(restored)
+            self._changed.notify_all()
+
+    def take_restored(self) -> list[Restored]:
+        """Those whose blocks are filled, as far as records could be read, since it was asked last."""
+        if not self._restored:
+            return []
+        with self._changed:
+            taken = [one for one in self._restored if not one.is_cancelled]
+            self._restored.clear()
+            for one in taken:
+                self._reading.pop(one.request_id, None)
+            return taken
+
+    def cancel(self, request_id: str) -> None:
+        """Nothing is written to its block once this returns."""
+        with self._changed:
+            reading = self._reading.pop(request_id, None)
+            if reading is not None:
+                reading.is_cancelled = True
+
+    def believe(self, restored: Restored) -> None:
+        """A row of it was computed again and found equal."""
+        self._counts["hits"] += 1
+        self._counts["tokens"] += restored.n_tokens
+
+    def refuse(self, restored: Restored) -> None:
+        """A row of it was computed again and found different: its records are removed."""
+        log.warning(
+            "a prefix of %s in %s was refused: a row that was computed again is another one",
+            counted(restored.n_tokens, "token"),
+            "a pack" if self.folder is None or not restored.names else self.folder.path,
+        )
+        self._refused["row"] += 1
+        if self.folder is not None:
+            for name in restored.names:
+                self.folder.remove(name)
+
+    def keep(self, computed: ComputedRows, rows: KvRows, token_s: float) -> None:
+        """Write what is not kept yet, later. token_s: time to compute a token of a prompt."""
+        if self.folder is None:
+            return
+        with self._changed:
+            self._to_write.append((computed, rows, token_s))
+            self._changed.notify_all()
+
+    @property
+    def counts(self) -> StoreCounts:
+        counts, folder = self._counts, self.folder
+        return StoreCounts(
+            counts["hits"],
+            counts["tokens"],
+            counts["read"],
+            counts["written"],
+            0 if folder is None else folder.n_evicted,
+            counts["failed"],
+            0 if folder is None else folder.n_bytes,
+            dict(self._refused),
+        )
+
+    # ---- on the reader's thread --------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        buffer = memoryview(bytearray(self.shape.most_bytes))
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._to_read or self._closing_at is not None)
+                if self._closing_at is not None:
+                    return
+                restored = self._to_read.popleft()
+            self._fill(restored, buffer)
+            with self._changed:
+                self._restored.append(restored)
+            self._on_restored()
+
+    def _fill(self, restored: Restored, buffer: memoryview) -> None:
+        for found in self._found(restored.token_ids[:-1], restored.space):
+            try:
+                n_bytes = found.read_into(buffer)
+                rows, _ = read_record(found.naming, self.shape, found.block, buffer[:n_bytes])
+            except FileNotFoundError:
+                return  # evicted meanwhile
+            except (BadRecord, OSError) as error:
+                self._not_believed(found, error)
+                return
+            self._counts["read"] += n_bytes
+            with self._changed:
+                if restored.is_cancelled or self._closing_at is not None:
+                    return
+                self._put(restored, found.block, rows)
+                restored.n_tokens = found.block.end
+            if found.name is not None:
+                restored.names.append(found.name)
+                assert self.folder is not None
+                self.folder.touch(found.name)
+
+    def _put(self, restored: Restored, block: Block, rows: memoryview) -> None:
+        n_layer = self.shape.slot_bytes * block.n_tokens
+        slot = restored.placement.slot(block.begin)
+        for layer in range(self.shape.n_layers):
+            restored.rows.write(layer, slot, block.n_tokens, rows[layer * n_layer : (layer + 1) * n_layer])
+
+    def _not_believed(self, found: _Found, error: BadRecord | OSError) -> None:
+        reason = error.reason if isinstance(error, BadRecord) else "unreadable"
+        self._refused[reason] += 1
+        log.warning("a record of a prefix was refused, and what it holds is computed: %s", error)
+        if found.name is not None and self.folder is not None:
+            self.folder.remove(found.name)
+
+    def _found(self, usable: tuple[int, ...], space: str) -> list[_Found]:
+        """All blocks of the beginning, of the pack or the folder that has most of it."""
+        blocks, n_in_folder = self._blocks_in_folder(usable, space, most=None)
+        pack = max(self._packs, key=lambda one: one.n_stored(usable), default=None)
+        if pack is not None and pack.n_stored(usable) >= n_in_folder:
+            naming, n_stored = pack.facts.naming, pack.n_stored(usable)
+            return [
+                _Found(block, naming, lambda buffer, at=number: pack.read_into(at, buffer), None)  # type: ignore[misc]
+                for number, block in enumerate(pack.blocks)
+                if block.end <= n_stored
+            ]
+        folder, own = self.folder, self._naming
+        assert folder is not None and own is not None
+        return [
+            _Found(block, own, lambda buffer, name=block.name: folder.read_into(name, buffer), block.name)  # type: ignore[misc]
+            for block in blocks
+        ]
+
+    def _blocks_in_folder(
+        self, usable: tuple[int, ...], space: str, most: int | None
+    ) -> tuple[list[Block], int]:
+        """The blocks of a beginning that the folder has, and its tokens. A block is there where a later one
+        is, or the reader finds that it is not."""
+        folder, naming = self.folder, self._naming
+        if folder is None or naming is None:
+            return [], 0
+        blocks = naming.whole_blocks(usable, space)
+        low, high = 0, len(blocks)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if folder.find(blocks[middle - 1].name):
+                low = middle
+            else:
+                high = middle - 1
+        del blocks[low:]
+        n_full = low * BLOCK_TOKENS
+        parent = blocks[-1].name if blocks else naming.root(space)
+        for end in tails(n_full, len(usable)):
+            tail = naming.after(parent, n_full, usable[n_full:end])
+            if folder.find(tail.name):
+                return [*blocks, tail], end
+        return blocks, n_full
+
+    # ---- on the writer's thread --------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+        buffer = memoryview(bytearray(self.shape.rows_bytes(BLOCK_TOKENS)))
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._to_write or self._closing_at is not None)
+                if not self._to_write or self._is_late:
+                    return
+                computed, rows, token_s = self._to_write.popleft()
+            if time.monotonic() < self._rests_until:
+                self._counts["failed"] += 1
+                continue
+            try:
+                self._write_behind(computed, rows, token_s, buffer)
+            except OSError as error:
+                self._counts["failed"] += 1
+                self._rests_until = time.monotonic() + REST_S
+                log.warning("the prefix cache cannot be written, and rests for %.0f s: %s", REST_S, error)
+
+    @property
+    def _is_late(self) -> bool:
+        return self._closing_at is not None and time.monotonic() > self._closing_at
+
+    def _write_behind(
+        self, computed: ComputedRows, rows: KvRows, token_s: float, buffer: memoryview
+    ) -> None:
+        folder, naming = self.folder, self._naming
+        assert folder is not None and naming is not None
+        for block in blocks_of(naming, computed.token_ids[:-1], computed.space):
+            if self._is_late:
+                return
+            if folder.find(block.name):
+                folder.touch(block.name)
+                continue
+            own = buffer[: self.shape.rows_bytes(block.n_tokens)]
+            if not self._copied(computed, block, rows, own):
+                return
+            parts = write_record(naming, block, token_s * block.n_tokens, own)
+            self._counts["written"] += folder.write(block.name, parts)
+
+    def _copied(self, computed: ComputedRows, block: Block, rows: KvRows, own: memoryview) -> bool:
+        """True if `own` has the block's rows. What is written over while it is read is no block."""
+        if not computed.is_there(block.begin, block.end):
+            return False
+        n_layer = self.shape.slot_bytes * block.n_tokens
+        slot = computed.placement.slot(block.begin)
+        for layer in range(self.shape.n_layers):
+            rows.read(layer, slot, block.n_tokens, own[layer * n_layer : (layer + 1) * n_layer])
+        return computed.is_there(block.begin, block.end)
