@@ -25,6 +25,7 @@ from phasewise.cli.commands import (
     kernels,
     models,
     predict_len,
+    prefix,
     prune,
     replay,
     report,
@@ -71,6 +72,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
     },
     "What is kept, and sharing it": {
         "db": db.app,
+        "prefix": prefix.app,
         "report": report.report,
         "config": config.app,
     },

@@ -67,8 +67,13 @@ class ModelText:
         )
 
     @property
+    def chat_template(self) -> str | None:
+        """The source of the model's template; None without one."""
+        return self._model.chat_template
+
+    @property
     def has_template(self) -> bool:
-        return self._model.chat_template is not None
+        return self.chat_template is not None
 
     @cached_property
     def conversations(self) -> Conversations:
@@ -184,7 +189,7 @@ def open_engine(
 def _started_store(prefixes: PrefixSettings, fingerprint: Fingerprint, model: PackedModel) -> PrefixStore:
     """Before the ranks, which pin threads: its own run anywhere."""
     shape = shape_of(KvShape.of(model.config, fingerprint.kv_format))
-    store = open_store(prefixes, fingerprint.of_keys_and_values, shape)
+    store = open_store(prefixes, model.name, fingerprint.of_keys_and_values, shape)
     store.start()
     return store
 

@@ -1,5 +1,5 @@
-"""Between an engine's steps and its store of prefixes: what was read is checked and goes on, what was computed
-is offered. Called on the engine's thread.
+"""Between an engine's steps and its store of prefixes: what was read is checked and goes on, what was
+computed is offered. Called on the engine's thread.
 """
 
 from __future__ import annotations

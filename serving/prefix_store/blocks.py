@@ -1,9 +1,9 @@
 """Blocks of a prompt's beginning, named by what they hold, and the form in which a block is written.
 
-A block is at most `BLOCK_TOKENS` positions, whole panels, after a known beginning. Its name is a keyed digest of
-the name before it and of its tokens; the first one's, of all that decides the bits and of whose prompts may
-have it. So equal names have equal keys and values, and a name tells nothing of a prompt to those without the
-key.
+A block is at most `BLOCK_TOKENS` positions, whole panels, after a known beginning. Its name is a keyed digest
+of the name before it and of its tokens; the first one's, of all that decides the bits and of whose prompts
+may have it. So equal names have equal keys and values, and a name tells nothing of a prompt to those without
+the key.
 
 A record is a header, the tokens, the rows as they go between processes (`KvMemory`), a state of the model at
 the block's end where it has one (opaque bytes), and a keyed digest of all of it. Every length is known before
@@ -152,7 +152,9 @@ def write_record(
     return [*parts, _tag(naming.key, parts)]
 
 
-def read_record(naming: Naming, shape: Shape, block: Block, record: memoryview) -> tuple[memoryview, memoryview]:
+def read_record(
+    naming: Naming, shape: Shape, block: Block, record: memoryview
+) -> tuple[memoryview, memoryview]:
     """Rows and state of the record of `block`; the state is empty where there is none. BadRecord."""
     n_tokens = block.n_tokens
     if len(record) not in {shape.record_bytes(n_tokens), shape.record_bytes(n_tokens, has_state=True)}:
@@ -172,6 +174,19 @@ def read_record(naming: Naming, shape: Shape, block: Block, record: memoryview) 
     if n_state != len(record) - TAG_BYTES - end:
         raise BadRecord("size", f"a state of {n_state} bytes is not there")
     return record[first:end], record[end : end + n_state]
+
+
+def check_record(key: bytes, name: bytes, record: memoryview) -> None:
+    """BadRecord unless a whole record of any identity is that of its name, and as it was written."""
+    head = read_head(bytes(record[:HEADER_BYTES]))
+    least = HEADER_BYTES + TAG_BYTES + (0 if head is None else 4 * head.n_tokens)
+    if head is None or len(record) < least:
+        raise BadRecord("size", "it is no record of this version")
+    if not hmac.compare_digest(_tag(key, [record[:-TAG_BYTES]]), bytes(record[-TAG_BYTES:])):
+        raise BadRecord("digest", "its digest is not that of its bytes")
+    token_ids = struct.unpack_from(f"<{head.n_tokens}i", record, HEADER_BYTES)
+    if not Naming(key, head.identity).after(head.parent, head.begin, token_ids).name == head.name == name:
+        raise BadRecord("name", "it is the record of another block")
 
 
 def read_head(header: bytes) -> Head | None:

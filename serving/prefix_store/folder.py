@@ -161,12 +161,12 @@ class Folder:
         finally:
             os.close(descriptor)
 
-    def describe_identity(self, digest: bytes, identity: Mapping[str, Any]) -> None:
+    def describe_identity(self, digest: bytes, model: str, identity: Mapping[str, Any]) -> None:
         """Keep what an identity is made of, for those who list the folder."""
         place = self.path / f"{digest.hex()}{IDENTITY_SUFFIX}"
         with suppress(OSError):
             if not place.exists():
-                write_file(place, json.dumps(dict(identity)))
+                write_file(place, json.dumps({"model": model, "identity": dict(identity)}))
 
     def _place(self, name: bytes) -> str:
         return f"{self.path}/{name.hex()}{SUFFIX}"

@@ -20,8 +20,8 @@ LEAST_BLOCKS = 4
 
 @dataclass(frozen=True, slots=True)
 class PrefixSettings:
-    """The folder that beginnings of prompts are kept in (None: none is), and packs that are read. Paths of the
-    host that computes."""
+    """The folder that beginnings of prompts are kept in (None: none is), and packs that are read. Paths of
+    the host that computes."""
 
     folder: str | None = None
     limit_bytes: int = 8 << 30
@@ -33,9 +33,13 @@ class PrefixSettings:
         return cls(**{**fields, "packs": tuple(fields["packs"])})
 
 
-def open_store(settings: PrefixSettings, identity: Mapping[str, Any], shape: Shape) -> PrefixStore:
-    """A store for keys and values of this identity and shape; start it, and close it. ServingError for a folder
-    that cannot be used, and for a pack that is damaged or of another identity."""
+def open_store(
+    settings: PrefixSettings, model: str, identity: Mapping[str, Any], shape: Shape
+) -> PrefixStore:
+    """A store for a model's keys and values of this identity and shape; start it, and close it.
+
+    ServingError for a folder that cannot be used, and for a pack that is damaged or of another identity.
+    """
     with ExitStack() as opened:
         packs = []
         for path in settings.packs:
@@ -53,6 +57,6 @@ def open_store(settings: PrefixSettings, identity: Mapping[str, Any], shape: Sha
                     f"{shape.most_bytes}; --prefix-cache-bytes {least}M is the least"
                 )
             folder = Folder.open(Path(settings.folder), settings.limit_bytes)
-            folder.describe_identity(identity_digest(identity), identity)
+            folder.describe_identity(identity_digest(identity), model, identity)
         opened.pop_all()
     return PrefixStore(identity_digest(identity), shape, folder, packs)

@@ -18,9 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phasewise._words import counted
 from phasewise.serving.errors import ServingError
-from phasewise.serving.prefix_store.blocks import BLOCK_TOKENS, BadRecord, Block, Naming, Shape, read_record, tails
+from phasewise.serving.prefix_store.blocks import (
+    BLOCK_TOKENS,
+    BadRecord,
+    Block,
+    Naming,
+    Shape,
+    read_record,
+    tails,
+)
 
 _HEADER = struct.Struct("<8sIIQ32s")
 """Magic, version, bytes of the description, tokens, digest of both."""

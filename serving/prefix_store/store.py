@@ -1,8 +1,8 @@
 """The store of one engine: finds beginnings of prompts, reads them into blocks, and writes behind.
 
-Two threads of its own. The reader fills blocks that are pinned, record by record, each checked before a byte of
-it is used; nothing is written to a block once `cancel` has returned. The writer copies what was computed while
-it lies where it lay, at the lowest priority, and believes a copy only if nothing was written there meanwhile
+Two threads of its own. The reader fills blocks that are pinned, record by record, each checked before a byte
+of it is used; nothing is written to a block once `cancel` has returned. The writer copies what was computed
+from where it lies, at the lowest priority, and believes a copy only if nothing was written there meanwhile
 (`Computed.is_there`): it holds no slot, and no step waits for it. Where the folder fails it rests, and the
 server goes on without.
 """
@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from phasewise._words import counted
@@ -32,7 +33,7 @@ from phasewise.serving.prefix_store.blocks import (
     write_record,
 )
 from phasewise.serving.prefix_store.folder import Folder
-from phasewise.serving.prefix_store.pack_file import PACK_SPACE, Pack, blocks_of
+from phasewise.serving.prefix_store.pack_file import Pack, blocks_of
 
 MOST_JOBS = 1024
 """Sequences that wait to be written; the one that waits longest is given up."""
@@ -134,6 +135,7 @@ class PrefixStore:
         self._counts = Counter[str]()
         self._refused = Counter[str]()
         self._rests_until = 0.0
+        self._is_busy = False
         self._threads = [threading.Thread(target=self._read, name="phasewise-prefix-reader", daemon=True)]
         if folder is not None:
             self._threads.append(
@@ -220,6 +222,11 @@ class PrefixStore:
             self._changed.notify_all()
 
     @property
+    def is_writing(self) -> bool:
+        """True while anything waits to be written, or is."""
+        return bool(self._to_write) or self._is_busy
+
+    @property
     def counts(self) -> StoreCounts:
         counts, folder = self._counts, self.folder
         return StoreCounts(
@@ -289,16 +296,14 @@ class PrefixStore:
         if pack is not None and pack.n_stored(usable) >= n_in_folder:
             naming, n_stored = pack.facts.naming, pack.n_stored(usable)
             return [
-                _Found(block, naming, lambda buffer, at=number: pack.read_into(at, buffer), None)  # type: ignore[misc]
+                _Found(block, naming, partial(pack.read_into, number), None)
                 for number, block in enumerate(pack.blocks)
                 if block.end <= n_stored
             ]
         folder, own = self.folder, self._naming
-        assert folder is not None and own is not None
-        return [
-            _Found(block, own, lambda buffer, name=block.name: folder.read_into(name, buffer), block.name)  # type: ignore[misc]
-            for block in blocks
-        ]
+        if folder is None or own is None:
+            return []
+        return [_Found(block, own, partial(folder.read_into, block.name), block.name) for block in blocks]
 
     def _blocks_in_folder(
         self, usable: tuple[int, ...], space: str, most: int | None
@@ -333,10 +338,12 @@ class PrefixStore:
         buffer = memoryview(bytearray(self.shape.rows_bytes(BLOCK_TOKENS)))
         while True:
             with self._changed:
+                self._is_busy = False
                 self._changed.wait_for(lambda: self._to_write or self._closing_at is not None)
                 if not self._to_write or self._is_late:
                     return
                 computed, rows, token_s = self._to_write.popleft()
+                self._is_busy = True
             if time.monotonic() < self._rests_until:
                 self._counts["failed"] += 1
                 continue
@@ -351,11 +358,10 @@ class PrefixStore:
     def _is_late(self) -> bool:
         return self._closing_at is not None and time.monotonic() > self._closing_at
 
-    def _write_behind(
-        self, computed: ComputedRows, rows: KvRows, token_s: float, buffer: memoryview
-    ) -> None:
+    def _write_behind(self, computed: ComputedRows, rows: KvRows, token_s: float, buffer: memoryview) -> None:
         folder, naming = self.folder, self._naming
-        assert folder is not None and naming is not None
+        if folder is None or naming is None:
+            return
         for block in blocks_of(naming, computed.token_ids[:-1], computed.space):
             if self._is_late:
                 return

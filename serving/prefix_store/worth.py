@@ -41,9 +41,7 @@ def order_of_leaving(blocks: Mapping[bytes, Kept]) -> list[bytes]:
     for name in reversed(deepest_first):
         block = blocks[name]
         reached[name] = block.begin == 0 or reached.get(block.parent, False)
-    return sorted(
-        deepest_first, key=lambda name: (reached[name], value[name], -blocks[name].begin)
-    )
+    return sorted(deepest_first, key=lambda name: (reached[name], value[name], -blocks[name].begin))
 
 
 def to_leave(blocks: Mapping[bytes, Kept], most_bytes: int) -> Iterable[bytes]:

@@ -169,7 +169,7 @@ class PrefixIndex:
             source.n_written = max(source.n_written, n_tokens)
 
     def report_to(self, listener: list[Computed]) -> None:
-        """Prompts that are whole and sequences that end are added to `listener`, which another one empties."""
+        """Prompts that are whole and sequences that end are added to `listener`, which others empty."""
         self._listener = listener
 
     def completed(self, owner: str) -> None:

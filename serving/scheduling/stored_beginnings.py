@@ -1,4 +1,4 @@
-"""Beginnings of prompts that a store outside has: which requests wait for theirs, and what the store may take.
+"""Beginnings of prompts that a store outside has: requests that wait for theirs, and what it may take.
 
 Integers only: the store is a function that is asked how much of a prompt it has.
 """

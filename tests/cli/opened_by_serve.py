@@ -163,7 +163,16 @@ class Boundary:
         drafter = None if drafts is None else "lookup" if drafts.model is None else drafts.model.name
         self.keep(
             "engine",
-            (model.name, model.format, plans, size, vars(text)["allow_special"], multiplied, drafter, prefixes),
+            (
+                model.name,
+                model.format,
+                plans,
+                size,
+                vars(text)["allow_special"],
+                multiplied,
+                drafter,
+                prefixes,
+            ),
         )
         return OpenEngine(model, text, plans, size, _Closes(), _Closes())  # type: ignore[arg-type]
 

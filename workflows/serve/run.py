@@ -143,7 +143,7 @@ def _beside_embeddings(settings: ServeSettings, report: Report) -> ServeSettings
 
 
 def _check_prefixes(settings: ServeSettings) -> None:
-    """ServingError for a folder that cannot be used and a file that is no pack, where this host reads them."""
+    """ServingError for a folder that cannot be used and a file that is no pack, if this host reads them."""
     from phasewise.serving.prefix_store.folder import Folder
     from phasewise.serving.prefix_store.pack_file import Pack
 

@@ -88,7 +88,7 @@ class KeysAndValues:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Beginnings of prompts that outlive the server: a folder that keeps them (None: none does), and packs."""
+    """Beginnings of prompts that outlive the server: a folder for them (None: none is kept), and packs."""
 
     prefix_cache: Path | None = None
     prefix_cache_bytes: int = 8 << 30

@@ -1,0 +1,144 @@
+"""A folder of records: its limit, two servers over it, and whatever else lies there."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from phasewise.serving.errors import ServingError
+from phasewise.serving.prefix_store.blocks import BLOCK_TOKENS, Naming, Shape, write_record
+from phasewise.serving.prefix_store.folder import KEY_FILE, Folder
+from phasewise.serving.prefix_store.pack_file import blocks_of
+
+SHAPE = Shape(2, 16)
+ONE = SHAPE.record_bytes(BLOCK_TOKENS)
+
+
+def write(folder: Folder, n_tokens: int, seed: int, seconds: float = 1.0) -> list[bytes]:
+    """Write the full blocks of a sequence that is drawn; their names."""
+    naming = Naming(folder.key, b"i" * 32)
+    tokens = random.Random(seed).choices(range(1 << 17), k=n_tokens)
+    blocks = blocks_of(naming, tokens, "")
+    for block in blocks:
+        folder.write(
+            block.name, write_record(naming, block, seconds, bytes(SHAPE.rows_bytes(block.n_tokens)))
+        )
+    return [block.name for block in blocks]
+
+
+def bytes_in(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.kv"))
+
+
+def test_what_is_written_is_found_and_read_by_another_server(tmp_path: Path) -> None:
+    mine, theirs = Folder.open(tmp_path / "a" / "b", 1 << 20), Folder.open(tmp_path / "a" / "b", 1 << 20)
+    names = write(mine, 300, 1)
+    buffer = memoryview(bytearray(ONE))
+
+    assert mine.key == theirs.key
+    assert all(theirs.find(name) for name in names)
+    assert [theirs.read_into(name, buffer) for name in names[:2]] == [ONE, ONE]
+    assert not theirs.find(bytes(32))
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "a" / "b").iterdir()} == {0o600}
+
+
+def test_the_limit_is_kept_and_what_stays_has_its_beginning(tmp_path: Path) -> None:
+    folder = Folder.open(tmp_path, 10 * ONE)
+    for seed in range(12):
+        names = write(folder, 3 * BLOCK_TOKENS, seed)
+        assert bytes_in(tmp_path) <= 10 * ONE
+        assert all(folder.find(name) for name in names)  # the newest are worth most
+    kept = dict(folder.kept())
+
+    assert folder.n_evicted == 36 - len(kept)
+    assert all(block.begin == 0 or block.parent in kept for block in kept.values())
+
+
+def test_two_servers_stay_near_the_limit_and_read_only_whole_records(tmp_path: Path) -> None:
+    limit = 64 * ONE
+    folders = [Folder.open(tmp_path, limit) for _ in range(2)]
+    for seed in range(60):
+        write(folders[seed % 2], 4 * BLOCK_TOKENS, seed)
+        assert bytes_in(tmp_path) <= limit + limit // 16
+    buffer = memoryview(bytearray(ONE))
+
+    assert {folders[0].read_into(name, buffer) for name, _ in folders[1].kept()} == {ONE}
+
+
+def test_cheap_and_old_blocks_leave_first(tmp_path: Path) -> None:
+    folder = Folder.open(tmp_path, 6 * ONE)
+    dear, cheap = write(folder, BLOCK_TOKENS, 1, seconds=9.0), write(folder, BLOCK_TOKENS, 2, seconds=0.1)
+    old = write(folder, BLOCK_TOKENS, 3, seconds=9.0)
+    os.utime(tmp_path / f"{old[0].hex()}.kv", (0, 0))
+    for seed in range(4, 8):
+        write(folder, BLOCK_TOKENS, seed, seconds=5.0)
+
+    assert folder.find(dear[0])
+    assert not folder.find(old[0])
+    assert not folder.find(cheap[0])
+
+
+def test_what_else_lies_in_the_folder_does_no_harm(tmp_path: Path) -> None:
+    folder = Folder.open(tmp_path, 8 * ONE)
+    (name,) = write(folder, BLOCK_TOKENS, 1)
+    strange = [bytes([number]) * 32 for number in range(1, 6)]
+    places = [tmp_path / f"{one.hex()}.kv" for one in strange]
+    os.mkfifo(places[0])
+    places[1].mkdir()
+    places[2].symlink_to(tmp_path / f"{name.hex()}.kv")
+    places[3].write_bytes(b"x" * (3 * ONE))
+    places[4].write_bytes(b"")
+    (tmp_path / "zz.kv").write_text("a stranger's")
+    left = tmp_path / ".new-1-abc"
+    left.write_bytes(b"half")
+    os.utime(left, (0, 0))
+    buffer = memoryview(bytearray(ONE))
+
+    lengths = []
+    for one in strange:
+        try:
+            lengths.append(folder.read_into(one, buffer))
+        except OSError:
+            lengths.append(-1)
+    for seed in range(2, 9):
+        write(folder, BLOCK_TOKENS, seed)
+
+    assert lengths[3:] == [ONE + 1, 0]
+    assert all(length in (-1, ONE + 1) for length in lengths[:3])
+    assert not left.exists()
+    assert (tmp_path / "zz.kv").read_text() == "a stranger's"
+    assert not places[3].exists()  # no record: it leaves first
+    assert bytes_in(tmp_path) - places[1].stat().st_size <= 9 * ONE
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder.open(tmp_path, 8 * ONE)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "rename", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(folder, BLOCK_TOKENS, 1)
+
+    assert {file.name for file in tmp_path.iterdir()} == {KEY_FILE}
+
+
+def test_a_folder_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    damaged = tmp_path / "damaged"
+    damaged.mkdir(mode=0o700)
+    (damaged / KEY_FILE).write_bytes(b"short")
+    for path, said in ((file, "cannot be used"), (shared, "chmod go-w"), (damaged, "no key")):
+        with pytest.raises(ServingError, match=said) as refused:
+            Folder.open(path, 1 << 20)
+        assert str(path) in str(refused.value)
+        assert "\n" not in str(refused.value)

@@ -1,0 +1,1 @@
+"""Packs of prompts' beginnings, and folders that keep them: `phasewise prefix`."""

@@ -1,0 +1,187 @@
+"""Packs and folders that keep beginnings of prompts: what is in them, whether it is whole, and its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phasewise._files import read_input
+from phasewise.workflows.errors import WorkflowError
+
+if TYPE_CHECKING:
+    from phasewise.serving.prefix_store.folder import Folder
+
+_MOST_DESCRIBED = 1 << 16
+
+
+@dataclass(frozen=True)
+class KeptPrefixes:
+    """What a pack or a folder has of one model under one arithmetic. id: the digest of its identity."""
+
+    path: str
+    kind: str
+    """`pack` or `folder`."""
+    id: str
+    model: str | None
+    kv_format: str | None
+    arithmetic: str | None
+    n_blocks: int
+    n_tokens: int
+    n_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A pack or folder whose records were read. damaged: names of files, or why the pack cannot be used."""
+
+    path: str
+    n_records: int
+    damaged: Sequence[str]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"path": self.path, "records": self.n_records, "damaged": list(self.damaged)}
+
+
+def list_prefixes(paths: Sequence[Path]) -> list[KeptPrefixes]:
+    """The contents of packs and folders. WorkflowError, ServingError for what is neither."""
+    found: list[KeptPrefixes] = []
+    for path in paths:
+        found += _in_folder(path) if path.is_dir() else [_in_pack(path)]
+    return found
+
+
+def verify_prefixes(paths: Sequence[Path]) -> list[Checked]:
+    """Read all records and compare their digests. Raises as `list_prefixes`."""
+    return [_check_folder(path) if path.is_dir() else _check_pack(path) for path in paths]
+
+
+def remove_prefixes(path: Path, identity: str | None = None) -> int:
+    """Remove a pack, or the records of a folder; where `identity` begins an id, those of that one alone.
+    The number of files. Raises as `list_prefixes`."""
+    from phasewise.serving.prefix_store.pack_file import Pack
+
+    if not path.is_dir():
+        Pack.open(path).close()  # and nothing else is removed
+        try:
+            path.unlink()
+        except OSError as error:
+            raise WorkflowError(f"{path} cannot be removed: {error.strerror}") from None
+        return 1
+    folder, n_removed = _folder(path), 0
+    for name, _ in folder.kept():
+        head = None
+        with suppress(OSError):
+            head = folder.head(name)
+        if identity is None or (head is not None and head.identity.hex().startswith(identity)):
+            folder.remove(name)
+            n_removed += 1
+    return n_removed
+
+
+def _folder(path: Path) -> Folder:
+    from phasewise.serving.prefix_store.folder import KEY_FILE, Folder
+
+    if not (path / KEY_FILE).exists():
+        raise WorkflowError(f"{path} is no prefix cache: serve --prefix-cache makes one")
+    return Folder.open(path, 0)
+
+
+def _in_pack(path: Path) -> KeptPrefixes:
+    from phasewise.serving.prefix_store.pack_file import Pack, identity_digest
+
+    pack = Pack.open(path)
+    try:
+        facts = pack.facts
+        return KeptPrefixes(
+            str(path),
+            "pack",
+            identity_digest(facts.identity).hex()[:16],
+            facts.model,
+            _told(facts.identity, "kv_format"),
+            _told(facts.identity, "arithmetic"),
+            len(pack.blocks),
+            len(facts.token_ids),
+            path.stat().st_size,
+        )
+    finally:
+        pack.close()
+
+
+def _in_folder(path: Path) -> list[KeptPrefixes]:
+    folder = _folder(path)
+    blocks: dict[str, list[tuple[int, int]]] = {}
+    for name, kept in folder.kept():
+        with suppress(OSError):
+            head = folder.head(name)
+            if head is not None:
+                blocks.setdefault(head.identity.hex(), []).append((head.n_tokens, kept.n_bytes))
+    found = []
+    for identity, sizes in sorted(blocks.items()):
+        model, parts = _described(path, identity)
+        found.append(
+            KeptPrefixes(
+                str(path),
+                "folder",
+                identity[:16],
+                model,
+                _told(parts, "kv_format"),
+                _told(parts, "arithmetic"),
+                len(sizes),
+                sum(n_tokens for n_tokens, _ in sizes),
+                sum(n_bytes for _, n_bytes in sizes),
+            )
+        )
+    return found
+
+
+def _described(path: Path, identity: str) -> tuple[str | None, dict[str, Any]]:
+    """The model and the components of an identity, as far as the folder says."""
+    from phasewise.serving.prefix_store.folder import IDENTITY_SUFFIX
+
+    try:
+        told = json.loads(read_input(path / f"{identity}{IDENTITY_SUFFIX}", _MOST_DESCRIBED))
+        model, parts = told["model"], told["identity"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None, {}
+    return (model if isinstance(model, str) else None), (parts if isinstance(parts, dict) else {})
+
+
+def _told(parts: Any, name: str) -> str | None:
+    value = parts.get(name)
+    return value if isinstance(value, str) else None
+
+
+def _check_pack(path: Path) -> Checked:
+    from phasewise.serving.prefix_store.pack_file import Pack, PackError
+
+    pack = Pack.open(path)
+    try:
+        pack.check()
+    except PackError as error:
+        return Checked(str(path), len(pack.blocks), [str(error)])
+    finally:
+        pack.close()
+    return Checked(str(path), len(pack.blocks), [])
+
+
+def _check_folder(path: Path) -> Checked:
+    from phasewise.serving.prefix_store.blocks import BadRecord, check_record
+
+    folder, n_records, damaged = _folder(path), 0, []
+    for name, kept in folder.kept():
+        n_records += 1
+        try:
+            buffer = memoryview(bytearray(kept.n_bytes))
+            check_record(folder.key, name, buffer[: folder.read_into(name, buffer)])
+        except FileNotFoundError:
+            n_records -= 1  # evicted meanwhile
+        except (BadRecord, OSError, MemoryError) as error:
+            damaged.append(f"{name.hex()}: {error}")
+    return Checked(str(path), n_records, damaged)
