@@ -22,6 +22,7 @@ from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.engine.open_engine import OpenEngine, open_engine
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.prefix_store.opening import PrefixSettings
 from phasewise.serving.sampling.sampling import SampledToken, SamplingParams
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from tests.support.servers.fake_engine import run_all
@@ -131,6 +132,22 @@ def drafted(asked: Asked) -> Answers:
         return answers_of(engine, asked.requests)
 
 
+def from_disk(asked: Asked) -> Answers:
+    """Each once more, on an engine that reads what another one kept."""
+    size = asked.size()
+    size = replace(size, kv=replace(size.kv, shared=True))
+    with tempfile.TemporaryDirectory(prefix="pw-") as folder:
+        settings = PrefixSettings(folder)
+        with opened(asked, size, prefixes=settings) as engine:
+            answers_of(engine, *([one] for one in asked.requests))
+        with opened(asked, size, prefixes=settings) as engine:
+            found = answers_of(engine, asked.requests)
+            stored = engine.engine.load().stored
+            assert stored is not None
+            assert stored.hits > 0
+        return found
+
+
 def two_ranks(asked: Asked) -> Answers:
     plans = {plan.phase: plan for plan in plans_of(2)}
     with open_engine(asked.model, plans, asked.size(), pinned=False) as engine:
@@ -194,6 +211,7 @@ WAYS = (
     Way("without prefix reuse", together(prefix_reuse=False)),
     Way("drafts by lookup", drafted),
     Way("two ranks", two_ranks),
+    Way("prompts from disk", from_disk),
     Way("prompt and token pools", pooled("shm")),
     Way("pools, KV over TCP", pooled("tcp")),
     Way("paged KV under pressure", together(slots=TIGHT_SLOTS, policy="paged")),

@@ -1,7 +1,8 @@
-"""Beginnings of prompts on disk, over the real kernels: they change no answer, whatever lies in the folder."""
+"""Beginnings of prompts on disk, over the real kernels: no answer changes, whatever lies in the folder."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -24,12 +25,13 @@ from phasewise.serving.prefix_store.folder import Folder
 from phasewise.serving.prefix_store.opening import PrefixSettings
 from phasewise.serving.prefix_store.pack_file import PackError
 from phasewise.serving.prefix_store.store import PrefixStore, StoreCounts
-from phasewise.serving.sampling.sampling import SamplingParams
+from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from tests.support.engine_sizes import engine_size
+from tests.support.models.reference_models import write_tiny_case
 from tests.support.models.tiny_models import TinyShape, tiny_gguf
 from tests.support.prefix_packs import write_pack
-from tests.support.servers.pools import PATIENCE_S, plans_of
+from tests.support.servers.pools import PATIENCE_S, plans_of, pools, tiny_model
 from tests.support.tiers import n_examples
 
 start = pytest.importorskip(
@@ -158,6 +160,39 @@ def test_what_one_pool_or_number_of_ranks_kept_another_reads(
     assert said(longer_again) == said(longer)
 
 
+def test_layers_with_windows_are_restored(folder: Path, tmp_path: Path) -> None:
+    """A window of 24, which PROMPT goes far beyond."""
+    source = write_tiny_case(tmp_path / "mistral", "mistral")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
+    windowed = load_model(str(source), "native", cache_dir=tmp_path / "cache")
+    assert windowed.config.kind_of(0).window == 24
+    with opened(windowed, None) as alone:
+        expected = said(ask(alone.engine))
+    with opened(windowed, folder) as first:
+        assert said(ask(first.engine)) == expected
+    with opened(windowed, folder) as second:
+        again = ask(second.engine)
+
+    assert said(again) == expected
+    assert again.n_cached == FULL
+
+
+@pytest.mark.slow
+def test_instances_of_pools_keep_and_read(tmp_path: Path) -> None:
+    """Prompts on one instance, answers on another; then both anew, over the same folder."""
+    path, settings = tiny_model(tmp_path), PrefixSettings(str(tmp_path / "prefixes"), LIMIT)
+    asked = [Submit(f"r{number}", PROMPT[number:], 8, GREEDY, ignore_eos=True) for number in range(4)]
+    told = []
+    for _ in range(2):
+        with pools(path, n_ranks=2, prefixes=settings, split_above_tokens=0) as server:
+            told.append(server.run(asked))
+            stored = server.front._load().stored
+    assert told[0] == told[1]
+    assert stored is not None
+    assert stored.hits == 4
+
+
 def test_other_formats_and_spaces_find_nothing(model: PackedModel, folder: Path) -> None:
     with opened(model, folder) as first:
         ask(first.engine, space="one key")
@@ -248,7 +283,7 @@ def heads(folder: Folder) -> Iterator:
 def test_damaged_files_change_no_answer(
     model: PackedModel, folder: Path, computed: tuple[object, ...]
 ) -> None:
-    """Flips, cuts, swaps, renames, noise, hostile headers, files gone: a thousand times in `make test-all`."""
+    """Flips, cuts, swaps, renames, noise, hostile headers, files gone: in `make test-all` 1,000 times."""
     with opened(model, folder) as first:
         ask(first.engine)
         ask(first.engine, "other", PROMPT[::-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import stat
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,8 @@ def write(folder: Folder, n_tokens: int, seed: int, seconds: float = 1.0) -> lis
 
 
 def bytes_in(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.glob("*.kv"))
+    found = (file.lstat() for file in path.glob("*.kv"))
+    return sum(one.st_size for one in found if stat.S_ISREG(one.st_mode))
 
 
 def test_what_is_written_is_found_and_read_by_another_server(tmp_path: Path) -> None:
@@ -74,7 +76,7 @@ def test_cheap_and_old_blocks_leave_first(tmp_path: Path) -> None:
     dear, cheap = write(folder, BLOCK_TOKENS, 1, seconds=9.0), write(folder, BLOCK_TOKENS, 2, seconds=0.1)
     old = write(folder, BLOCK_TOKENS, 3, seconds=9.0)
     os.utime(tmp_path / f"{old[0].hex()}.kv", (0, 0))
-    for seed in range(4, 8):
+    for seed in range(4, 9):
         write(folder, BLOCK_TOKENS, seed, seconds=5.0)
 
     assert folder.find(dear[0])
@@ -112,7 +114,7 @@ def test_what_else_lies_in_the_folder_does_no_harm(tmp_path: Path) -> None:
     assert not left.exists()
     assert (tmp_path / "zz.kv").read_text() == "a stranger's"
     assert not places[3].exists()  # no record: it leaves first
-    assert bytes_in(tmp_path) - places[1].stat().st_size <= 9 * ONE
+    assert bytes_in(tmp_path) <= 8 * ONE + len("a stranger's")
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

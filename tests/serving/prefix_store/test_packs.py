@@ -59,12 +59,16 @@ def test_no_damaged_pack_is_used(tmp_path: Path) -> None:
             data += rng.randbytes(rng.randrange(1, 99))
         path.write_bytes(data)
         with pytest.raises(PackError) as refused:
-            opened = Pack.open(path)
-            try:
-                opened.check()
-            finally:
-                opened.close()
+            check_all(path)
         assert str(path) in str(refused.value)
+
+
+def check_all(path: Path) -> None:
+    opened = Pack.open(path)
+    try:
+        opened.check()
+    finally:
+        opened.close()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from phasewise.serving.engine.open_engine import ModelText, OpenEngine, open_eng
 from phasewise.serving.grammar.guides import Grammar, GuideCompiler
 from phasewise.serving.grammar.late_guides import ThoughtGuide
 from phasewise.serving.loaders import load_model
+from phasewise.serving.prefix_store.opening import PrefixSettings
 from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.sampling.sampling import GREEDY, SampledToken, SamplingParams
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
@@ -121,10 +122,13 @@ def pools(
     size: EngineSize | None = None,
     n_ranks: int = 1,
     most_restarts: int = 5,
+    prefixes: PrefixSettings | None = None,
     **settings: object,
 ) -> Iterator[PoolServer]:
     """Instances of the model at `path`, all ready. settings: of `FrontSettings`."""
-    spec = InstanceSpec(str(path), Weights(), size or size_of(path), plans_of(n_ranks), pinned=False)
+    spec = InstanceSpec(
+        str(path), Weights(), size or size_of(path), plans_of(n_ranks), pinned=False, prefixes=prefixes
+    )
     with tempfile.TemporaryDirectory(prefix="pw-") as folder:
         chosen = FrontSettings(
             f"ipc://{folder}/front",
