@@ -1,5 +1,5 @@
-"""A store beside the scheduler, for drawn requests: answers stay what they are, and what a writer that is late
-believes is what was computed."""
+"""A store beside the scheduler, for drawn requests: answers stay what they are, and what a writer that is
+late believes is what was computed."""
 
 from __future__ import annotations
 
