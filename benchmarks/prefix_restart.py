@@ -2,8 +2,8 @@
 
     python benchmarks/prefix_restart.py [MODEL] [--lengths 2000,8000] [--rounds 3] [--kv-format auto]
 
-An engine computes a drawn prompt and keeps it (`serve --prefix-cache`); another one, opened anew over the same
-folder, answers it. In turns: each round computes another prompt. The folder is read from the page cache.
+An engine computes a drawn prompt and keeps it (`serve --prefix-cache`); another one, opened anew over the
+same folder, answers it. In turns: each round computes another prompt. Files are read from the page cache.
 """
 
 from __future__ import annotations

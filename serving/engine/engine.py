@@ -160,7 +160,7 @@ class Engine:
         self.fingerprint: Fingerprint | None = None
         """The identity of its model's arithmetic; None where there is no model."""
         self.prefixes: StoredPrefixes | None = None
-        """What reads and keeps beginnings of prompts; None: memory alone has them."""
+        """The reader and keeper of beginnings of prompts; None: memory alone has them."""
         self.vocabulary = vocabulary
         self.scheduler = scheduler
         self.pacing = pacing

@@ -186,7 +186,7 @@ class EngineLoad(NamedTuple):
     step_over_tpot_ms: int = 0
     """The time of a decode step of late, where that alone is longer than promised; 0: the promise holds."""
     stored: StoreCounts | None = None
-    """Of the store of prefixes; None where there is none."""
+    """Counts of the store of prefixes; None where there is none."""
 
 
 class Placed(NamedTuple):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.pools.contract import ALIGNMENT
-from phasewise.serving.prefix_store.blocks import Shape
+from phasewise.serving.prefix_store.blocks import RecordShape
 from phasewise.serving.prefix_store.store import PrefixStore, Restored, StoreCounts
 from phasewise.serving.ranks.kv_share import KvShape
 
@@ -23,9 +23,9 @@ _OF_THE_NEWEST = 0.2
 """Weight of a step in the mean time of a prompt's token."""
 
 
-def shape_of(kv: KvShape) -> Shape:
+def shape_of(kv: KvShape) -> RecordShape:
     """The size of records of such keys and values."""
-    return Shape(kv.n_layers, kv.n_kv_heads * kv_slot_bytes(kv.kv_format, kv.head_dim))
+    return RecordShape(kv.n_layers, kv.n_kv_heads * kv_slot_bytes(kv.kv_format, kv.head_dim))
 
 
 class StoredPrefixes:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from phasewise._words import counted
 from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK
 
 BLOCK_TOKENS = KV_CHUNK
@@ -44,7 +45,7 @@ class BadRecord(Exception):
         self.reason = reason
 
 
-class Block(NamedTuple):
+class PrefixBlock(NamedTuple):
     """Positions [begin, end) of a sequence, and their tokens."""
 
     name: bytes
@@ -58,7 +59,7 @@ class Block(NamedTuple):
         return self.end - self.begin
 
 
-class Head(NamedTuple):
+class RecordHead(NamedTuple):
     """The part of a record's header that says what it is worth."""
 
     begin: int
@@ -71,31 +72,31 @@ class Head(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RecordShape:
     """The size of what is written. state_bytes: of a state at a block's end, where a model has states."""
 
     n_layers: int
     slot_bytes: int
-    """Of one position of one layer."""
+    """Bytes of one position of one layer."""
     state_bytes: int = 0
 
     def rows_bytes(self, n_tokens: int) -> int:
-        """Of the keys and values of so many positions, all layers."""
+        """Bytes of the keys and values of that many positions, all layers."""
         return self.n_layers * self.slot_bytes * n_tokens
 
     def record_bytes(self, n_tokens: int, *, has_state: bool = False) -> int:
-        """Of a whole record."""
+        """Bytes of a whole record."""
         state = self.state_bytes if has_state else 0
         return HEADER_BYTES + 4 * n_tokens + self.rows_bytes(n_tokens) + state + TAG_BYTES
 
     @property
     def most_bytes(self) -> int:
-        """Of the longest record."""
+        """Bytes of the longest record."""
         return self.record_bytes(BLOCK_TOKENS, has_state=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Naming:
+class BlockNames:
     """Names of one identity. key: secret where names must tell nothing; identity: 32 bytes, a digest of all
     that decides the bits of keys and values."""
 
@@ -106,19 +107,19 @@ class Naming:
         """The name before the first block, for prompts of one space."""
         return self._digest(b"root", self.identity, space.encode())
 
-    def whole_blocks(self, token_ids: Sequence[int], space: str) -> list[Block]:
+    def whole_blocks(self, token_ids: Sequence[int], space: str) -> list[PrefixBlock]:
         """The blocks of a sequence that are full, in order."""
-        blocks: list[Block] = []
+        blocks: list[PrefixBlock] = []
         name = self.root(space)
         for begin in range(0, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
             blocks.append(self.after(name, begin, tuple(token_ids[begin : begin + BLOCK_TOKENS])))
             name = blocks[-1].name
         return blocks
 
-    def after(self, parent: bytes, begin: int, token_ids: tuple[int, ...]) -> Block:
+    def after(self, parent: bytes, begin: int, token_ids: tuple[int, ...]) -> PrefixBlock:
         """The block of these tokens after `parent`."""
         name = self._digest(b"block", parent, _packed(token_ids))
-        return Block(name, parent, begin, begin + len(token_ids), token_ids)
+        return PrefixBlock(name, parent, begin, begin + len(token_ids), token_ids)
 
     def _digest(self, *parts: bytes) -> bytes:
         digest = hashlib.blake2b(key=self.key, digest_size=NAME_BYTES)
@@ -134,7 +135,7 @@ def tails(n_begin: int, n_tokens: int) -> list[int]:
 
 
 def write_record(
-    naming: Naming, block: Block, seconds: float, rows: Bytes, state: Bytes = b""
+    naming: BlockNames, block: PrefixBlock, seconds: float, rows: Bytes, state: Bytes = b""
 ) -> list[Bytes]:
     """The parts of a record, in order."""
     header = _HEADER.pack(
@@ -153,12 +154,14 @@ def write_record(
 
 
 def read_record(
-    naming: Naming, shape: Shape, block: Block, record: memoryview
+    naming: BlockNames, shape: RecordShape, block: PrefixBlock, record: memoryview
 ) -> tuple[memoryview, memoryview]:
     """Rows and state of the record of `block`; the state is empty where there is none. BadRecord."""
     n_tokens = block.n_tokens
     if len(record) not in {shape.record_bytes(n_tokens), shape.record_bytes(n_tokens, has_state=True)}:
-        raise BadRecord("size", f"{len(record)} bytes are no record of {n_tokens} tokens")
+        raise BadRecord(
+            "size", f"it has {counted(len(record), 'byte')}: no record of {counted(n_tokens, 'token')}"
+        )
     if not hmac.compare_digest(_tag(naming.key, [record[:-TAG_BYTES]]), bytes(record[-TAG_BYTES:])):
         raise BadRecord("digest", "its digest is not that of its bytes")
     magic, version, tokens, begin, n_state, _, identity, parent, name = _HEADER.unpack_from(record)
@@ -172,7 +175,7 @@ def read_record(
         raise BadRecord("name", "it is the record of other tokens")
     end = first + shape.rows_bytes(n_tokens)
     if n_state != len(record) - TAG_BYTES - end:
-        raise BadRecord("size", f"a state of {n_state} bytes is not there")
+        raise BadRecord("size", f"a state of {counted(n_state, 'byte')} is not there")
     return record[first:end], record[end : end + n_state]
 
 
@@ -185,11 +188,11 @@ def check_record(key: bytes, name: bytes, record: memoryview) -> None:
     if not hmac.compare_digest(_tag(key, [record[:-TAG_BYTES]]), bytes(record[-TAG_BYTES:])):
         raise BadRecord("digest", "its digest is not that of its bytes")
     token_ids = struct.unpack_from(f"<{head.n_tokens}i", record, HEADER_BYTES)
-    if not Naming(key, head.identity).after(head.parent, head.begin, token_ids).name == head.name == name:
+    if not BlockNames(key, head.identity).after(head.parent, head.begin, token_ids).name == head.name == name:
         raise BadRecord("name", "it is the record of another block")
 
 
-def read_head(header: bytes) -> Head | None:
+def read_head(header: bytes) -> RecordHead | None:
     """The head of a record whose digest nobody has checked; None where it is none. Nothing trusts it but the
     order of eviction."""
     if len(header) != HEADER_BYTES:
@@ -198,7 +201,7 @@ def read_head(header: bytes) -> Head | None:
     if magic != _MAGIC or version != VERSION or not 0 < n_tokens <= BLOCK_TOKENS:
         return None
     worth = min(max(seconds, 0.0), _MOST_SECONDS) if math.isfinite(seconds) else 0.0
-    return Head(begin, n_tokens, worth, identity, parent, name)
+    return RecordHead(begin, n_tokens, worth, identity, parent, name)
 
 
 def _packed(token_ids: Sequence[int]) -> bytes:

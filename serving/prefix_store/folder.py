@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from phasewise._files import write_file
+from phasewise._words import counted
 from phasewise.serving.errors import ServingError
-from phasewise.serving.prefix_store.blocks import HEADER_BYTES, NAME_BYTES, Bytes, Head, read_head
-from phasewise.serving.prefix_store.worth import Kept, to_leave
+from phasewise.serving.prefix_store.blocks import HEADER_BYTES, NAME_BYTES, Bytes, RecordHead, read_head
+from phasewise.serving.prefix_store.worth import KeptBlock, to_leave
 
 KEY_FILE = "key"
 KEY_BYTES = 32
@@ -38,7 +39,7 @@ _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclass(slots=True)
-class Folder:
+class PrefixFolder:
     """One server's view of a folder. `find` is for any thread; `write` and `make_room` for one."""
 
     path: Path
@@ -48,10 +49,10 @@ class Folder:
     _n_bytes: int | None = None
     """As it was when the folder was looked through, and what was written since; None: never looked."""
     _n_unseen: int = 0
-    _heads: dict[bytes, Head] = field(default_factory=dict)
+    _heads: dict[bytes, RecordHead] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: Path, limit_bytes: int) -> Folder:
+    def open(cls, path: Path, limit_bytes: int) -> PrefixFolder:
         """Make it where it is not there. ServingError, in one line, where this user cannot use it."""
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -132,11 +133,11 @@ class Folder:
                     self._n_bytes -= found[name].n_bytes
                     self.n_evicted += 1
         if n_bytes > self.limit_bytes:
-            raise OSError(errno.ENOSPC, f"a block of {n_bytes} bytes does not fit into {self.limit_bytes}")
+            raise OSError(errno.ENOSPC, f"a block of {counted(n_bytes, 'byte')} exceeds the folder's limit")
 
-    def kept(self) -> Iterator[tuple[bytes, Kept]]:
+    def kept(self) -> Iterator[tuple[bytes, KeptBlock]]:
         """Its blocks. What others left unfinished long ago is removed."""
-        now, heads = time.time(), dict[bytes, Head]()
+        now, heads = time.time(), dict[bytes, RecordHead]()
         for entry in os.scandir(self.path):
             with suppress(OSError):
                 there = entry.stat(follow_symlinks=False)
@@ -147,13 +148,16 @@ class Folder:
                     continue
                 head = self._heads.get(name) or self.head(name)
                 if head is None:
-                    yield name, Kept(b"", 1, there.st_size, 0.0, now - there.st_mtime)
+                    yield name, KeptBlock(b"", 1, there.st_size, 0.0, now - there.st_mtime)
                     continue
                 heads[name] = head
-                yield name, Kept(head.parent, head.begin, there.st_size, head.seconds, now - there.st_mtime)
+                yield (
+                    name,
+                    KeptBlock(head.parent, head.begin, there.st_size, head.seconds, now - there.st_mtime),
+                )
         self._heads = heads
 
-    def head(self, name: bytes) -> Head | None:
+    def head(self, name: bytes) -> RecordHead | None:
         """The head of a record, unchecked; None where it is none. OSError."""
         descriptor = os.open(self._place(name), _READ)
         try:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from phasewise.serving.errors import ServingError
-from phasewise.serving.prefix_store.blocks import Shape
-from phasewise.serving.prefix_store.folder import Folder
+from phasewise.serving.prefix_store.blocks import RecordShape
+from phasewise.serving.prefix_store.folder import PrefixFolder
 from phasewise.serving.prefix_store.pack_file import Pack, identity_digest
 from phasewise.serving.prefix_store.store import PrefixStore
 
@@ -34,7 +34,7 @@ class PrefixSettings:
 
 
 def open_store(
-    settings: PrefixSettings, model: str, identity: Mapping[str, Any], shape: Shape
+    settings: PrefixSettings, model: str, identity: Mapping[str, Any], shape: RecordShape
 ) -> PrefixStore:
     """A store for a model's keys and values of this identity and shape; start it, and close it.
 
@@ -56,7 +56,7 @@ def open_store(
                     f"a prefix cache of {settings.limit_bytes} bytes is too small: a block of this model has "
                     f"{shape.most_bytes}; --prefix-cache-bytes {least}M is the least"
                 )
-            folder = Folder.open(Path(settings.folder), settings.limit_bytes)
+            folder = PrefixFolder.open(Path(settings.folder), settings.limit_bytes)
             folder.describe_identity(identity_digest(identity), model, identity)
         opened.pop_all()
     return PrefixStore(identity_digest(identity), shape, folder, packs)

@@ -22,9 +22,9 @@ from phasewise.serving.errors import ServingError
 from phasewise.serving.prefix_store.blocks import (
     BLOCK_TOKENS,
     BadRecord,
-    Block,
-    Naming,
-    Shape,
+    BlockNames,
+    PrefixBlock,
+    RecordShape,
     read_record,
     tails,
 )
@@ -52,15 +52,15 @@ class PackFacts:
 
     model: str
     identity: Mapping[str, Any]
-    shape: Shape
+    shape: RecordShape
     token_ids: tuple[int, ...]
 
     @property
-    def naming(self) -> Naming:
-        return Naming(PACK_KEY, identity_digest(self.identity))
+    def naming(self) -> BlockNames:
+        return BlockNames(PACK_KEY, identity_digest(self.identity))
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[PrefixBlock]:
         """Full ones, then the rest."""
         return blocks_of(self.naming, self.token_ids, PACK_SPACE)
 
@@ -70,7 +70,7 @@ def identity_digest(identity: Mapping[str, Any]) -> bytes:
     return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).digest()
 
 
-def blocks_of(naming: Naming, token_ids: Sequence[int], space: str) -> list[Block]:
+def blocks_of(naming: BlockNames, token_ids: Sequence[int], space: str) -> list[PrefixBlock]:
     """The blocks of all whole panels of a sequence: full ones, and one that is not."""
     blocks = naming.whole_blocks(token_ids, space)
     n_full = len(blocks) * BLOCK_TOKENS
@@ -100,10 +100,10 @@ class Pack:
 
     path: Path
     facts: PackFacts
-    blocks: list[Block]
+    blocks: list[PrefixBlock]
     _descriptor: int
     _first: int
-    """Where the records begin."""
+    """The place of the first record."""
 
     @classmethod
     def open(cls, path: Path) -> Pack:
@@ -129,7 +129,7 @@ class Pack:
             os.close(descriptor)
             raise
 
-    def refuse_other(self, identity: Mapping[str, Any], shape: Shape) -> None:
+    def refuse_other(self, identity: Mapping[str, Any], shape: RecordShape) -> None:
         """PackError unless its keys and values have the bits that this server would compute."""
         theirs = self.facts.identity
         names = sorted(name for name in {*theirs, *identity} if theirs.get(name) != identity.get(name))
@@ -188,7 +188,7 @@ def _facts(path: Path, descriptor: int) -> tuple[PackFacts, int]:
         raise PackError(f"the prefix pack {path} is damaged: its description is not as it was written")
     try:
         told = json.loads(body[:n_described])
-        shape = Shape(told["layers"], told["slot_bytes"])
+        shape = RecordShape(told["layers"], told["slot_bytes"])
         model, identity = told["model"], told["identity"]
         is_good = (
             isinstance(model, str)

@@ -25,14 +25,14 @@ from phasewise.serving.pools.contract import Placement
 from phasewise.serving.prefix_store.blocks import (
     BLOCK_TOKENS,
     BadRecord,
-    Block,
-    Naming,
-    Shape,
+    BlockNames,
+    PrefixBlock,
+    RecordShape,
     read_record,
     tails,
     write_record,
 )
-from phasewise.serving.prefix_store.folder import Folder
+from phasewise.serving.prefix_store.folder import PrefixFolder
 from phasewise.serving.prefix_store.pack_file import Pack, blocks_of
 
 MOST_JOBS = 1024
@@ -55,7 +55,7 @@ class KvRows(Protocol):
 
 
 class ComputedRows(Protocol):
-    """What an engine has computed (`scheduling.prefixes.Computed`)."""
+    """A sequence that an engine has computed (`scheduling.prefixes.Computed`)."""
 
     space: str
     placement: Placement
@@ -79,7 +79,7 @@ class StoreCounts(NamedTuple):
 
 
 def summed(counts: Sequence[StoreCounts]) -> StoreCounts | None:
-    """Of several stores over one folder; None where there are none."""
+    """The counts of several stores over one folder; None where there are none."""
     if not counts:
         return None
     refused = sum((Counter(one.refused) for one in counts), Counter[str]())
@@ -102,31 +102,35 @@ class Restored:
     rows: KvRows
     n_tokens: int = 0
     names: list[bytes] = field(default_factory=list)
-    """Of the folder's records that are in it."""
+    """Names of the folder's records that are in it."""
     is_cancelled: bool = False
 
 
 class _Found(NamedTuple):
     """A block, and the reader of its record."""
 
-    block: Block
-    naming: Naming
+    block: PrefixBlock
+    naming: BlockNames
     read_into: Callable[[memoryview], int]
     name: bytes | None
-    """Of the folder's record; None: it is of a pack."""
+    """The name of the folder's record; None: it is of a pack."""
 
 
 class PrefixStore:
     """Over a folder, packs, or both. identity: the digest of all that decides the bits."""
 
-    def __init__(self, identity: bytes, shape: Shape, folder: Folder | None, packs: Sequence[Pack]) -> None:
+    def __init__(
+        self, identity: bytes, shape: RecordShape, folder: PrefixFolder | None, packs: Sequence[Pack]
+    ) -> None:
         self.shape = shape
         self.folder = folder
         self._packs = packs
-        self._naming = None if folder is None else Naming(folder.key, identity)
+        self._naming = None if folder is None else BlockNames(folder.key, identity)
         self._on_restored: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
-        """Holds all that follows; rows are written into a block under it."""
+        """Holds the queues that follow."""
+        self._filling = threading.Lock()
+        """Held while rows of one record are written into a block."""
         self._to_read: deque[Restored] = deque()
         self._reading: dict[str, Restored] = {}
         self._restored: deque[Restored] = deque()
@@ -191,9 +195,12 @@ class PrefixStore:
 
     def cancel(self, request_id: str) -> None:
         """Nothing is written to its block once this returns."""
+        if request_id not in self._reading:
+            return
         with self._changed:
             reading = self._reading.pop(request_id, None)
-            if reading is not None:
+        if reading is not None:
+            with self._filling:
                 reading.is_cancelled = True
 
     def believe(self, restored: Restored) -> None:
@@ -266,7 +273,7 @@ class PrefixStore:
                 self._not_believed(found, error)
                 return
             self._counts["read"] += n_bytes
-            with self._changed:
+            with self._filling:
                 if restored.is_cancelled or self._closing_at is not None:
                     return
                 self._put(restored, found.block, rows)
@@ -276,7 +283,7 @@ class PrefixStore:
                 assert self.folder is not None
                 self.folder.touch(found.name)
 
-    def _put(self, restored: Restored, block: Block, rows: memoryview) -> None:
+    def _put(self, restored: Restored, block: PrefixBlock, rows: memoryview) -> None:
         n_layer = self.shape.slot_bytes * block.n_tokens
         slot = restored.placement.slot(block.begin)
         for layer in range(self.shape.n_layers):
@@ -307,7 +314,7 @@ class PrefixStore:
 
     def _blocks_in_folder(
         self, usable: tuple[int, ...], space: str, most: int | None
-    ) -> tuple[list[Block], int]:
+    ) -> tuple[list[PrefixBlock], int]:
         """The blocks of a beginning that the folder has, and its tokens. A block is there where a later one
         is, or the reader finds that it is not."""
         folder, naming = self.folder, self._naming
@@ -374,7 +381,7 @@ class PrefixStore:
             parts = write_record(naming, block, token_s * block.n_tokens, own)
             self._counts["written"] += folder.write(block.name, parts)
 
-    def _copied(self, computed: ComputedRows, block: Block, rows: KvRows, own: memoryview) -> bool:
+    def _copied(self, computed: ComputedRows, block: PrefixBlock, rows: KvRows, own: memoryview) -> bool:
         """True if `own` has the block's rows. What is written over while it is read is no block."""
         if not computed.is_there(block.begin, block.end):
             return False

@@ -13,7 +13,7 @@ YOUNG_S = 600.0
 """The age at which a block's worth is half of that of a new one."""
 
 
-class Kept(NamedTuple):
+class KeptBlock(NamedTuple):
     """A block in a folder. parent: the name before it; seconds: to compute it; age_s: since it was read."""
 
     parent: bytes
@@ -23,12 +23,12 @@ class Kept(NamedTuple):
     age_s: float
 
 
-def worth(block: Kept) -> float:
+def worth(block: KeptBlock) -> float:
     """Seconds a byte, by age."""
     return block.seconds / max(1, block.n_bytes) / (1 + max(0.0, block.age_s) / YOUNG_S)
 
 
-def order_of_leaving(blocks: Mapping[bytes, Kept]) -> list[bytes]:
+def order_of_leaving(blocks: Mapping[bytes, KeptBlock]) -> list[bytes]:
     """Names, the least worth first, and what comes after a block before it. Blocks whose beginning is gone
     leave first of all."""
     deepest_first = sorted(blocks, key=lambda name: blocks[name].begin, reverse=True)
@@ -44,7 +44,7 @@ def order_of_leaving(blocks: Mapping[bytes, Kept]) -> list[bytes]:
     return sorted(deepest_first, key=lambda name: (reached[name], value[name], -blocks[name].begin))
 
 
-def to_leave(blocks: Mapping[bytes, Kept], most_bytes: int) -> Iterable[bytes]:
+def to_leave(blocks: Mapping[bytes, KeptBlock], most_bytes: int) -> Iterable[bytes]:
     """The names that must leave, so that the others have at most `most_bytes`."""
     n_bytes = sum(block.n_bytes for block in blocks.values())
     for name in order_of_leaving(blocks):

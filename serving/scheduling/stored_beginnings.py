@@ -19,7 +19,7 @@ FindStored = Callable[[tuple[int, ...], str], int]
 """The number of the first of these tokens that the store has, for requests of this space."""
 
 
-class Wanted(NamedTuple):
+class WantedBeginning(NamedTuple):
     """A request whose beginning may be read into its block, which stays where it is."""
 
     request_id: str
@@ -47,11 +47,11 @@ class StoredBeginnings:
             self._wanted.append(sequence)
         return sequence.is_restored
 
-    def take_wanted(self) -> list[Wanted]:
+    def take_wanted(self) -> list[WantedBeginning]:
         """Requests that wait since it was asked last. For when no copies are to be done: their sources may
         lie in a block that has a new owner."""
         wanted = [
-            Wanted(one.request_id, one.token_ids, one.request.cache_space, one.placement)
+            WantedBeginning(one.request_id, one.token_ids, one.request.cache_space, one.placement)
             for one in self._wanted
             if one.is_restored and one.placement is not None
         ]

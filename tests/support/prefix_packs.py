@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from phasewise.serving.prefix_store.blocks import Shape, write_record
+from phasewise.serving.prefix_store.blocks import RecordShape, write_record
 from phasewise.serving.prefix_store.pack_file import PackFacts, pack_head
 
 IDENTITY = {"weights": "w", "arithmetic": "2/every/0", "kv_format": "int8"}
-SHAPE = Shape(2, 24)
+SHAPE = RecordShape(2, 24)
 
 
 def write_pack(
     path: Path,
     token_ids: Sequence[int],
     identity: Mapping[str, Any] = IDENTITY,
-    shape: Shape = SHAPE,
+    shape: RecordShape = SHAPE,
     seed: int = 1,
 ) -> Path:
     """A whole pack of these tokens."""

@@ -13,14 +13,14 @@ from phasewise._files import read_input
 from phasewise.workflows.errors import WorkflowError
 
 if TYPE_CHECKING:
-    from phasewise.serving.prefix_store.folder import Folder
+    from phasewise.serving.prefix_store.folder import PrefixFolder
 
 _MOST_DESCRIBED = 1 << 16
 
 
 @dataclass(frozen=True)
 class KeptPrefixes:
-    """What a pack or a folder has of one model under one arithmetic. id: the digest of its identity."""
+    """The part of a pack or a folder that is of one model under one arithmetic. id: the identity's digest."""
 
     path: str
     kind: str
@@ -38,7 +38,7 @@ class KeptPrefixes:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedPrefixes:
     """A pack or folder whose records were read. damaged: names of files, or why the pack cannot be used."""
 
     path: str
@@ -57,7 +57,7 @@ def list_prefixes(paths: Sequence[Path]) -> list[KeptPrefixes]:
     return found
 
 
-def verify_prefixes(paths: Sequence[Path]) -> list[Checked]:
+def verify_prefixes(paths: Sequence[Path]) -> list[CheckedPrefixes]:
     """Read all records and compare their digests. Raises as `list_prefixes`."""
     return [_check_folder(path) if path.is_dir() else _check_pack(path) for path in paths]
 
@@ -85,12 +85,12 @@ def remove_prefixes(path: Path, identity: str | None = None) -> int:
     return n_removed
 
 
-def _folder(path: Path) -> Folder:
-    from phasewise.serving.prefix_store.folder import KEY_FILE, Folder
+def _folder(path: Path) -> PrefixFolder:
+    from phasewise.serving.prefix_store.folder import KEY_FILE, PrefixFolder
 
     if not (path / KEY_FILE).exists():
         raise WorkflowError(f"{path} is no prefix cache: serve --prefix-cache makes one")
-    return Folder.open(path, 0)
+    return PrefixFolder.open(path, 0)
 
 
 def _in_pack(path: Path) -> KeptPrefixes:
@@ -158,20 +158,20 @@ def _told(parts: Any, name: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _check_pack(path: Path) -> Checked:
+def _check_pack(path: Path) -> CheckedPrefixes:
     from phasewise.serving.prefix_store.pack_file import Pack, PackError
 
     pack = Pack.open(path)
     try:
         pack.check()
     except PackError as error:
-        return Checked(str(path), len(pack.blocks), [str(error)])
+        return CheckedPrefixes(str(path), len(pack.blocks), [str(error)])
     finally:
         pack.close()
-    return Checked(str(path), len(pack.blocks), [])
+    return CheckedPrefixes(str(path), len(pack.blocks), [])
 
 
-def _check_folder(path: Path) -> Checked:
+def _check_folder(path: Path) -> CheckedPrefixes:
     from phasewise.serving.prefix_store.blocks import BadRecord, check_record
 
     folder, n_records, damaged = _folder(path), 0, []
@@ -184,4 +184,4 @@ def _check_folder(path: Path) -> Checked:
             n_records -= 1  # evicted meanwhile
         except (BadRecord, OSError, MemoryError) as error:
             damaged.append(f"{name.hex()}: {error}")
-    return Checked(str(path), n_records, damaged)
+    return CheckedPrefixes(str(path), n_records, damaged)

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from phasewise.serving.prefix_store.pack_file import PackFacts
 
 MOST_BYTES = 64 << 20
-"""Of a text or of the tools."""
+"""Most bytes of a text or of the tools."""
 _FIRST_WORDS = ("A", "z", "0", "\n", "é", "<")
 """Messages of users begin with anything: the tokens before them are what all of these have in common."""
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a pack holds: a system prompt with tools, as conversations begin with it, or a text as it is."""
+    """The content of a pack: a system prompt with tools, as conversations begin, or a text as it is."""
 
     system: str | None = None
     system_file: Path | None = None
@@ -109,7 +109,7 @@ def pack_prefix(
 
 @dataclass(frozen=True)
 class _Read:
-    """What was read of a beginning: a text, or a system prompt with tools."""
+    """The beginning as it was read: a text, or a system prompt with tools."""
 
     text: str | None
     system: str | None

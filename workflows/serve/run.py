@@ -144,14 +144,14 @@ def _beside_embeddings(settings: ServeSettings, report: Report) -> ServeSettings
 
 def _check_prefixes(settings: ServeSettings) -> None:
     """ServingError for a folder that cannot be used and a file that is no pack, if this host reads them."""
-    from phasewise.serving.prefix_store.folder import Folder
+    from phasewise.serving.prefix_store.folder import PrefixFolder
     from phasewise.serving.prefix_store.pack_file import Pack
 
     prefixes = settings.prefixes
     if settings.pools.cluster is not None:
         return
     if prefixes.prefix_cache is not None:
-        Folder.open(prefixes.prefix_cache, prefixes.prefix_cache_bytes)
+        PrefixFolder.open(prefixes.prefix_cache, prefixes.prefix_cache_bytes)
     for path in prefixes.prefix_pack or ():
         Pack.open(path).close()
 

@@ -20,8 +20,8 @@ from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.prefix_store.blocks import Naming, Shape, read_record, write_record
-from phasewise.serving.prefix_store.folder import Folder
+from phasewise.serving.prefix_store.blocks import BlockNames, RecordShape, read_record, write_record
+from phasewise.serving.prefix_store.folder import PrefixFolder
 from phasewise.serving.prefix_store.opening import PrefixSettings
 from phasewise.serving.prefix_store.pack_file import PackError
 from phasewise.serving.prefix_store.store import PrefixStore, StoreCounts
@@ -259,11 +259,11 @@ def test_a_row_that_is_wrong_under_a_right_digest_is_found(
     assert counts.hits == 0
 
 
-def forge(folder: Path, shape: Shape) -> int:
+def forge(folder: Path, shape: RecordShape) -> int:
     """Turn every row of every record, and write its digest anew as one who knows the key can."""
-    kept = Folder.open(folder, LIMIT)
+    kept = PrefixFolder.open(folder, LIMIT)
     store = PrefixStore(next(iter(heads(kept))).identity, shape, kept, ())
-    naming, n_forged = Naming(kept.key, next(iter(heads(kept))).identity), 0
+    naming, n_forged = BlockNames(kept.key, next(iter(heads(kept))).identity), 0
     blocks = {block.name: block for block in store._blocks_in_folder(PROMPT, "", most=None)[0]}
     for name, block in blocks.items():
         buffer = memoryview(bytearray(shape.most_bytes))
@@ -273,7 +273,7 @@ def forge(folder: Path, shape: Shape) -> int:
     return n_forged
 
 
-def heads(folder: Folder) -> Iterator:
+def heads(folder: PrefixFolder) -> Iterator:
     for name, _ in folder.kept():
         head = folder.head(name)
         if head is not None:
@@ -351,7 +351,7 @@ def test_where_the_folder_fails_the_server_goes_on_without(
         raise OSError(error, os.strerror(error))
 
     with opened(model, folder) as first:
-        monkeypatch.setattr(Folder, "write", fails)
+        monkeypatch.setattr(PrefixFolder, "write", fails)
         for number in range(3):
             assert said(ask(first.engine, f"r{number}")) == computed
             forget(first.engine)
@@ -430,11 +430,11 @@ def test_a_pack_is_read_where_it_holds_and_refused_where_it_is_of_another_arithm
         layers, slot_bytes = one.model.config.n_layers, 0
     with opened(model, tmp_path / "any") as one:
         slot_bytes = one.engine.prefixes._store.shape.slot_bytes
-    path = write_pack(tmp_path / "pack", PROMPT, identity, Shape(layers, slot_bytes))
+    path = write_pack(tmp_path / "pack", PROMPT, identity, RecordShape(layers, slot_bytes))
     with opened(model, None, packs=(str(path),)) as one:
         assert said(ask(one.engine)) == computed
         assert counts_of(one.engine).refused == {"row": 1}
     other = {**identity, "arithmetic": "2/avx512/0"}
-    path = write_pack(tmp_path / "pack", PROMPT, other, Shape(layers, slot_bytes))
+    path = write_pack(tmp_path / "pack", PROMPT, other, RecordShape(layers, slot_bytes))
     with pytest.raises(PackError, match=r"of another arithmetic \(2/avx512/0; here 2/every/"):
         opened(model, None, packs=(str(path),))

@@ -12,8 +12,8 @@ from phasewise.serving.prefix_store.blocks import (
     BLOCK_TOKENS,
     HEADER_BYTES,
     BadRecord,
-    Naming,
-    Shape,
+    BlockNames,
+    RecordShape,
     check_record,
     read_head,
     read_record,
@@ -24,13 +24,13 @@ from phasewise.serving.prefix_store.pack_file import blocks_of
 from tests.support.tiers import examples
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
-SHAPE = Shape(3, 20, state_bytes=40)
+SHAPE = RecordShape(3, 20, state_bytes=40)
 TOKENS = tuple(random.Random(3).choices(range(1 << 17), k=400))
 
 
-def record_of(number: int, state: bytes = b"", seed: int = 5) -> tuple[Naming, memoryview, bytes]:
+def record_of(number: int, state: bytes = b"", seed: int = 5) -> tuple[BlockNames, memoryview, bytes]:
     """A naming, the record of one of its blocks, and the rows in it."""
-    naming = Naming(KEY, b"i" * 32)
+    naming = BlockNames(KEY, b"i" * 32)
     block = blocks_of(naming, TOKENS, "s")[number]
     rows = random.Random(seed).randbytes(SHAPE.rows_bytes(block.n_tokens))
     parts = write_record(naming, block, 0.25, rows, state)
@@ -87,8 +87,8 @@ def test_a_record_of_another_block_identity_or_key_is_not_believed() -> None:
         (naming, after._replace(begin=0, end=BLOCK_TOKENS)),
         (naming, block._replace(token_ids=after.token_ids)),
         (naming, blocks_of(naming, TOKENS, "t")[0]),
-        (Naming(KEY, b"j" * 32), block),
-        (Naming(OTHER_KEY, naming.identity), block),
+        (BlockNames(KEY, b"j" * 32), block),
+        (BlockNames(OTHER_KEY, naming.identity), block),
     ):
         with pytest.raises(BadRecord):
             read_record(other, SHAPE, wanted, record)
@@ -103,7 +103,7 @@ def test_a_record_of_another_block_identity_or_key_is_not_believed() -> None:
 def test_names_are_equal_where_beginnings_are_and_only_there(
     tokens: list[int], changed: int, space: str
 ) -> None:
-    naming = Naming(KEY, b"i" * 32)
+    naming = BlockNames(KEY, b"i" * 32)
     blocks = blocks_of(naming, tokens, space)
     other = [*tokens]
     if changed < len(other):
@@ -117,8 +117,8 @@ def test_names_are_equal_where_beginnings_are_and_only_there(
         assert (mine.name == theirs.name) == (changed >= mine.end)
     strangers = [
         *blocks_of(naming, tokens, "another"),
-        *blocks_of(Naming(OTHER_KEY, naming.identity), tokens, space),
-        *blocks_of(Naming(KEY, b"j" * 32), tokens, space),
+        *blocks_of(BlockNames(OTHER_KEY, naming.identity), tokens, space),
+        *blocks_of(BlockNames(KEY, b"j" * 32), tokens, space),
     ]
     assert not {block.name for block in blocks} & {block.name for block in strangers}
 

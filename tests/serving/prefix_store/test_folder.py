@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from phasewise.serving.errors import ServingError
-from phasewise.serving.prefix_store.blocks import BLOCK_TOKENS, Naming, Shape, write_record
-from phasewise.serving.prefix_store.folder import KEY_FILE, Folder
+from phasewise.serving.prefix_store.blocks import BLOCK_TOKENS, BlockNames, RecordShape, write_record
+from phasewise.serving.prefix_store.folder import KEY_FILE, PrefixFolder
 from phasewise.serving.prefix_store.pack_file import blocks_of
 
-SHAPE = Shape(2, 16)
+SHAPE = RecordShape(2, 16)
 ONE = SHAPE.record_bytes(BLOCK_TOKENS)
 
 
-def write(folder: Folder, n_tokens: int, seed: int, seconds: float = 1.0) -> list[bytes]:
+def write(folder: PrefixFolder, n_tokens: int, seed: int, seconds: float = 1.0) -> list[bytes]:
     """Write the full blocks of a sequence that is drawn; their names."""
-    naming = Naming(folder.key, b"i" * 32)
+    naming = BlockNames(folder.key, b"i" * 32)
     tokens = random.Random(seed).choices(range(1 << 17), k=n_tokens)
     blocks = blocks_of(naming, tokens, "")
     for block in blocks:
@@ -36,7 +36,10 @@ def bytes_in(path: Path) -> int:
 
 
 def test_what_is_written_is_found_and_read_by_another_server(tmp_path: Path) -> None:
-    mine, theirs = Folder.open(tmp_path / "a" / "b", 1 << 20), Folder.open(tmp_path / "a" / "b", 1 << 20)
+    mine, theirs = (
+        PrefixFolder.open(tmp_path / "a" / "b", 1 << 20),
+        PrefixFolder.open(tmp_path / "a" / "b", 1 << 20),
+    )
     names = write(mine, 300, 1)
     buffer = memoryview(bytearray(ONE))
 
@@ -49,7 +52,7 @@ def test_what_is_written_is_found_and_read_by_another_server(tmp_path: Path) -> 
 
 
 def test_the_limit_is_kept_and_what_stays_has_its_beginning(tmp_path: Path) -> None:
-    folder = Folder.open(tmp_path, 10 * ONE)
+    folder = PrefixFolder.open(tmp_path, 10 * ONE)
     for seed in range(12):
         names = write(folder, 3 * BLOCK_TOKENS, seed)
         assert bytes_in(tmp_path) <= 10 * ONE
@@ -62,7 +65,7 @@ def test_the_limit_is_kept_and_what_stays_has_its_beginning(tmp_path: Path) -> N
 
 def test_two_servers_stay_near_the_limit_and_read_only_whole_records(tmp_path: Path) -> None:
     limit = 64 * ONE
-    folders = [Folder.open(tmp_path, limit) for _ in range(2)]
+    folders = [PrefixFolder.open(tmp_path, limit) for _ in range(2)]
     for seed in range(60):
         write(folders[seed % 2], 4 * BLOCK_TOKENS, seed)
         assert bytes_in(tmp_path) <= limit + limit // 16
@@ -72,7 +75,7 @@ def test_two_servers_stay_near_the_limit_and_read_only_whole_records(tmp_path: P
 
 
 def test_cheap_and_old_blocks_leave_first(tmp_path: Path) -> None:
-    folder = Folder.open(tmp_path, 6 * ONE)
+    folder = PrefixFolder.open(tmp_path, 6 * ONE)
     dear, cheap = write(folder, BLOCK_TOKENS, 1, seconds=9.0), write(folder, BLOCK_TOKENS, 2, seconds=0.1)
     old = write(folder, BLOCK_TOKENS, 3, seconds=9.0)
     os.utime(tmp_path / f"{old[0].hex()}.kv", (0, 0))
@@ -85,7 +88,7 @@ def test_cheap_and_old_blocks_leave_first(tmp_path: Path) -> None:
 
 
 def test_what_else_lies_in_the_folder_does_no_harm(tmp_path: Path) -> None:
-    folder = Folder.open(tmp_path, 8 * ONE)
+    folder = PrefixFolder.open(tmp_path, 8 * ONE)
     (name,) = write(folder, BLOCK_TOKENS, 1)
     strange = [bytes([number]) * 32 for number in range(1, 6)]
     places = [tmp_path / f"{one.hex()}.kv" for one in strange]
@@ -118,7 +121,7 @@ def test_what_else_lies_in_the_folder_does_no_harm(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Folder.open(tmp_path, 8 * ONE)
+    folder = PrefixFolder.open(tmp_path, 8 * ONE)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -141,6 +144,6 @@ def test_a_folder_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path) -> 
     (damaged / KEY_FILE).write_bytes(b"short")
     for path, said in ((file, "cannot be used"), (shared, "chmod go-w"), (damaged, "no key")):
         with pytest.raises(ServingError, match=said) as refused:
-            Folder.open(path, 1 << 20)
+            PrefixFolder.open(path, 1 << 20)
         assert str(path) in str(refused.value)
         assert "\n" not in str(refused.value)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.serving.prefix_store.blocks import Shape, read_record
+from phasewise.serving.prefix_store.blocks import RecordShape, read_record
 from phasewise.serving.prefix_store.pack_file import Pack, PackError
 from tests.support.prefix_packs import IDENTITY, SHAPE, write_pack
 from tests.support.tiers import n_examples
@@ -42,7 +42,7 @@ def test_a_pack_of_another_identity_is_refused_by_what_differs(tmp_path: Path, n
 
     assert "\n" not in str(refused.value)
     with pytest.raises(PackError, match="of another shape"):
-        pack.refuse_other(IDENTITY, Shape(3, 24))
+        pack.refuse_other(IDENTITY, RecordShape(3, 24))
     pack.close()
 
 

@@ -5,27 +5,27 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.prefix_store.worth import Kept, order_of_leaving, to_leave, worth
+from phasewise.serving.prefix_store.worth import KeptBlock, order_of_leaving, to_leave, worth
 from tests.support.tiers import examples
 
 SECONDS, AGES, SIZES = st.floats(0, 10), st.floats(-5, 1e6), st.integers(1, 1 << 22)
 
 
 @st.composite
-def chains(draw: st.DrawFn) -> dict[bytes, Kept]:
+def chains(draw: st.DrawFn) -> dict[bytes, KeptBlock]:
     """Blocks of several beginnings, some of which have branches, and some of which are gone."""
-    blocks: dict[bytes, Kept] = {}
+    blocks: dict[bytes, KeptBlock] = {}
     for number in range(draw(st.integers(0, 30))):
         parents = [name for name in blocks if draw(st.booleans())]
         parent = parents[-1] if parents else b"root" if draw(st.integers(0, 4)) else b"gone"
         begin = blocks[parent].begin + 128 if parents else 0 if parent == b"root" else 128
-        blocks[b"%d" % number] = Kept(parent, begin, draw(SIZES), draw(SECONDS), draw(AGES))
+        blocks[b"%d" % number] = KeptBlock(parent, begin, draw(SIZES), draw(SECONDS), draw(AGES))
     return blocks
 
 
 @examples(200)
 @given(blocks=chains())
-def test_whatever_leaves_those_that_stay_have_their_beginnings(blocks: dict[bytes, Kept]) -> None:
+def test_whatever_leaves_those_that_stay_have_their_beginnings(blocks: dict[bytes, KeptBlock]) -> None:
     order = order_of_leaving(blocks)
     n_lost = sum(not is_reached(blocks, name) for name in blocks)
 
@@ -37,7 +37,7 @@ def test_whatever_leaves_those_that_stay_have_their_beginnings(blocks: dict[byte
             assert order.index(parent) > place
 
 
-def is_reached(blocks: dict[bytes, Kept], name: bytes) -> bool:
+def is_reached(blocks: dict[bytes, KeptBlock], name: bytes) -> bool:
     while blocks[name].begin:
         name = blocks[name].parent
         if name not in blocks:
@@ -47,7 +47,7 @@ def is_reached(blocks: dict[bytes, Kept], name: bytes) -> bool:
 
 @examples(100)
 @given(blocks=chains(), share=st.floats(0, 1.5))
-def test_no_more_leave_than_must(blocks: dict[bytes, Kept], share: float) -> None:
+def test_no_more_leave_than_must(blocks: dict[bytes, KeptBlock], share: float) -> None:
     n_bytes = sum(block.n_bytes for block in blocks.values())
     most = int(n_bytes * share)
     leaving = list(to_leave(blocks, most))
@@ -62,7 +62,7 @@ def test_no_more_leave_than_must(blocks: dict[bytes, Kept], share: float) -> Non
 def test_a_block_is_worth_more_for_seconds_and_less_for_bytes_and_age(
     seconds: float, n_bytes: int, age_s: float
 ) -> None:
-    block = Kept(b"", 0, n_bytes, seconds, age_s)
+    block = KeptBlock(b"", 0, n_bytes, seconds, age_s)
 
     assert worth(block._replace(seconds=2 * seconds)) > worth(block)
     assert worth(block._replace(n_bytes=2 * n_bytes)) < worth(block)

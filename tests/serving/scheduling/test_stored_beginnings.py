@@ -14,7 +14,7 @@ from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.pools.contract import Placement
 from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.serving.scheduling.prefixes import Computed
-from phasewise.serving.scheduling.stored_beginnings import Wanted
+from phasewise.serving.scheduling.stored_beginnings import WantedBeginning
 from tests.support.scheduled import POLICIES, any_pool
 from tests.support.servers.fake_engine import END, AttentiveRanks, make_engine, run_all
 from tests.support.tiers import examples
@@ -32,14 +32,14 @@ class SlowStore:
     def __init__(self, ranks: AttentiveRanks, rng: random.Random) -> None:
         self.ranks = ranks
         self.rng = rng
-        self.reading: list[Wanted] = []
+        self.reading: list[WantedBeginning] = []
         self.writing: list[tuple[Computed, int]] = []
         self.n_believed = 0
 
     def find(self, token_ids: tuple[int, ...], space: str) -> int:
         return self.rng.choice([0, (len(token_ids) - 1) // 16 * 16])
 
-    def fill(self, wanted: Wanted) -> int:
+    def fill(self, wanted: WantedBeginning) -> int:
         """Write a beginning into the block: all of it, a part, or nothing."""
         n_tokens = self.rng.choice([0, 128, (len(wanted.token_ids) - 1) // 16 * 16])
         n_tokens = min(n_tokens, (len(wanted.token_ids) - 1) // 16 * 16)
@@ -47,7 +47,7 @@ class SlowStore:
         return n_tokens
 
     def read_late(self) -> None:
-        """What is still there is what was computed."""
+        """If it is still there, it is what was computed."""
         computed, end = self.writing.pop(self.rng.randrange(len(self.writing)))
         begin = self.rng.randrange(0, end, 16)
         found = self.ranks.kv[slots(computed.placement, begin, end)]
