@@ -10,6 +10,7 @@ import typer
 
 from phasewise._words import counted
 from phasewise.cli.command_app import CommandApp
+from phasewise.cli.commands.serve import ToolFormatName
 from phasewise.cli.options import (
     ArithmeticOption,
     DbOption,
@@ -56,6 +57,9 @@ def pack(
             "--context", min=1, metavar="N", help="as the server has it; it matters to LongRoPE alone"
         ),
     ] = None,
+    tool_format: Annotated[
+        ToolFormatName, typer.Option(help="how the model writes tool calls, as the server has it")
+    ] = "auto",
     threads: ThreadsOption = None,
     db: DbOption = None,
     as_json: JsonOption = False,
@@ -74,6 +78,7 @@ def pack(
         Weights(weight_format, sparse, arithmetic=arithmetic),
         kv_format,
         context_tokens,
+        tool_format,
         threads=threads,
         db=db,
     )

@@ -18,6 +18,7 @@ import pytest
 
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.engine.messages import Answer, Submit
+from phasewise.serving.errors import ServingError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.prefix_store.blocks import BlockNames, RecordShape, read_record, write_record
@@ -384,6 +385,14 @@ def test_two_engines_share_a_folder_at_once(
         ask(one.engine, "new", PROMPT[::-1])
         wait_for_writer(one.engine)
         assert ask(other.engine, "new", PROMPT[::-1]).n_cached == FULL
+
+
+def test_a_limit_below_some_blocks_is_refused(model: PackedModel, folder: Path) -> None:
+    size = engine_size(CONTEXT, 4096, 8, 100)
+    size = replace(size, kv=replace(size.kv, shared=True))
+    plans = {phase: ServicePlan(phase, (RankCores((0,)),)) for phase in PHASES}
+    with pytest.raises(ServingError, match="--prefix-cache-bytes 1M is the least"):
+        start.open_engine(model, plans, size, prefixes=PrefixSettings(str(folder), 1000))
 
 
 KILLED = """

@@ -127,3 +127,22 @@ def test_what_was_written_over_is_not_believed() -> None:
 
     assert not ended.is_there(0, 192)
     assert not np.array_equal(ranks.kv[slots(ended.placement, 0, 192)], ended.token_ids[:192])
+
+
+@pytest.mark.parametrize("losing", ["clear", "discard"])
+def test_what_is_lost_is_not_believed(losing: str) -> None:
+    """Ranks that died, and a step that failed."""
+    engine = make_engine(AttentiveRanks(), pool=any_pool("odma", 1024, 470), context_length=470)
+    beginnings = engine.scheduler.reads_from(lambda *_: 0)
+    engine.submit(Submit("a", PREFIXES[0][:200], 40, GREEDY, ignore_eos=True))
+    while not (computed := beginnings.take_computed()):
+        engine.step()
+    assert computed[0].is_there(0, 192)
+    if losing == "clear":
+        engine.scheduler.clear()
+    else:
+        batch = engine.scheduler.next_batch()
+        assert batch is not None
+        engine.scheduler.discard(batch)
+
+    assert not computed[0].is_there(0, 16)
