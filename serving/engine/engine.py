@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from phasewise._words import counted
 from phasewise.serving.batch import Batch
@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from phasewise.serving.engine.fingerprint import Fingerprint
+    from phasewise.serving.engine.outbox import Outbox
     from phasewise.serving.engine.stored_prefixes import StoredPrefixes
-    from phasewise.serving.pools.contract import Placement, PoolStats
+    from phasewise.serving.pools.contract import PoolStats
 
 log = logging.getLogger(__name__)
 
@@ -101,36 +102,6 @@ class _Live:
             client=message.client,
             takes_over=message.prompt_logprobs is None,
         )
-
-
-class Outbox(Protocol):
-    """Takes keys and values of prompts that are answered elsewhere. Called on the engine's thread."""
-
-    def starts(self, request_id: str, placement: Placement, n_prompt: int, n_computed: int) -> None:
-        """Its block stays where it is, until `drop` or `rests`, and `n_computed` of its tokens are in it."""
-        ...
-
-    def rests(self, request_id: str) -> bool:
-        """Between two steps its block may move again, unless the other engine wants what is in it (True).
-
-        False: nothing is read from it once this returns, until it `starts` again.
-        """
-        ...
-
-    def computed(self, request_id: str, logits: npt.NDArray[np.float32]) -> None:
-        """All of it is computed, before or after `starts`.
-
-        logits: float32 [vocab], valid until the call returns.
-        """
-        ...
-
-    def lost(self, request_id: str) -> None:
-        """The other engine has a block for it, and it has none here any more: it cannot be handed over."""
-        ...
-
-    def drop(self, request_id: str) -> None:
-        """Its block is about to be freed: nothing is read from it once this returns."""
-        ...
 
 
 class Engine:

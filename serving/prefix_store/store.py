@@ -2,7 +2,7 @@
 
 Two threads of its own. The reader fills blocks that are pinned, record by record, each checked before a byte
 of it is used; nothing is written to a block once `cancel` has returned. The writer copies what was computed
-from where it lies, at the lowest priority, and believes a copy only if nothing was written there meanwhile
+from where it lies, at a low priority, and believes a copy only if nothing was written there meanwhile
 (`Computed.is_there`): it holds no slot, and no step waits for it. Where the folder fails it rests, and the
 server goes on without.
 """
@@ -39,9 +39,9 @@ MOST_JOBS = 1024
 """Sequences that wait to be written; the one that waits longest is given up."""
 REST_S = 30.0
 """The writer's rest after the folder failed."""
-CLOSE_S = 2.0
-"""Time that the writer has for what waits when the store is closed."""
-_LOWEST = 19
+CLOSE_S = 5.0
+"""The most time for writing what waits when the store is closed."""
+_LOW = 10
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +116,14 @@ class _Found(NamedTuple):
     """The name of the folder's record; None: it is of a pack."""
 
 
+class _Job(NamedTuple):
+    """A sequence to be written. token_s: time to compute a token of a prompt."""
+
+    computed: ComputedRows
+    rows: KvRows
+    token_s: float
+
+
 class PrefixStore:
     """Over a folder, packs, or both. identity: the digest of all that decides the bits."""
 
@@ -134,7 +142,7 @@ class PrefixStore:
         self._to_read: deque[Restored] = deque()
         self._reading: dict[str, Restored] = {}
         self._restored: deque[Restored] = deque()
-        self._to_write: deque[tuple[ComputedRows, KvRows, float]] = deque(maxlen=MOST_JOBS)
+        self._to_write: deque[_Job] = deque(maxlen=MOST_JOBS)
         self._closing_at: float | None = None
         self._counts = Counter[str]()
         self._refused = Counter[str]()
@@ -156,13 +164,19 @@ class PrefixStore:
         self._on_restored = on_restored
 
     def close(self) -> None:
-        """End the threads: the writer once it has written what waits, or after CLOSE_S. Twice is harmless."""
+        """End the threads, and write what still waits, for CLOSE_S at most. Twice is harmless."""
         with self._changed:
             self._closing_at = time.monotonic() + CLOSE_S
             self._changed.notify_all()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
+        until, buffer = self._closing_at, memoryview(bytearray(self.shape.rows_bytes(BLOCK_TOKENS)))
+        while self._to_write and self._write_behind(
+            self._to_write.popleft(), buffer, lambda: time.monotonic() > until
+        ):
+            pass
+        self._to_write.clear()
         for pack in self._packs:
             pack.close()
         self._packs, self._threads = (), []
@@ -225,13 +239,14 @@ class PrefixStore:
         if self.folder is None:
             return
         with self._changed:
-            self._to_write.append((computed, rows, token_s))
+            self._to_write.append(_Job(computed, rows, token_s))
             self._changed.notify_all()
 
     @property
     def is_writing(self) -> bool:
         """True while anything waits to be written, or is."""
-        return bool(self._to_write) or self._is_busy
+        with self._changed:
+            return bool(self._to_write) or self._is_busy
 
     @property
     def counts(self) -> StoreCounts:
@@ -341,45 +356,45 @@ class PrefixStore:
 
     def _write(self) -> None:
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW)
         buffer = memoryview(bytearray(self.shape.rows_bytes(BLOCK_TOKENS)))
         while True:
             with self._changed:
                 self._is_busy = False
                 self._changed.wait_for(lambda: self._to_write or self._closing_at is not None)
-                if not self._to_write or self._is_late:
+                if self._closing_at is not None:
                     return
-                computed, rows, token_s = self._to_write.popleft()
+                job = self._to_write.popleft()
                 self._is_busy = True
-            if time.monotonic() < self._rests_until:
-                self._counts["failed"] += 1
-                continue
-            try:
-                self._write_behind(computed, rows, token_s, buffer)
-            except OSError as error:
-                self._counts["failed"] += 1
-                self._rests_until = time.monotonic() + REST_S
-                log.warning("the prefix cache cannot be written, and rests for %.0f s: %s", REST_S, error)
+            if not self._write_behind(job, buffer, lambda: self._closing_at is not None):
+                self._to_write.appendleft(job)
 
-    @property
-    def _is_late(self) -> bool:
-        return self._closing_at is not None and time.monotonic() > self._closing_at
-
-    def _write_behind(self, computed: ComputedRows, rows: KvRows, token_s: float, buffer: memoryview) -> None:
+    def _write_behind(self, job: _Job, buffer: memoryview, is_over: Callable[[], bool]) -> bool:
+        """Write the blocks that the folder has not. False: it was over before that."""
         folder, naming = self.folder, self._naming
         if folder is None or naming is None:
-            return
-        for block in blocks_of(naming, computed.token_ids[:-1], computed.space):
-            if self._is_late:
-                return
-            if folder.find(block.name):
-                folder.touch(block.name)
-                continue
-            own = buffer[: self.shape.rows_bytes(block.n_tokens)]
-            if not self._copied(computed, block, rows, own):
-                return
-            parts = write_record(naming, block, token_s * block.n_tokens, own)
-            self._counts["written"] += folder.write(block.name, parts)
+            return True
+        if time.monotonic() < self._rests_until:
+            self._counts["failed"] += 1
+            return True
+        computed = job.computed
+        try:
+            for block in blocks_of(naming, computed.token_ids[:-1], computed.space):
+                if is_over():
+                    return False
+                if folder.find(block.name):
+                    folder.touch(block.name)
+                    continue
+                own = buffer[: self.shape.rows_bytes(block.n_tokens)]
+                if not self._copied(computed, block, job.rows, own):
+                    return True
+                parts = write_record(naming, block, job.token_s * block.n_tokens, own)
+                self._counts["written"] += folder.write(block.name, parts)
+        except OSError as error:
+            self._counts["failed"] += 1
+            self._rests_until = time.monotonic() + REST_S
+            log.warning("the prefix cache cannot be written, and rests for %.0f s: %s", REST_S, error)
+        return True
 
     def _copied(self, computed: ComputedRows, block: PrefixBlock, rows: KvRows, own: memoryview) -> bool:
         """True if `own` has the block's rows. What is written over while it is read is no block."""

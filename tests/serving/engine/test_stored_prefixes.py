@@ -288,6 +288,7 @@ def test_damaged_files_change_no_answer(
     with opened(model, folder) as first:
         ask(first.engine)
         ask(first.engine, "other", PROMPT[::-1])
+        wait_for_writer(first.engine)
     good = {path.name: path.read_bytes() for path in folder.glob("*.kv")}
     rng = random.Random(11)
     with opened(model, folder) as second:
@@ -355,8 +356,8 @@ def test_where_the_folder_fails_the_server_goes_on_without(
         monkeypatch.setattr(PrefixFolder, "write", fails)
         for number in range(3):
             assert said(ask(first.engine, f"r{number}")) == computed
+            wait_for_writer(first.engine)
             forget(first.engine)
-        wait_for_writer(first.engine)
         assert counts_of(first.engine).writes_failed >= 3
         monkeypatch.undo()
     assert list(folder.glob("*.kv")) == []
