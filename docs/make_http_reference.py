@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from phasewise.serving.embedding.client import LaneState
 from phasewise.serving.embedding.metrics import EmbeddingMetrics
+from phasewise.serving.embedding.queues import UNLIMITED
 from phasewise.serving.engine.messages import Answer, DraftCounts, EngineLoad, HandOverCounts, Submit
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import RequestFacts
@@ -223,7 +224,9 @@ def registry() -> CollectorRegistry:
     load = LOAD._replace(by_model=dict.fromkeys(models, LOAD))
     products = {"one": {"tuned": 0}}
     metrics = Metrics(Gauges(lambda: load, joules=lambda: {"package-0": 0.0}, products=products), models)
-    metrics.registry.register(EmbeddingMetrics(lambda: [LaneState("cpu:0", True, *(0,) * 5)]))
+    metrics.registry.register(
+        EmbeddingMetrics(lambda: [LaneState("cpu:0", True, 0, 0, UNLIMITED, *(0,) * 3)])
+    )
     metrics.sent(Submit("a", (1,), model="one"), RequestFacts((1,), 0.0, None, 1, None))
     metrics.delivered((Answer("a", "", (), 1, 0, "stop"),), None)
     metrics.refused(ApiError(400, ""))
