@@ -53,12 +53,23 @@ def _gemma2(get: Get, config: ModelConfig) -> ModelConfig:
 
 def _gemma3(get: Get, config: ModelConfig) -> ModelConfig:
     sliding = layer_types(get, config, get("sliding_window_pattern", int, GEMMA3_PERIOD))
-    by_kind = get("rope_parameters", dict) or {}
-    local = by_kind.get("sliding_attention")
-    theta = local.get("rope_theta") if isinstance(local, dict) else get("rope_local_base_freq", float)
-    rope = RopeSpec(LOCAL_THETA if theta is None else _number(theta), config.head_dim)
+    rope = RopeSpec(_local_theta(get), config.head_dim)
     own = replace(_hf(get, config), qk_norm=True)
     return with_windows(own, sliding, get("sliding_window", int), rope)
+
+
+def _local_theta(get: Get) -> float:
+    """The base of layers with a window, as transformers 5 says it or as 4 does. There is no scaling of it."""
+    by_kind = get("rope_parameters", dict) or {}
+    local = by_kind.get("sliding_attention")
+    theta = get("rope_local_base_freq", float)
+    if isinstance(local, dict):
+        if (kind := local.get("rope_type", "default")) != "default":
+            raise ModelError(
+                f"config.json asks for RoPE scaling {kind!r:.60} in layers with a window: none can run"
+            )
+        theta = local.get("rope_theta", theta)
+    return LOCAL_THETA if theta is None else _number(theta)
 
 
 def _number(value: object) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
 from phasewise.serving.loaders.families.reading import experts_of, layer_types, must_be_off, with_windows
@@ -20,8 +21,14 @@ def _windows(get: Get, config: ModelConfig) -> ModelConfig:
         return config
     first = get("max_window_layers", int, MAX_WINDOW_LAYERS)
     by_rule = [layer >= first for layer in range(config.n_layers)]
-    named = get("layer_types", list) is not None
-    return with_windows(config, layer_types(get, config, 1) if named else by_rule, window)
+    if get("layer_types", list) is None:
+        return with_windows(config, by_rule, window)
+    named = layer_types(get, config, 1)
+    if any(named) and get("use_sliding_window", bool, True) is False:
+        raise ModelError(
+            "config.json has use_sliding_window = False and layer_types with a window: one of them"
+        )
+    return with_windows(config, named, window)
 
 
 def _qwen3(get: Get, config: ModelConfig) -> ModelConfig:
