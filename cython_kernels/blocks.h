@@ -22,7 +22,7 @@
     X(Q5_1, .inputs = 32, .group = 32, .low_bits = 4, .high_bits = 1, .scaling = PW_HALF_MINS)
 
 #define PW_BLOCK_KIND(kind, ...) PW_##kind,
-typedef enum { PW_F32, PW_BF16, PW_Q8, PW_Q4, PW_BLOCK_FORMATS(PW_BLOCK_KIND) PW_KINDS } pw_kind;
+typedef enum { PW_F32, PW_BF16, PW_F16, PW_Q8, PW_Q4, PW_BLOCK_FORMATS(PW_BLOCK_KIND) PW_KINDS } pw_kind;
 
 /* What scales the codes of a block: two levels (a byte for each group, float16 for all), or one. */
 typedef enum {
@@ -44,6 +44,11 @@ typedef struct {
     int sub_zero;
     pw_table table;
 } pw_block_format;
+
+/* Inputs of a panel's 16 columns in 64 bytes: 1 (f32), 2 (bf16, f16), 4 (q8) or 8 (q4). */
+static inline __attribute__((always_inline)) int pw_inputs_of_row(int32_t kind) {
+    return 1 << (kind < PW_F16 ? kind : kind - 1);
+}
 
 static inline int pw_in_blocks(int32_t kind) { return kind > PW_Q4 && kind < PW_KINDS; }
 
@@ -77,8 +82,10 @@ static inline __attribute__((always_inline)) int64_t pw_block_bytes(pw_block_for
     return pw_block_codes_bytes(f) + pw_block_subs_bytes(f) + top;
 }
 
-/* The kind whose integer dots compute a quantised weight. */
+/* The kind whose products those of a weight are: the dots of bytes or of nibbles, or the multiply-adds of float32, which
+ * float16 becomes as it is read. */
 static inline int32_t pw_arithmetic_kind(int32_t kind) {
+    if (kind == PW_F16) return PW_F32;
     return kind == PW_Q4_K ? PW_Q4 : pw_in_blocks(kind) ? PW_Q8 : kind;
 }
 

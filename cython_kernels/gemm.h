@@ -49,7 +49,7 @@ typedef struct {
 /* Bytes of one panel of a weight's values, as dense kernels read them. */
 static inline int64_t pw_panel_bytes(const pw_weight *w) {
     int64_t k = (w->k + PW_K_MULTIPLE - 1) / PW_K_MULTIPLE * PW_K_MULTIPLE;
-    if (!pw_in_blocks(w->kind)) return k * PW_PANEL * 4 / (1 << w->kind);
+    if (!pw_in_blocks(w->kind)) return k * PW_PANEL * 4 / pw_inputs_of_row(w->kind);
     pw_block_format f = pw_block_format_of(w->kind);
     return k / f.inputs * pw_block_bytes(f);
 }

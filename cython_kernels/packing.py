@@ -5,6 +5,7 @@ split of n over threads is a range of panels and one packed copy serves every th
 multiple of 16, k to a multiple of 32; padded columns have scale 0. With P panels and Kp padded inputs:
 
 - f32:  values float32 [P, Kp, 16]
+- f16:  values float16 [P, Kp, 16]
 - bf16: values uint16 [P, Kp/2, 16, 2], pairs along k
 - q8:   values uint8 [P, Kp/4, 16, 4], quads along k
 - q4:   values uint8 [P, Kp/8, 16, 4]: byte j of a column holds k = 8i + j low and k = 8i + 4 + j high
@@ -40,17 +41,21 @@ _MINUS_ZERO = np.uint16(0x8000)
 
 Array = npt.NDArray[Any]
 Kind = Literal[
-    "f32", "bf16", "q8", "q4",
+    "f32", "bf16", "f16", "q8", "q4",
     "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "iq4_nl", "mxfp4", "q5_0", "q5_1",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 BLOCK_KINDS: dict[str, Kind] = {kind: kind for kind in KINDS if kind in BLOCKS}
 
-_K_INNER = {"f32": 1, "bf16": 2, "q8": 4, "q4": 8}
+DENSE_KINDS: tuple[Kind, ...] = ("f32", "bf16", "f16")
+"""Plain numbers, without scales."""
+
+_K_INNER = {"f32": 1, "bf16": 2, "f16": 1, "q8": 4, "q4": 8}
 _VALUE_DTYPE: dict[str, npt.DTypeLike] = {
     "f32": np.float32,
     "bf16": np.uint16,
+    "f16": np.float16,
     "q8": np.uint8,
     "q4": np.uint8,
 }
@@ -153,7 +158,7 @@ def values_shape(kind: Kind, n: int, k: int) -> tuple[int, ...]:
         return blocks.values_shape(kind, n, k)
     panels, inner = padded_n(n) // PANEL, _K_INNER[kind]
     steps = padded_k(k) // inner
-    return (panels, steps, PANEL) if kind == "f32" else (panels, steps, PANEL, min(inner, 4))
+    return (panels, steps, PANEL) if inner == 1 else (panels, steps, PANEL, min(inner, 4))
 
 
 def values_dtype(kind: Kind) -> np.dtype[Any]:
@@ -183,11 +188,14 @@ def from_bf16(bits: Array) -> Array:
 
 
 def pack_dense(w: Array, kind: Kind) -> PackedWeight:
-    """float32 [n, k] to f32 or bf16 panels (bf16: round to nearest even)."""
-    if kind not in ("f32", "bf16") or w.ndim != 2:
-        raise ValueError(f"dense packing takes a matrix and f32 or bf16, not {w.ndim} dimensions and {kind}")
+    """float32 [n, k] to panels of a dense kind (bf16, f16: round to nearest even; too large is infinite)."""
+    if kind not in DENSE_KINDS or w.ndim != 2:
+        raise ValueError(
+            f"dense packing takes a matrix and {', '.join(DENSE_KINDS)}, not {w.ndim} dimensions and {kind}"
+        )
     n, k = w.shape
-    rows = np.asarray(w, dtype=np.float32) if kind == "f32" else to_bf16(w)
+    with np.errstate(over="ignore"):
+        rows = to_bf16(w) if kind == "bf16" else np.asarray(w, dtype=values_dtype(kind))
     if kind == "bf16":
         rows[rows == _MINUS_ZERO] = 0  # a masked weight may be -0, and storage must not tell them apart
     values = _panels(rows, _K_INNER[kind], 0, K_MULTIPLE)
@@ -275,8 +283,8 @@ def unpack(p: PackedWeight) -> Array:
     """float32 [n, k] of a packed weight: what every kernel is measured against."""
     if p.is_sparse:
         return unpack(to_dense(p))
-    if p.kind == "f32":
-        return np.ascontiguousarray(_rows(p.values, p.n, p.k))
+    if p.kind in ("f32", "f16"):
+        return np.ascontiguousarray(_rows(p.values, p.n, p.k), dtype=np.float32)
     if p.kind == "bf16":
         return from_bf16(_rows(p.values, p.n, p.k))
     return dequantise(unpack_quant(p))

@@ -72,7 +72,7 @@ static int64_t value_eighths(const pw_weight *w, int64_t m) {
     if (w->kind >= PW_Q8 && path == PW_FMA) return 32;
     if (w->kind >= PW_Q8 && (path == PW_BF16_DOT || path == PW_BF16_TILE)) return 16;
     int nibbles = w->kind >= PW_Q4;
-    return nibbles ? (m > STREAM_ROWS ? 8 : 4) : 32 >> w->kind;
+    return nibbles ? (m > STREAM_ROWS ? 8 : 4) : 32 / pw_inputs_of_row(w->kind);
 }
 
 /* Bits of a value as many rows read it, with its share of the float32 scales, minima and (gemm_quant.c) offsets of groups

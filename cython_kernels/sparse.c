@@ -25,7 +25,7 @@ const uint8_t pw_byte_places[256][8] = {EVERY(BYTES)};
 /* Vector rows of slot `slot` of a panel. */
 static int rows_of_slot(const pw_sparse_shape *s, int64_t slot) {
     int64_t inputs = pw_padded_k(s->k) - slot * PW_SLOT_INPUTS;
-    return (int)((inputs < PW_SLOT_INPUTS ? inputs : PW_SLOT_INPUTS) >> s->kind);
+    return (int)((inputs < PW_SLOT_INPUTS ? inputs : PW_SLOT_INPUTS) / pw_inputs_of_row(s->kind));
 }
 
 static int mask_bytes(int32_t kind) { return VECTOR_ROW_BYTES / pw_element_bytes(kind) / 8; }

@@ -24,7 +24,7 @@ from functools import cached_property
 from typing import Literal, Protocol, TypeAlias
 
 from phasewise.cython_kernels.blocks import BLOCKS
-from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.cython_kernels.packing import DENSE_KINDS, PackedWeight
 from phasewise.cython_kernels.schedules import (
     CANONICAL,
     MAX_ROW_RANGES,
@@ -175,7 +175,7 @@ class ScheduleTable(ScheduleLookup):
         return self._tuned_arithmetic(weight) if path is None else (path, 1)
 
     def own_path(self, weight: PackedWeight) -> str | None:
-        has_tiles = weight.kind in ("f32", "bf16") or (weight.kind == "q8" and weight.group == 0)
+        has_tiles = weight.kind in DENSE_KINDS or (weight.kind == "q8" and weight.group == 0)
         return TILE_PATH if self.in_tiles and not has_tiles else None
 
     def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:

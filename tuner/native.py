@@ -39,7 +39,7 @@ from phasewise.tuner.weights import (
 )
 from phasewise.tuner.yardstick import CoreLoops, Yardstick, steadily
 
-ACCURACY = {"f32": 2.0**-16, "bf16": 2.0**-7}
+ACCURACY = {"f32": 2.0**-16, "f16": 2.0**-16, "bf16": 2.0**-7}
 """Largest error of a product, relative to its largest value, that a way of computing a format may have."""
 ACCURACY_OF_QUANTISED = 2.0**-5
 """Tolerance of formats whose activations may be rounded to 8 bits a group (decision 0003)."""

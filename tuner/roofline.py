@@ -20,7 +20,7 @@ def peak_kinds(weight_format: str) -> tuple[str, ...]:
     float32.
     """
     match weight_format:
-        case "f32":
+        case "f32" | "f16":
             return ("f32",)
         case "bf16":
             return ("f32", "f16", "bf16")

@@ -41,14 +41,14 @@ def format_name(weight: PackedWeight) -> str:
 def dense_format(weight: PackedWeight) -> str:
     """The database's name for a weight's format, whatever its storage.
 
-    f32, bf16, int8, int8m, int8g16, int8c, int4, int4m, or a kind in blocks, such as q4_k.
+    f32, bf16, f16, int8, int8m, int8g16, int8c, int4, int4m, or a kind in blocks, such as q4_k.
     """
     return format_of_kind(weight.kind, weight.group, weight.mins is not None)
 
 
 def format_of_kind(kind: str, group: int, has_mins: bool) -> str:
     """`dense_format` of such weights."""
-    if kind in ("f32", "bf16") or kind in BLOCKS:
+    if kind in packing.DENSE_KINDS or kind in BLOCKS:
         return kind
     bits = "int8" if kind == "q8" else "int4"
     grouping = {0: "c", 16: "g16", 32: ""}[group]
@@ -83,8 +83,10 @@ def random_weight(weight_format: str, n: int, k: int, seed: int = 0) -> PackedWe
         return sparse.to_sparse(weight)
     weight = blank_weight(weight_format, n, k)
     shape = weight.values.shape
-    if weight.kind == "f32":
-        return replace(weight, values=rng.standard_normal(shape, dtype=np.float32))
+    if weight.kind in ("f32", "f16"):
+        return replace(
+            weight, values=rng.standard_normal(shape, dtype=np.float32).astype(weight.values.dtype)
+        )
     if weight.kind == "bf16":
         values = packing.to_bf16(rng.standard_normal(shape, dtype=np.float32))
         return replace(weight, values=values, top_exponent=packing.bf16_top_exponent(values))
@@ -124,7 +126,7 @@ def blank_weight(weight_format: str, n: int, k: int) -> PackedWeight:
         values = np.empty(packing.values_shape(kind, n, k), dtype=packing.values_dtype(kind))
     except ValueError as error:
         raise TunerError(str(error)) from None
-    if kind in ("f32", "bf16"):
+    if kind in packing.DENSE_KINDS:
         return PackedWeight(kind, n, k, 0, 0, values, None, None)
     if kind in BLOCKS:
         return PackedWeight(kind, n, k, BLOCKS[kind].group, BLOCKS[kind].zero_point, values, None, None)
@@ -148,8 +150,7 @@ def _blank_sparse(dense: PackedWeight, density: float) -> PackedWeight:
 def kind_of(weight_format: str) -> packing.Kind:
     """The packed kind of a format. TunerError for a format that no kernel reads."""
     kinds: dict[str, packing.Kind] = {
-        "f32": "f32",
-        "bf16": "bf16",
+        **{kind: kind for kind in packing.DENSE_KINDS},
         **dict.fromkeys(("int8", "int8m", "int8g16", "int8c"), "q8"),
         **dict.fromkeys(("int4", "int4m"), "q4"),
         **packing.BLOCK_KINDS,
@@ -166,7 +167,9 @@ def scale_group_of(weight_format: str) -> int:
     weight_format, _ = split_format(weight_format)
     if weight_format in BLOCKS:
         return BLOCKS[weight_format].group
-    return {"f32": 0, "bf16": 0, "int8c": 0, "int8g16": 16}.get(weight_format, packing.DEFAULT_GROUP)
+    if weight_format in packing.DENSE_KINDS:
+        return 0
+    return {"int8c": 0, "int8g16": 16}.get(weight_format, packing.DEFAULT_GROUP)
 
 
 def copies_of(weight: PackedWeight, total_bytes: int) -> list[PackedWeight]:

@@ -21,6 +21,7 @@ static const tile_table no_tiles;
 static const tile_table *const tiles[ARITHMETICS] = {
     [F32] = &ISA(f32_tiles),
     [BF16_FMA] = &ISA(bf16_fma_tiles),
+    [F16_WIDENED] = &ISA(f16_widened_tiles),
 #ifdef PW_F16_WORDS
     [F16_FMA] = &ISA(f16_tiles),
     [BF16_AS_F16] = &ISA(bf16_as_f16_tiles),
@@ -92,7 +93,7 @@ static int has_dense_path(int32_t path) {
 }
 
 int32_t ISA(path_of)(int32_t kind, int32_t group, int32_t path) {
-    if (kind == PW_F32) return PW_FMA;
+    if (kind == PW_F32 || kind == PW_F16) return PW_FMA;
     if (kind == PW_BF16 && path == PW_F16_FMA && (*tiles[BF16_AS_F16])[1][1]) return path;
     if (has_dense_path(path)) return path;
     if (kind == PW_BF16) return default_bf16_path();
@@ -115,6 +116,7 @@ static arithmetic quant_arithmetic(const pw_weight *w) {
 
 static arithmetic arithmetic_of(const pw_weight *w) {
     if (w->kind == PW_F32) return F32;
+    if (w->kind == PW_F16) return F16_WIDENED;
     if (w->kind >= PW_Q8) return quant_arithmetic(w);
     int32_t path = ISA(path_of)(PW_BF16, 0, w->path);
     if (path == PW_F16_FMA) return BF16_AS_F16;
@@ -128,6 +130,7 @@ static arithmetic staged_as(arithmetic a, const pw_weight *w) {
     case QUANT_AS_BF16_DOT: return BF16_DOT;
     case QUANT_AS_BF16_TILE: return BF16_TILE;
     case QUANT_AS_F32:
+    case F16_WIDENED:
     case BF16_FMA: return F32;
     case BF16_AS_F16: return F16_FMA;
     case Q4: return stages_nibbles() ? Q8_GROUP32 : Q4;
@@ -143,7 +146,7 @@ static int is_grouped(arithmetic a) {
 /* Inputs and bytes of a prepared row that one step of a pass takes. */
 static int64_t inputs_of_step(arithmetic a, const pw_weight *w) {
     if (pw_in_blocks(w->kind)) return pw_block_format_of(w->kind).inputs;
-    if (a == F32) return 1;
+    if (a == F32 || a == F16_WIDENED) return 1;
     if (a == BF16_FMA || a == BF16_AS_F16 || a == BF16_DOT) return 2;
     return a == Q8_GROUP16 ? w->group : PW_K_MULTIPLE;
 }
@@ -153,7 +156,7 @@ static int64_t row_bytes_of_step(arithmetic a, const pw_weight *w) {
     if (a == IN_BLOCKS) return inputs_of_step(a, w) / w->group * group_block_bytes(pw_arithmetic_kind(w->kind), w->group);
     if (is_grouped(a)) return group_block_bytes(w->kind, w->group);
     if (a == Q8_COLUMN || a == Q8_COLUMN_TILE) return PW_K_MULTIPLE * Q8_ACTIVATION_BYTES;
-    return inputs_of_step(a, w) * (a == F32 || a == BF16_FMA || a == QUANT_AS_F32 ? 4 : 2);
+    return inputs_of_step(a, w) * (a == F32 || a == BF16_FMA || a == F16_WIDENED || a == QUANT_AS_F32 ? 4 : 2);
 }
 
 /* Where the fields of a prepared row with one scale begin. */
@@ -406,7 +409,7 @@ static int64_t most_block_rows(const pw_weight *w) {
 /* Whether unpacking the weights costs less, for this number of rows, than reading them packed. */
 static int staging_pays(arithmetic a, const pw_weight *w, int64_t rows, int64_t mr) {
     if (a >= ARITHMETICS) return 1;
-    if (a == BF16_FMA) return rows >= STAGED_ROWS;
+    if (a == BF16_FMA || a == F16_WIDENED) return rows >= STAGED_ROWS;
     if (a == BF16_AS_F16) return rows > 2 * mr; /* a second tile finds what the first has read in L1 */
     if (a == IN_BLOCKS) return rows > most_block_rows(w);
     if (a == BLOCKWISE) return rows > BLOCKWISE_MR;
@@ -421,7 +424,7 @@ static int64_t staged_step_bytes(arithmetic a, const pw_weight *w) {
     if (a == BLOCKWISE) return staged_block_bytes(pw_block_format_of(w->kind));
     if (a == IN_BLOCKS) return inputs / w->group * 3 * VECTOR_ROW_BYTES + inputs * PW_PANEL;
     if (a == BF16_FMA) return 2 * VECTOR_ROW_BYTES;
-    if (a == BF16_AS_F16) return VECTOR_ROW_BYTES;
+    if (a == BF16_AS_F16 || a == F16_WIDENED) return VECTOR_ROW_BYTES;
     return 3 * VECTOR_ROW_BYTES + (a == Q4 && stages_nibbles() ? PW_K_MULTIPLE * PW_PANEL : 0);
 }
 
@@ -458,11 +461,11 @@ static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, in
     largest_tile(k.tiles, &k.mr, &k.panels);
     if (k.sparse) expand_in_tiles(&k, at_most(k.block_rows, rows));
     k.step_inputs = inputs_of_step(k.arithmetic, w);
-    k.steps = w->kind == PW_F32 ? w->k : pw_padded_k(w->k) / k.step_inputs;
+    k.steps = k.arithmetic == F32 || k.arithmetic == F16_WIDENED ? w->k : pw_padded_k(w->k) / k.step_inputs;
     k.step_row_bytes = row_bytes_of_step(k.arithmetic, w);
     k.panel_bytes = pw_panel_bytes(w);
     k.step_value_bytes = pw_in_blocks(w->kind) ? k.panel_bytes / k.steps
-                                               : k.step_inputs * VECTOR_ROW_BYTES / inputs_per_vector_row(w->kind);
+                                               : k.step_inputs * VECTOR_ROW_BYTES / pw_inputs_of_row(w->kind);
     k.panel_scale_bytes = (w->group ? pw_padded_k(w->k) / w->group : 1) * PW_PANEL * w->scale_bytes;
     k.block_steps = clamp(s->block_k / k.step_inputs, 1, k.steps);
     if (k.arithmetic == Q8_COLUMN_TILE && k.block_steps > 1) k.block_steps &= ~INT64_C(1); /* whole tiles */

@@ -121,7 +121,7 @@ typedef struct {
 /* `count` vector rows of each panel, to the tiles of this turn. A part of k may begin in the middle of a slot. */
 PW_INLINE void expand_next(expanding *e, int kind, int turn, int count, int np) {
     enum { TOGETHER = PW_K_MULTIPLE / 4 };
-    int64_t slot_rows = PW_SLOT_INPUTS >> kind;
+    int64_t slot_rows = PW_SLOT_INPUTS / pw_inputs_of_row(kind);
     vi w[MAX_TILE_PANELS];
     for (int done = 0; done < count; done += TOGETHER, e->row += TOGETHER) {
         int64_t row = e->row % slot_rows;

@@ -1,4 +1,4 @@
-/* families/gemm_dense.h: tiles of y = x W^T for f32 and bf16 weights (gemm_f32.c, gemm_bf16.c; gemm_sparse.c has the
+/* families/gemm_dense.h: tiles of y = x W^T for f32, f16 and bf16 weights (gemm_f32.c, gemm_bf16.c; gemm_sparse.c has the
  * steps).
  *
  * Each y is one chain of k multiply-adds in the order of k (bf16_dot: pairs in the order of the ISA's dot), so
@@ -6,13 +6,18 @@
  * FMA gamma_k). For bf16 the exact y is that of the rounded x. vdpbf16ps takes subnormal inputs and results as zero:
  * up to 2^-126 (k + sum |x_i| + sum |w_i|) more. PW_ADD rounds once more, 2^-24 |y|.
  *
+ * f16: weights are widened, which is exact, and then are f32 weights: the same chain, the same bits.
  * bf16 by `fma`: weights are widened and meet float32 x, so that many rows may as well go through the f32 kernels. */
 #ifndef PHASEWISE_FAMILIES_GEMM_DENSE_H
 #define PHASEWISE_FAMILIES_GEMM_DENSE_H
 
 #include "families/gemm_tiles.h"
 
-typedef enum { STEP_F32, STEP_BF16_FMA, STEP_BF16_DOT } dense_step;
+typedef enum { STEP_F32, STEP_F16, STEP_BF16_FMA, STEP_BF16_DOT } dense_step;
+
+/* Bytes of a panel that a step reads, and steps that a line of it holds. */
+PW_INLINE int step_bytes(dense_step kind) { return kind == STEP_F16 ? VECTOR_ROW_BYTES / 2 : VECTOR_ROW_BYTES; }
+PW_INLINE int steps_of_line(dense_step kind) { return VECTOR_ROW_BYTES / step_bytes(kind); }
 
 /* Where the rows of a tile are read: every fifth one has a pointer. */
 typedef struct {
@@ -74,7 +79,7 @@ PW_INLINE void bf16_dot_step(const row_pointers *x, int offset, const vi *w, vf 
 
 /* Vector row `w` of each panel, step `step` from where the rows' pointers are. */
 PW_INLINE void dense_rows(dense_step kind, const vi *w, const row_pointers *x, int step, vf *acc, int mr, int np) {
-    if (kind == STEP_F32) f32_step(x, 4 * step, w, acc, mr, np * VECTORS);
+    if (kind == STEP_F32 || kind == STEP_F16) f32_step(x, 4 * step, w, acc, mr, np * VECTORS);
     if (kind == STEP_BF16_FMA) bf16_fma_step(x, 8 * step, w, acc, mr, np * VECTORS);
 #ifdef PW_BF16_DOT_WORDS
     if (kind == STEP_BF16_DOT) bf16_dot_step(x, 4 * step, w, acc, mr, np * VECTORS);
@@ -86,7 +91,9 @@ PW_INLINE void dense_one(const tile_call *t, dense_step kind, const uint8_t *val
                          vf *acc, int mr, int np) {
     vi w[MAX_TILE_PANELS * VECTORS];
     PW_UNROLL for (int c = 0; c < np * VECTORS; ++c) {
-        w[c] = vi_load(values + c / VECTORS * t->panel_bytes + c % VECTORS * LANES * 4 + step * VECTOR_ROW_BYTES);
+        int bytes = step_bytes(kind);
+        const uint8_t *from = values + c / VECTORS * t->panel_bytes + c % VECTORS * bytes / VECTORS + step * bytes;
+        w[c] = kind == STEP_F16 ? v_bits(v_load_f16((const uint16_t *)(const void *)from)) : vi_load(from);
     }
     dense_rows(kind, w, x, step, acc, mr, np);
 }
@@ -102,14 +109,13 @@ PW_INLINE void ask_ahead(const lookahead *next, const uint8_t *x, int64_t row_by
 
 PW_INLINE void dense_tile(const tile_call *t, dense_step kind, int mr, int np) {
     tile_sums acc;
-    enum { TALL_BYTES = TALL_STEPS * VECTOR_ROW_BYTES };
-    int x_bytes = kind == STEP_BF16_FMA ? 8 : 4;
+    int tall_bytes = TALL_STEPS * step_bytes(kind), x_bytes = kind == STEP_BF16_FMA ? 8 : 4, together = steps_of_line(kind);
     lookahead next = t->next;
     row_pointers x = point_to_rows(t, mr);
-    const uint8_t *values = t->values, *end = values + t->steps * VECTOR_ROW_BYTES;
+    const uint8_t *values = t->values, *end = values + t->steps / together * VECTOR_ROW_BYTES;
     begin_sums(t, acc, mr, np * VECTORS);
     for (const uint8_t *stop = last_read(t, end); values < end; stop = end, next.values += t->prefetch_jump) {
-        for (; mr >= TALL_MR && stop - values >= TALL_BYTES; values += TALL_BYTES) {
+        for (; mr >= TALL_MR && stop - values >= tall_bytes; values += tall_bytes) {
             ask_ahead(&next, x.fifth[0], x.bytes, np);
             next.values += TALL_STEPS * next.values_step;
             PW_UNROLL for (int step = 0; step < TALL_STEPS; ++step) {
@@ -118,12 +124,13 @@ PW_INLINE void dense_tile(const tile_call *t, dense_step kind, int mr, int np) {
             }
             advance_rows(&x, mr, TALL_STEPS * x_bytes);
         }
-        for (; values < stop; values += VECTOR_ROW_BYTES, next.values += next.values_step) {
+        for (; values < stop; values += VECTOR_ROW_BYTES, next.values += together * next.values_step) {
             PW_UNROLL for (int p = 0; p < np; ++p) ask_for(next.values + p * next.panel_bytes, next.far);
-            dense_one(t, kind, values, &x, 0, acc, mr, np);
-            advance_rows(&x, mr, x_bytes);
+            PW_UNROLL for (int step = 0; step < together; ++step) dense_one(t, kind, values, &x, step, acc, mr, np);
+            advance_rows(&x, mr, together * x_bytes);
         }
     }
+    if (t->steps % together) dense_one(t, kind, values, &x, 0, acc, mr, np);
     end_sums(t, acc, mr, np * VECTORS);
 }
 

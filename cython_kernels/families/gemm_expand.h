@@ -71,7 +71,7 @@ typedef struct {
 /* Slot `slot` of a panel from vector row `row` of the slot on. */
 PW_INLINE sparse_slot sparse_slot_of(const sparse_panel *p, int kind, int64_t slot, int64_t row) {
     int64_t inputs = p->padded_k - slot * PW_SLOT_INPUTS, at = (int64_t)p->offsets[slot] * PW_SLOT_UNIT;
-    int64_t rows = (inputs < PW_SLOT_INPUTS ? inputs : PW_SLOT_INPUTS) >> kind;
+    int64_t rows = (inputs < PW_SLOT_INPUTS ? inputs : PW_SLOT_INPUTS) / pw_inputs_of_row(kind);
     sparse_slot s = {.masks = p->stream + at, .ahead = p->ahead + (at + p->ahead >= p->end ? p->jump : 0)};
     s.values = s.masks + rows * (kind == PW_BF16 ? 4 : 8);
     for (int64_t before = 0; before < row; ++before) s.values += kept_bytes(kind, row_mask(kind, s.masks, before));
@@ -106,7 +106,7 @@ PW_INLINE uint8_t *expand_slot(const sparse_panel *p, int kind, int native, int6
 }
 
 PW_INLINE void expand_rows_of(const sparse_panel *p, int kind, int native, int64_t first, int64_t count, uint8_t *out) {
-    int64_t rows = PW_SLOT_INPUTS >> kind;
+    int64_t rows = PW_SLOT_INPUTS / pw_inputs_of_row(kind);
     for (int64_t row = first, end = first + count, next; row < end; row = next) {
         next = (row / rows + 1) * rows < end ? (row / rows + 1) * rows : end;
         out = expand_slot(p, kind, native, row / rows, row % rows, row % rows + next - row, out);

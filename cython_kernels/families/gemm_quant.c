@@ -36,7 +36,7 @@ PW_INLINE void prefetch_group(const tile_call *t, const group_place *at, int ste
 }
 
 PW_INLINE void quant_group(const tile_call *t, vf *acc, const group_place *at, int mr, int np, int64_t ahead) {
-    int steps = at->group / inputs_per_vector_row(at->kind);
+    int steps = at->group / pw_inputs_of_row(at->kind);
     int_sums dot;
     begin_dots(dot, at, mr, np);
     if (ahead) prefetch_group(t, at, steps, np, ahead);
@@ -48,7 +48,7 @@ PW_INLINE void quant_group(const tile_call *t, vf *acc, const group_place *at, i
  * compiler from loading them early and spilling the others. */
 PW_INLINE void quant_tile(const tile_call *t, int kind, int group, int mr, int np) {
     tile_sums acc;
-    int64_t group_bytes = group / inputs_per_vector_row(kind) * VECTOR_ROW_BYTES, ahead = t->prefetch_bytes;
+    int64_t group_bytes = group / pw_inputs_of_row(kind) * VECTOR_ROW_BYTES, ahead = t->prefetch_bytes;
     int64_t block_bytes = group_block_bytes(kind, group), g = 0, turn = t->steps - ahead / group_bytes;
     const uint8_t *rows[MAX_MR];
     point_to_blocks(t, rows, mr);

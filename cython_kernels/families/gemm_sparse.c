@@ -11,7 +11,7 @@
 #ifdef PW_EXPAND_WORDS
 
 PW_INLINE void sparse_dense_tile(const tile_call *t, dense_step kind, int mr, int np) {
-    enum { SLOT_ROWS = PW_SLOT_INPUTS >> PW_BF16 };
+    enum { SLOT_ROWS = PW_SLOT_INPUTS / 2 };
     tile_sums acc;
     sparse_reader in;
     vi w[MAX_TILE_PANELS];

@@ -1,12 +1,23 @@
 /* families/gemm_stage.c: unpacks the weights of one pass, once for all rows that meet them; compiled once per ISA.
  *
  * A staged call reads the stage, in L1 or L2, instead of the panels:
- * - bf16 as float32, one input after the other (exact), or as float16 (gemm_f16.c);
+ * - bf16 and f16 as float32, one input after the other (exact), or bf16 as float16 (gemm_f16.c);
  * - groups of q8 and q4 with float32 scales and minima, and nibbles as bytes (exact; stages_nibbles);
  * - blocks as such groups (exact);
  * - q8 and q4 as the float32 weights that packing.dequantise gives, s (q - z), then + m, each rounded once; for bf16
  *   paths these rounded once more, to the nearest bf16. The product with them keeps the bound of gemm_dense.h. */
 #include "families/gemm_blocks.h"
+
+/* f16, one input after the other. */
+static void stage_widened_f16(tile_call *t, uint8_t *bytes) {
+    float *to = (float *)(void *)bytes;
+    for (int64_t panel = 0; panel < t->panels; ++panel) {
+        const uint16_t *from = (const uint16_t *)(const void *)(t->values + panel * t->panel_bytes);
+        for (int64_t i = 0; i < t->steps * PW_PANEL; i += LANES, to += LANES) v_store(to, v_load_f16(from + i));
+    }
+    t->values = bytes;
+    t->panel_bytes = t->steps * VECTOR_ROW_BYTES;
+}
 
 /* bf16 pairs: twice the steps. */
 static void stage_bf16(tile_call *t, uint8_t *bytes) {
@@ -72,7 +83,7 @@ static int stage_offsets(const float *scales, int64_t count, float *offsets) {
 /* q4 [panels][t->steps][4][16][4] to what the dots of q8 read as these nibbles, [panels][t->steps][8][16][4]. */
 static void stage_nibbles(const tile_call *t, uint8_t *to) {
     vi nibble = vi_set1(0x0F0F0F0F), offset = vi_set1((int32_t)(Q8_WEIGHT_OFFSET * 0x01010101u));
-    int64_t vector_rows = t->steps * PW_K_MULTIPLE / inputs_per_vector_row(PW_Q4);
+    int64_t vector_rows = t->steps * PW_K_MULTIPLE / pw_inputs_of_row(PW_Q4);
     for (int64_t panel = 0; panel < t->panels; ++panel) {
         const uint8_t *from = t->values + panel * t->panel_bytes;
         for (int64_t i = 0; i < vector_rows; ++i, from += VECTOR_ROW_BYTES, to += 2 * VECTOR_ROW_BYTES) {
@@ -231,7 +242,7 @@ static void stage_widened_blocks(tile_call *t, const pw_weight *w, widening to, 
 }
 
 static void stage_widened_groups(tile_call *t, const pw_weight *w, widening to, uint8_t *out, int64_t vector_rows) {
-    int64_t values = PW_K_MULTIPLE / inputs_per_vector_row(w->kind) * VECTOR_ROW_BYTES;
+    int64_t values = PW_K_MULTIPLE / pw_inputs_of_row(w->kind) * VECTOR_ROW_BYTES;
     int64_t scales = w->group ? PW_K_MULTIPLE / w->group * PW_PANEL * t->scale_bytes : 0;
     for (int64_t panel = 0; panel < t->panels; ++panel) {
         packed_inputs p = {t->values + panel * t->panel_bytes, t->scales + panel * t->panel_scale_bytes,
@@ -258,6 +269,7 @@ static void stage_widened(tile_call *t, const pw_weight *w, widening to, uint8_t
 void ISA(stage)(arithmetic a, tile_call *t, const pw_weight *w, uint8_t *bytes) {
     switch (a) {
     case BF16_FMA: stage_bf16(t, bytes); break;
+    case F16_WIDENED: stage_widened_f16(t, bytes); break;
 #ifdef PW_F16_WORDS
     case BF16_AS_F16: stage_f16(t, bytes); break;
 #endif

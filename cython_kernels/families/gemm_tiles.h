@@ -5,10 +5,8 @@
 #include "cpu.h"
 #include "families/slots.h"
 
-/* A vector row is the 64 bytes of a panel that hold 16 columns of 1 (f32), 2 (bf16), 4 (q8) or 8 (q4) inputs. */
+/* A vector row is the 64 bytes of a panel that hold 16 columns of 1 (f32), 2 (bf16, f16), 4 (q8) or 8 (q4) inputs. */
 enum { MAX_MR = PW_MOST_TILE, MAX_TILE_PANELS = 8, VECTORS = PW_PANEL / LANES, VECTOR_ROW_BYTES = 64 };
-
-PW_INLINE int inputs_per_vector_row(int kind) { return 1 << kind; }
 
 PW_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 PW_INLINE int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
@@ -81,7 +79,7 @@ PW_INLINE void ask_for(const uint8_t *line, int far) {
     else __builtin_prefetch(line);
 }
 
-/* One micro-kernel call: mr rows times some panels over `steps` steps of k. A step is one input (f32), a pair (bf16)
+/* One micro-kernel call: mr rows times some panels over `steps` steps of k. A step is one input (f32, f16), a pair (bf16)
  * or a group (q8, q4). Pointers are at the first step of the first row or panel.
  * out = partial + this range, plus out's old value if `add`. */
 typedef struct {
@@ -127,12 +125,13 @@ typedef tile_kernel *tile_table[MAX_MR + 1][MAX_TILE_PANELS + 1];
 /* The ways that a product is computed: a table of micro-kernels each, or what quantised weights are unpacked to first.
  * Blocks that are not unpacked have a table for each kind. */
 typedef enum {
-    F32, BF16_FMA, F16_FMA, BF16_AS_F16, BF16_DOT, BF16_TILE, Q8_GROUP32, Q8_GROUP16, Q8_COLUMN, Q8_COLUMN_TILE, Q4,
+    F32, BF16_FMA, F16_WIDENED, F16_FMA, BF16_AS_F16, BF16_DOT, BF16_TILE, Q8_GROUP32, Q8_GROUP16, Q8_COLUMN, Q8_COLUMN_TILE, Q4,
     IN_BLOCKS, BLOCKWISE, STAGED_BLOCKWISE, ARITHMETICS,
     QUANT_AS_F32 = ARITHMETICS, QUANT_AS_BF16_DOT, QUANT_AS_BF16_TILE
 } arithmetic;
 
 extern const tile_table ISA(f32_tiles), ISA(bf16_fma_tiles), ISA(bf16_dot_tiles);        /* gemm_f32.c, gemm_bf16.c */
+extern const tile_table ISA(f16_widened_tiles);                                          /* gemm_f32.c */
 extern const tile_table ISA(f16_tiles), ISA(bf16_as_f16_tiles);                          /* gemm_f16.c */
 extern const tile_table ISA(bf16_amx_tiles), ISA(q8c_amx_tiles);                         /* gemm_amx.c */
 extern const tile_table ISA(sparse_bf16_amx_tiles), ISA(sparse_q8c_amx_tiles);

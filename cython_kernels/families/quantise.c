@@ -204,7 +204,7 @@ static float scale_at(const void *scales, int32_t scale_bytes, int64_t i) {
 static void unpack_quant_row(const pw_weight *w, int64_t row, float *out) {
     int64_t padded = pw_padded_k(w->k), panel = row / PW_PANEL, column = row % PW_PANEL;
     int64_t group = w->group ? w->group : padded;
-    int64_t inputs = inputs_per_vector_row(w->kind);
+    int64_t inputs = pw_inputs_of_row(w->kind);
     const uint8_t *values = (const uint8_t *)w->values + panel * (padded / inputs * VECTOR_ROW_BYTES) + column * 4;
     for (int64_t i = 0; i < w->k; ++i) {
         int64_t at = (panel * (padded / group) + i / group) * PW_PANEL + column;
@@ -240,7 +240,7 @@ static void unpack_sparse_row(const pw_weight *w, int64_t row, float *out) {
     int64_t panel = row / PW_PANEL, column = row % PW_PANEL, groups = w->group ? pw_padded_k(w->k) / w->group : 1;
     sparse_panel from = sparse_panel_of(w, panel, 1, 0);
     uint8_t slot[2 * PW_SLOT_INPUTS * PW_PANEL] __attribute__((aligned(64)));
-    int64_t rows = PW_SLOT_INPUTS >> w->kind, all = pw_padded_k(w->k) >> w->kind;
+    int64_t rows = PW_SLOT_INPUTS / pw_inputs_of_row(w->kind), all = pw_padded_k(w->k) / pw_inputs_of_row(w->kind);
     for (int64_t i = 0; i < w->k; ++i) {
         int64_t at = i % PW_SLOT_INPUTS, first = i / PW_SLOT_INPUTS * rows;
         if (at == 0) expand_rows(&from, first, first + rows < all ? rows : all - first, slot);
@@ -266,6 +266,9 @@ void ISA(unpack_row)(const pw_weight *w, int64_t row, float *out) {
     if (w->kind == PW_F32) {
         const float *values = (const float *)w->values + first + column;
         for (int64_t i = 0; i < w->k; ++i) out[i] = values[i * PW_PANEL];
+    } else if (w->kind == PW_F16) {
+        const uint16_t *values = (const uint16_t *)w->values + first + column;
+        for (int64_t i = 0; i < w->k; ++i) out[i] = pw_from_f16(values[i * PW_PANEL]);
     } else if (w->kind == PW_BF16) {
         const uint16_t *values = (const uint16_t *)w->values + first + 2 * column;
         for (int64_t i = 0; i < w->k; ++i) out[i] = pw_from_bf16(values[i / 2 * 2 * PW_PANEL + i % 2]);

@@ -18,7 +18,7 @@ import numpy as np
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.models.packed_model import STACKS, ModelConfig, PackedModel
 
-COMPUTE_KIND = {"f32": "f32", "bf16": "bf16"}  # all others: int8
+COMPUTE_KIND = {"f32": "f32", "f16": "f32", "bf16": "bf16"}  # all others: int8
 
 
 class Forward(Protocol):

@@ -1,9 +1,9 @@
 """Packed forms: which one a tensor gets under each user-facing format, and the conversion of its rows.
 
-Nothing is rounded twice. `native` keeps every tensor in the packed form that holds its numbers exactly (F16
-becomes f32: bf16 would drop three bits). `int8` widens any block-quantised rows exactly and rounds only
-plain numbers; `int4` keeps four-bit rows as they are. Under `int4` the embedding and the output head stay
-in int8, as GGUF files of that size do: they cost little and carry much of the quality.
+Nothing is rounded twice. `native` keeps every tensor in the packed form that holds its numbers exactly.
+`int8` widens any block-quantised rows exactly and rounds only plain numbers; `int4` keeps four-bit rows as
+they are. Under `int4` the embedding and the output head stay in int8, as GGUF files of that size do: they
+cost little and carry much of the quality.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class WeightForm:
 
     @property
     def is_quantised(self) -> bool:
-        return self.kind not in ("f32", "bf16")
+        return self.kind not in packing.DENSE_KINDS
 
     @property
     def in_blocks(self) -> bool:
@@ -62,6 +62,7 @@ class WeightForm:
 
 F32 = WeightForm("f32")
 BF16 = WeightForm("bf16")
+F16 = WeightForm("f16")
 INT8 = WeightForm("q8", packing.DEFAULT_GROUP, INT8_ZERO_POINT, "float16")
 INT4 = WeightForm("q4", packing.DEFAULT_GROUP, 0, "float16", True)
 
@@ -91,7 +92,17 @@ def target_form(source: WeightForm, weight_format: str, name: str) -> WeightForm
         return WeightForm("q8", source.group, zero_point, "float32", source.has_mins)
     if source.scale_dtype is None:
         return INT8
+    if source.kind == "q8":
+        return source
     return replace(source, kind="q8", zero_point=0 if source.has_mins else INT8_ZERO_POINT)
+
+
+def common_form(forms: set[WeightForm]) -> WeightForm | None:
+    """The form that holds exactly what each of these does; None where more than scales differ."""
+    if len(forms) == 1:
+        return next(iter(forms))
+    wide = {form if form.scale_dtype is None else replace(form, scale_dtype="float32") for form in forms}
+    return wide.pop() if len(wide) == 1 else None
 
 
 def convert_rows(rows: Rows, form: WeightForm, what: str) -> Rows:
@@ -102,9 +113,8 @@ def convert_rows(rows: Rows, form: WeightForm, what: str) -> Rows:
             return rows
         if isinstance(rows, BlockRows):
             rows = packing.widened(rows)
-        if form.kind == "q8":
-            shift = np.uint8(form.zero_point - rows.zero_point)
-            return replace(rows, q=rows.q + shift, zero_point=form.zero_point, bits=8)
+        if form.kind in ("q8", rows.kind):
+            return _in_wider_form(rows, form)
         rows = packing.dequantise(rows)
         check_finite(rows, what)
     if form.scale_dtype is None:
@@ -113,6 +123,20 @@ def convert_rows(rows: Rows, form: WeightForm, what: str) -> Rows:
         return packing.quantise(rows, 4 if form.kind == "q4" else 8, symmetric=not form.has_mins)
     except ValueError as error:
         raise ModelError(f"{what} cannot be quantised: {error}") from error
+
+
+def _in_wider_form(rows: QuantRows, form: WeightForm) -> QuantRows:
+    """The same numbers with a byte for each, or with wider scales."""
+    assert form.scale_dtype is not None
+    dtype, shift = np.dtype(form.scale_dtype), np.uint8(form.zero_point - rows.zero_point)
+    return QuantRows(
+        rows.q + shift,
+        rows.scales.astype(dtype),
+        None if rows.mins is None else rows.mins.astype(dtype),
+        form.zero_point,
+        rows.group,
+        8 if form.kind == "q8" else rows.bits,
+    )
 
 
 def pack_rows(pieces: list[Rows], form: WeightForm, what: str) -> PackedWeight:

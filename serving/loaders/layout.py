@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.encoders import encoder_layout
-from phasewise.serving.loaders.forms import WeightForm, target_form
+from phasewise.serving.loaders.forms import WeightForm, common_form, target_form
 from phasewise.serving.loaders.source import ModelSource, SourceTensor
 from phasewise.serving.models.packed_model import ModelConfig
 
@@ -223,13 +223,14 @@ def _expert_plans(source: ModelSource, stem: str, weight_format: str) -> list[We
     for name in ("experts_gate_up", "experts_down"):
         tensors = [source.tensors[part] for part in _parts_of(source.config, f"{stem}.{name}")]
         forms = {target_form(tensor.form, weight_format, name) for tensor in tensors}
-        if len(forms) > 1:
+        form = common_form(forms)
+        if form is None:
             raise ModelError(
                 f"{source.path} has the experts of {stem} in {counted(len(forms), 'format')}"
                 f" under {weight_format}:"
                 " give one format to all with --format int8"
             )
-        plans.append(WeightPlan(f"{stem}.{name}", tuple(tensors), forms.pop()))
+        plans.append(WeightPlan(f"{stem}.{name}", tuple(tensors), form))
     return plans
 
 

@@ -117,12 +117,18 @@ def _lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationAre
     )
 
 
+EXACT_KINDS = ("f32", "f16")
+"""Weights whose products round neither them nor the inputs."""
+
+
 def resolve_kv_format(model: PackedModel, kv_format: str = AUTO) -> str:
-    """`auto` is f32 where every weight of the layers is: nothing is rounded; else int16."""
+    """`auto` is f32 where every weight of the layers is multiplied in f32, so that nothing is rounded; else
+    int16.
+    """
     if kv_format != AUTO:
         return kv_format
     layers = (weight for name, weight in model.weights.items() if name.startswith("layers."))
-    return "f32" if all(weight.kind == "f32" for weight in layers) else "int16"
+    return "f32" if all(weight.kind in EXACT_KINDS for weight in layers) else "int16"
 
 
 def kv_bytes_per_slot(model: PackedModel, kv_format: str = AUTO) -> int:

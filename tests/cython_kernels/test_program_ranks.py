@@ -63,12 +63,12 @@ def test_shares_cover_everything_once_in_proportion_to_threads(teams: tuple[int,
     assert share(count, teams, len(teams)) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", ["f32", "bf16", "q8", "q4"])
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8", "q4"])
 def test_columns_of_a_weight_are_its_rows(kind: Any) -> None:
     rows = np.random.default_rng(0).standard_normal((50, 70)).astype(np.float32)
     whole = (
         packing.pack_dense(rows, kind)
-        if kind in ("f32", "bf16")
+        if kind in packing.DENSE_KINDS
         else packing.pack_quant(packing.quantise(rows, int(kind[1]), symmetric=False))
     )
 

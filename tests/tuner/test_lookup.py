@@ -97,7 +97,7 @@ def test_next_to_a_default_that_was_found_best_the_default_runs(m: int) -> None:
     assert table.choice(KEY, 64).schedule == SCHEDULE
 
 
-@pytest.mark.parametrize("weight_format", ["f32", "bf16", "int8", "int8c", "int4m"])
+@pytest.mark.parametrize("weight_format", ["f32", "f16", "bf16", "int8", "int8c", "int4m"])
 def test_the_kernels_own_schedule_is_recognised(weight_format: str) -> None:
     weight = blank_weight(weight_format, 960, 576)
     own = default_schedule(weight, 40, 2, Arithmetic(compute_paths(weight.kind, weight.group)[0]))

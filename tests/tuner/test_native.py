@@ -33,7 +33,7 @@ from phasewise.tuner.native import (
 from phasewise.tuner.search.space import Arithmetic, Caches
 from phasewise.tuner.weights import blank_weight, cold_bytes, copies_of, format_name, kind_of, random_weight
 
-FORMATS = ("f32", "bf16", "int8", "int8m", "int8g16", "int8c", "int4", "int4m")
+FORMATS = ("f32", "f16", "bf16", "int8", "int8m", "int8g16", "int8c", "int4", "int4m")
 CORES = sorted(os.sched_getaffinity(0))[:2]
 
 

@@ -13,7 +13,7 @@ pytest.importorskip(
     "phasewise.cython_kernels._native", reason="the kernels are not built", exc_type=ImportError
 )
 
-from phasewise.cython_kernels import _native, isa
+from phasewise.cython_kernels import _native, isa, packing
 from phasewise.cython_kernels._native import compute_paths
 from phasewise.cython_kernels.blocks import BLOCKS
 from phasewise.cython_kernels.packing import KINDS, PackedWeight
@@ -74,7 +74,7 @@ def test_schedules_tuned_for_the_other_arithmetic_are_left_alone(path: str) -> N
 def test_canonical_is_one_arithmetic_whatever_was_tuned(kind: str, name: str) -> None:
     """The path of a CPU without dots of 16 bits, on every instruction set and in one part."""
     weight = blank_weight({"q8": "int8", "q4": "int4"}.get(kind, kind), 64, 512)
-    dense = kind in ("f32", "bf16")
+    dense = kind in packing.DENSE_KINDS
     with isa.using(name):
         path, n_parts = lookup("canonical").arithmetic(weight)
         tuned = [tuned_to(one, weight, parts) for one in weight_paths(weight) for parts in (1, 2)]

@@ -44,7 +44,17 @@ SHAPES: Mapping[str, tuple[tuple[int, int], ...]] = {
 }
 """(n, k) of a model's linear layers, for `--shape NAME`."""
 
-BITS = {"f32": 32, "bf16": 16, "int8": 8, "int8m": 8, "int8g16": 8, "int8c": 8, "int4": 4, "int4m": 4}
+BITS = {
+    "f32": 32,
+    "bf16": 16,
+    "f16": 16,
+    "int8": 8,
+    "int8m": 8,
+    "int8g16": 8,
+    "int8c": 8,
+    "int4": 4,
+    "int4m": 4,
+}
 BITS |= {kind: form.code_bits for kind, form in BLOCKS.items()}
 """Bits of one weight, by format."""
 

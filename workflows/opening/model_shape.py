@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from phasewise.serving.models.packed_model import PackedModel
 
 CONFIG_FILE = "config.json"
-_NATIVE_OF_A_CONFIG = {"float32": "f32", "float16": "f32", "bfloat16": "bf16"}
+_NATIVE_OF_A_CONFIG = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """The weight format that `native` stands for, by the type of numbers that a config names."""
 
 
@@ -41,11 +41,12 @@ def shape_of_reference(reference: str, weight_format: str, report: Report = sile
     from phasewise.serving.loaders import open_source
     from phasewise.serving.loaders.fetching.resolve import cache_root, locate
     from phasewise.serving.loaders.layout import plan_weights
+    from phasewise.serving.models.forward import EXACT_KINDS
 
     with open_source(locate(reference, cache_root(), report)) as source:
         plans = plan_weights(source, weight_format)
         layers = [plan.form.kind for plan in plans if plan.name.startswith("layers.")]
-        element_bytes = 4 if all(kind == "f32" for kind in layers) else 2
+        element_bytes = 4 if all(kind in EXACT_KINDS for kind in layers) else 2
         return _shape(source.name, source.config, {plan.name: plan.nbytes for plan in plans}, element_bytes)
 
 
@@ -67,16 +68,17 @@ def lone_config(reference: str) -> tuple[str, dict[str, Any]] | None:
 
 def _shape_of_config(name: str, fields: dict[str, Any], weight_format: str) -> ModelShape:
     from phasewise.serving.loaders.formats.hf_config import config_of
-    from phasewise.serving.loaders.forms import BF16, F32, INT4, INT8
+    from phasewise.serving.loaders.forms import BF16, F16, F32, INT4, INT8
     from phasewise.serving.loaders.layout import weight_shapes
+    from phasewise.serving.models.forward import EXACT_KINDS
 
     config = config_of(fields, {}, add_bos=False)
     kind = weight_format
     if kind == "native":
         kind = _NATIVE_OF_A_CONFIG.get(str(fields.get("torch_dtype", fields.get("dtype"))), "bf16")
-    form = {"f32": F32, "bf16": BF16, "int8": INT8, "int4": INT4}[kind]
+    form = {"f32": F32, "f16": F16, "bf16": BF16, "int8": INT8, "int4": INT4}[kind]
     read = {name: form.nbytes(n, k) for name, (n, k) in weight_shapes(config).items()}
-    return _shape(name, config, read, 4 if kind == "f32" else 2)
+    return _shape(name, config, read, 4 if kind in EXACT_KINDS else 2)
 
 
 def _shape(name: str, config: ModelConfig, read: Mapping[str, int], kv_element_bytes: int) -> ModelShape:

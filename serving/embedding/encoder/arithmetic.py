@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from phasewise.cython_kernels import isa
 from phasewise.cython_kernels._native import compute_paths
-from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.cython_kernels.packing import DENSE_KINDS, PackedWeight
 from phasewise.cython_kernels.schedules import ScheduleLookup, canonical_path
 
 SHORT_TOKENS = 8
@@ -27,7 +27,6 @@ TILES = "bf16_tile"
 WIDENED = "fma"
 _WIDE = (TILES, "bf16_dot", WIDENED)
 """Paths that leave rows as they are, the fastest first."""
-_DENSE = ("f32", "bf16")
 _WITHOUT_INTEGER_DOTS = ("avx2", "avx512")
 
 
@@ -46,9 +45,9 @@ class EncoderDefaults(ScheduleLookup):
         set.
         """
         if self.is_canonical:
-            widens = self.widens and weight.kind not in _DENSE
+            widens = self.widens and weight.kind not in DENSE_KINDS
             return (WIDENED if widens else canonical_path(weight)), 1
-        if weight.kind in _DENSE:
+        if weight.kind in DENSE_KINDS:
             return None, 1
         paths = compute_paths(weight.kind, weight.group or 32)
         if TILES in paths:

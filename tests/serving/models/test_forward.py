@@ -113,7 +113,7 @@ def test_rounded_activations_keys_and_values_cost_little(kind: str, kv_format: s
 
 
 @pytest.mark.many
-@pytest.mark.parametrize("kind", ["f32", "bf16", "q8", "q4"])
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8", "q4"])
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "separate-parts"])
 def test_token_by_token_equals_the_whole_prompt(name: str, kind: str) -> None:
     model = make_model(name, kind)
@@ -208,7 +208,7 @@ def test_a_phase_with_a_path_of_its_own_is_independent_of_cuts_and_leaves_the_ot
 @examples(40)
 @given(
     name=st.sampled_from(("llama", "separate-parts", "odd-sizes")),
-    kind=st.sampled_from(("f32", "bf16", "q8", "q4")),
+    kind=st.sampled_from(("f32", "f16", "bf16", "q8", "q4")),
     threads=st.integers(1, 4),
     k_parts=st.sampled_from((1, 1, 2, 3)),
     seed=st.integers(0, 1000),

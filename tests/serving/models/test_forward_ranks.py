@@ -134,7 +134,7 @@ def assert_bits_of_one(model: PackedModel, teams: Teams, n_steps: int, kv_format
             assert (many.run(step, 1) == one.last_rows(*step)).all()
 
 
-@pytest.mark.parametrize("kind", ["f32", "bf16", "q8", "q4"])
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8", "q4"])
 @pytest.mark.parametrize("teams", [((1, 1), (1, 1)), ((2, 1), (1, 1, 1)), ((1, 1, 1, 1), (3,))], ids=str)
 def test_ranks_give_the_bits_of_one(teams: Teams, kind: str) -> None:
     assert_bits_of_one(make_model("llama", kind), teams, 4)

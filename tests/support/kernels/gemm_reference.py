@@ -15,7 +15,19 @@ from phasewise.cython_kernels.packing import KINDS, PackedWeight, QuantRows
 Array = npt.NDArray[Any]
 UNIT = 2.0**-24
 PLAIN_KINDS = tuple(kind for kind in KINDS if kind not in BLOCKS)
-FORMATS = ("f32", "bf16", "q8", "q8 f32", "q8 min", "q8 group 16", "q8 column", "q4", "q4 min", "q4 min f32")
+FORMATS = (
+    "f32",
+    "f16",
+    "bf16",
+    "q8",
+    "q8 f32",
+    "q8 min",
+    "q8 group 16",
+    "q8 column",
+    "q4",
+    "q4 min",
+    "q4 min f32",
+)
 
 
 def quantise_columns(w: Array) -> QuantRows:
@@ -34,7 +46,7 @@ def quantise_columns(w: Array) -> QuantRows:
 
 def make_weight(fmt: str, n: int, k: int, rng: np.random.Generator) -> PackedWeight:
     """A random weight; `fmt` names the kind, then what differs from zero_point and float16 scales of 32."""
-    if fmt in ("f32", "bf16"):
+    if fmt in packing.DENSE_KINDS:
         return packing.pack_dense(rng.standard_normal((n, k), dtype=np.float32), fmt)  # type: ignore[arg-type]
     bits, group = (8 if fmt.startswith("q8") else 4), (16 if "16" in fmt else 0 if "column" in fmt else 32)
     dtype = np.float32 if "f32" in fmt else np.float16
@@ -110,8 +122,8 @@ def expected(x: Array, w: PackedWeight, k_parts: int = 1, path: str | None = Non
     """
     if w.kind == "bf16" and (path or _native.compute_paths("bf16")[0]) == "f16_fma":
         return _expected_halves(x, packing.unpack(w), k_parts)
-    if w.kind in ("f32", "bf16"):
-        return _expected_dense(x if w.kind == "f32" else rounded(x), packing.unpack(w))
+    if w.kind in packing.DENSE_KINDS:
+        return _expected_dense(rounded(x) if w.kind == "bf16" else x, packing.unpack(w))
     if path == "fma":
         return _expected_dense(x, packing.unpack(w))
     if path in ("bf16_dot", "bf16_tile"):
