@@ -13,7 +13,8 @@ import numpy as np
 
 from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.cython_kernels.packing import Array, QuantRows, from_bf16
-from phasewise.serving.loaders.forms import BF16, F32, Rows, WeightForm, form_of
+from phasewise.serving.loaders.formats import gguf_grid_blocks as grids
+from phasewise.serving.loaders.forms import BF16, F16, F32, Rows, WeightForm, form_of
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def _quantised(values: int, block_bytes: int, decode: Callable[[Array], QuantRow
 
 BLOCK_TYPES: dict[str, BlockType] = {
     "F32": BlockType(1, 4, F32, _f32),
-    "F16": BlockType(1, 2, F32, _f16),
+    "F16": BlockType(1, 2, F16, _f16),
     "BF16": BlockType(1, 2, BF16, _bf16),
     "Q4_0": _quantised(32, 18, _q4_0),
     "Q4_1": _quantised(32, 20, _q4_1),
@@ -176,6 +177,15 @@ BLOCK_TYPES: dict[str, BlockType] = {
     "IQ4_NL": _quantised(32, 18, _iq4_nl),
     "IQ4_XS": _quantised(256, 136, _iq4_xs),
     "MXFP4": _quantised(32, 17, _mxfp4),
+    "IQ1_S": _quantised(256, 50, grids.iq1_s),
+    "IQ1_M": _quantised(256, 56, grids.iq1_m),
+    "IQ2_XXS": _quantised(256, 66, grids.iq2_xxs),
+    "IQ2_XS": _quantised(256, 74, grids.iq2_xs),
+    "IQ2_S": _quantised(256, 82, grids.iq2_s),
+    "IQ3_XXS": _quantised(256, 98, grids.iq3_xxs),
+    "IQ3_S": _quantised(256, 110, grids.iq3_s),
+    "TQ1_0": _quantised(256, 54, grids.tq1_0),
+    "TQ2_0": _quantised(256, 66, grids.tq2_0),
 }
 
 

@@ -10,6 +10,7 @@ from phasewise.cython_kernels.exact import logarithm
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families import ACTIVATION_NAMES, Family, family_of_hf
 from phasewise.serving.loaders.formats.bitmask_tensors import check_compression
+from phasewise.serving.loaders.quantised.scheme import quantisation_of
 from phasewise.serving.models.packed_model import (
     LinearScaling,
     Llama3Scaling,
@@ -29,7 +30,6 @@ DEFAULT_THETA = 10000.0
 
 # Absent means off; any other value asks for arithmetic that we do not do.
 MUST_BE_OFF = ("mlp_bias",)
-QUANTISATIONS = ("mxfp4",)  # of safetensors, that can be read
 OTHER_NAMES = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
 """Names that one release of transformers writes and another reads."""
 LONG_TYPES = ("longrope", "su")  # two names of one scaling
@@ -118,22 +118,23 @@ def _refuse_what_cannot_run(get: Callable[..., Any], activation: str) -> None:
     for key in MUST_BE_OFF:
         if value := get(key):
             raise ModelError(f"config.json has {key} = {value!r:.60}, which cannot run")
-    if quantisation := get("quantization_config"):
-        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
-        if method == "compressed-tensors":
-            check_compression(quantisation, "config.json")
-        elif method not in QUANTISATIONS:
-            raise ModelError(f"config.json has quantization_config = {method!r:.60}, which cannot run")
-    for key in ("sparsity_config", "compression_config"):
-        if isinstance(get(key), dict):
-            inner = get(key) if key == "compression_config" else {"sparsity_config": get(key)}
-            check_compression(inner, "config.json")
+    quantisation_of(quantisation_fields(get), None)
+    if isinstance(get("sparsity_config"), dict):
+        check_compression({"sparsity_config": get("sparsity_config")}, "config.json")
     name = get("hidden_activation", str) or get("hidden_act", str, ACTIVATION_NAMES[activation][0])
     if name not in ACTIVATION_NAMES[activation]:
         raise ModelError(
             f"config.json asks for the activation {name!r:.80}; "
             f"{ACTIVATION_NAMES[activation][0]} can run here"
         )
+
+
+def quantisation_fields(get: Callable[..., Any]) -> Any:
+    """What config.json says of quantised weights; older compressed-tensors say it under another name."""
+    stated = get("quantization_config") or get("compression_config")
+    if isinstance(stated, dict) and "quant_method" not in stated and get("compression_config") is stated:
+        return {"quant_method": "compressed-tensors", **stated}
+    return stated
 
 
 def _context_length(get: Callable[..., Any], scaling: Scaling | None) -> Any:

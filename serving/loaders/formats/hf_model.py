@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from phasewise._safetensors import TensorEntry
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
@@ -18,10 +20,12 @@ from phasewise.serving.loaders.encoders.encoder_hf import encoder_embedding, enc
 from phasewise.serving.loaders.families import Family, family_of_hf
 from phasewise.serving.loaders.families.bert import ENCODERS_BY_HF
 from phasewise.serving.loaders.formats.bitmask_tensors import Found, bitmask_tensor, part_of
-from phasewise.serving.loaders.formats.hf_config import config_of, field
+from phasewise.serving.loaders.formats.hf_config import config_of, field, quantisation_fields, text_fields
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.loaders.formats.safetensors_file import mxfp4_tensor, open_all, tensor_of
 from phasewise.serving.loaders.layout import shapes_of_all
+from phasewise.serving.loaders.quantised.scheme import Quantisation, quantisation_of
+from phasewise.serving.loaders.quantised.tensors import quantised_tensors
 from phasewise.serving.loaders.source import (
     MAX_TOKENIZER_BYTES,
     ModelSource,
@@ -81,7 +85,11 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
             embedding = embedding_of(directory, config.context_length, encoder=False)
             if embedding is not None and not any("lm_head.weight" in entries for _, entries in opened):
                 config = replace(config, tied_embeddings=True)
-            tensors = _our_tensors(opened, family_of_hf(fields["model_type"]), config, path)
+            family = family_of_hf(fields["model_type"])
+            quantisation = quantisation_of(
+                quantisation_fields(text_fields(fields, family).get), directory.json("quantize_config.json")
+            )
+            tensors = _our_tensors(opened, family, config, path, quantisation)
         return ModelSource(
             name=name,
             path=path,
@@ -135,13 +143,14 @@ def _our_tensors(
     family: Family,
     config: ModelConfig,
     directory: Path,
+    quantisation: Quantisation | None,
 ) -> dict[str, SourceTensor]:
     """Every tensor of the language model by our name, as views."""
     names = {**LAYER_NAMES, **family.hf_names}
     biased = any(theirs.endswith("q_proj.bias") for _, entries in opened for theirs in entries)
     shapes = shapes_of_all(config, biased)
     tensors: dict[str, SourceTensor] = {}
-    for theirs, tensor in _file_tensors(opened, family):
+    for theirs, tensor in _file_tensors(opened, family, quantisation):
         stem, name, expert = _place(theirs)
         if name == DERIVED or (theirs == "lm_head.weight" and config.tied_embeddings):
             continue
@@ -149,6 +158,8 @@ def _our_tensors(
         try:
             renamed = list(our_tensors(stem, name, names if stem else GLOBAL_NAMES, tensor, shapes, what))
         except KeyError:
+            if quantisation is not None and _is_zero_bias(name, tensor):
+                continue
             raise ModelError(f"{what} {family.name} models do not use") from None
         for ours, our_tensor in renamed:
             ours = ours.replace("{e}", expert)
@@ -160,9 +171,15 @@ def _our_tensors(
 
 
 def _file_tensors(
-    opened: list[tuple[SourceFile, dict[str, TensorEntry]]], family: Family
+    opened: list[tuple[SourceFile, dict[str, TensorEntry]]], family: Family, quantisation: Quantisation | None
 ) -> Iterator[tuple[str, SourceTensor]]:
     """Names without what precedes those of the language model; scales with the blocks that they belong to."""
+    used: set[str] = set()
+    if quantisation is not None:
+        quantised, used = quantised_tensors(opened, quantisation)
+        for theirs, tensor in quantised:
+            if not theirs.startswith(family.hf_ignored):
+                yield _without_prefix(theirs, family), tensor
     scales = {
         theirs.removesuffix(SCALES): (file, entry)
         for file, entries in opened
@@ -173,7 +190,12 @@ def _file_tensors(
         yield _without_prefix(theirs, family), bitmask_tensor(theirs, parts)
     for file, entries in opened:
         for theirs, entry in entries.items():
-            if theirs.startswith(family.hf_ignored) or theirs.endswith(SCALES) or part_of(theirs):
+            if (
+                theirs.startswith(family.hf_ignored)
+                or theirs.endswith(SCALES)
+                or part_of(theirs)
+                or theirs in used
+            ):
                 continue
             stem = theirs.removesuffix(BLOCKS)
             if stem != theirs and stem in scales:
@@ -182,6 +204,14 @@ def _file_tensors(
             else:
                 tensor = tensor_of(file, theirs, entry)
             yield _without_prefix(theirs, family), tensor
+
+
+def _is_zero_bias(name: str, tensor: SourceTensor) -> bool:
+    """True for a bias that some packages write for every layer that they quantise."""
+    if not name.endswith(".bias") or len(tensor.shape) != 1:
+        return False
+    numbers = tensor.rows(0, 1)
+    return isinstance(numbers, np.ndarray) and not numbers.any()
 
 
 def _sparse_parts(

@@ -11,10 +11,10 @@ from phasewise.cython_kernels.packing import Array, from_bf16
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_rows
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
-from phasewise.serving.loaders.forms import BF16, F32, Rows, WeightForm
+from phasewise.serving.loaders.forms import BF16, F16, F32, Rows, WeightForm
 from phasewise.serving.loaders.source import SourceFile, SourceTensor, parse_json_object
 
-READABLE: dict[str, WeightForm] = {"F32": F32, "F16": F32, "BF16": BF16}
+READABLE: dict[str, WeightForm] = {"F32": F32, "F16": F16, "BF16": BF16}
 
 
 def read_entries(file: SourceFile) -> dict[str, TensorEntry]:

@@ -16,7 +16,8 @@ from phasewise.serving.loaders.forms import form_of
 
 SCALE_BYTES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2],
                "Q5_K": [0, 2], "Q6_K": [208], "Q2_K": [80, 82], "Q3_K": [108], "IQ4_NL": [0],
-               "IQ4_XS": [0]}  # fmt: skip
+               "IQ4_XS": [0], "IQ1_S": [0], "IQ2_XXS": [0], "IQ2_XS": [0], "IQ2_S": [0], "IQ3_XXS": [0],
+               "IQ3_S": [0], "TQ1_0": [52], "TQ2_0": [64]}  # fmt: skip
 
 
 def random_blocks(type_name: str, rows: int, blocks: int, seed: int) -> np.ndarray:

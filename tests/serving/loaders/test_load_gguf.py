@@ -93,7 +93,12 @@ def test_a_gguf_file_and_a_directory_of_one_model_are_equal(tmp_path: Path, weig
 
 
 IN_BLOCKS = tuple(kind.upper() for kind in BLOCK_KINDS)
-TYPES = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", *IN_BLOCKS]
+WIDER_KINDS = {
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), "q8"),
+    **dict.fromkeys(("TQ1_0", "TQ2_0"), "q4"),
+}
+"""Types without a packed form of their own size."""
+TYPES = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", *IN_BLOCKS, *WIDER_KINDS]
 FILE_SHARE = {"Q3_K": 1.04}
 """Most bytes of a packed weight over its tensor's bytes; of all other types 1.03."""
 
@@ -114,9 +119,8 @@ def test_every_type_means_what_the_gguf_package_says(
         assert np.array_equal(got[our_name(hf)], expected)
 
 
-NATIVE_KINDS = {"F32": "f32", "F16": "f32", "BF16": "bf16", "Q8_0": "q8", "Q4_0": "q4", "Q4_1": "q4"} | {
-    name: name.lower() for name in IN_BLOCKS
-}
+NATIVE_KINDS = {"F32": "f32", "F16": "f16", "BF16": "bf16", "Q8_0": "q8", "Q4_0": "q4", "Q4_1": "q4"}
+NATIVE_KINDS |= {name: name.lower() for name in IN_BLOCKS} | WIDER_KINDS
 
 
 @pytest.mark.parametrize(("type_name", "kind"), NATIVE_KINDS.items())
@@ -128,7 +132,7 @@ def test_native_takes_the_closest_exact_kind(tmp_path: Path, type_name: str, kin
     assert {weight.kind for weight in model.weights.values()} == {kind}
 
 
-@pytest.mark.parametrize("type_name", IN_BLOCKS)
+@pytest.mark.parametrize("type_name", ["F16", "BF16", *IN_BLOCKS])
 def test_blocks_are_packed_in_their_own_size(tmp_path: Path, type_name: str) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf", "llama", type_name, shape=WIDE)
 
@@ -318,10 +322,10 @@ def test_a_block_without_a_scale_is_one_clear_error(
 def test_a_type_we_do_not_read_is_named(tmp_path: Path) -> None:
     writer = tiny_gguf(shape=WIDE)
     name, shape, _, _ = writer.tensors[1]
-    writer.tensors[1] = (name, shape, 34, bytes(shape[0] * shape[1] // 256 * 54))
+    writer.tensors[1] = (name, shape, 15, bytes(shape[0] * shape[1] // 256 * 292))
     (tmp_path / "tiny.gguf").write_bytes(writer.to_bytes())
 
-    with pytest.raises(ModelError, match="in TQ1_0; readable are"):
+    with pytest.raises(ModelError, match="in Q8_K; readable are"):
         load_model(str(tmp_path / "tiny.gguf"), "native", tmp_path)
 
 

@@ -61,7 +61,7 @@ def test_every_architecture_loads_sharded_or_not(tmp_path: Path, architecture: s
     assert model.config.eos_token_ids == (2, 0)
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [("float32", "f32"), ("float16", "f32"), ("bfloat16", "bf16")])
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", "f32"), ("float16", "f16"), ("bfloat16", "bf16")])
 def test_native_keeps_every_number(tmp_path: Path, dtype: str, kind: str) -> None:
     directory = write_tiny_hf(tmp_path / "tiny", dtype=dtype)
 

@@ -27,7 +27,7 @@ from phasewise.serving.sampling.sampling import GREEDY, Sampler
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from phasewise.workflows.prune.masks import Pattern
 from phasewise.workflows.prune.run import PruneSettings, prune
-from tests.support.models import encoder_models, family_models
+from tests.support.models import encoder_models, family_models, quantised_models
 from tests.support.models.tiny_models import TinyShape, tiny_gguf, write_tiny_hf
 
 NUMBERS = (
@@ -94,6 +94,7 @@ DAMAGES: tuple[Damage, ...] = (flip_bits, overwrite_bytes, cut_short, plant_numb
 
 
 BLOCK_TYPES = tuple(kind.upper() for kind in BLOCK_KINDS)
+GRID_TYPES = ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "F16")
 BLOCKS = TinyShape(n_layers=1, hidden=256, ffn=256, n_heads=4, n_kv_heads=1, head_dim=64, vocab_size=261)
 TINY = TinyShape(n_layers=1, hidden=64, ffn=96, n_heads=2, n_kv_heads=1, head_dim=32, vocab_size=261)
 ENCODERS = ("bert", "xlm-roberta", "nomic-bert", "cross-bert")
@@ -128,12 +129,18 @@ def targets() -> list[str]:
         for name in ENCODERS
         for victim in ("gguf", "config.json", "tokenizer.json", "model.safetensors")
     ]
+    quantised = [
+        f"{name} {victim}"
+        for name in quantised_models.CASES
+        for victim in (quantised_models.CASES[name].file_name, "model.safetensors")
+    ]
     return [
-        *(f"{one} blocks" for one in BLOCK_TYPES),
+        *(f"{one} blocks" for one in (*BLOCK_TYPES, *GRID_TYPES)),
         *families,
         f"{MXFP4} model.safetensors",
         *encoders,
         *sparse,
+        *quantised,
     ]
 
 
@@ -160,6 +167,8 @@ def open_target(name: str, folder: Path) -> Target:
     if subject in BITMASKS:
         whole = write_tiny_hf(folder / "whole", "llama", shape=TINY)
         prune(PruneSettings(str(whole), load, BITMASKS[subject], storage="bitmask"))
+    elif subject in quantised_models.CASES:
+        quantised_models.write_quantised_hf(load, quantised_models.CASES[subject])
     elif subject == MXFP4:
         family_models.write_mxfp4_hf(load)
     else:

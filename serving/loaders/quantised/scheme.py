@@ -1,0 +1,236 @@
+"""`quantization_config` of config.json, and GPTQ's `quantize_config.json`: read as hostile input, all of it
+or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.formats.bitmask_tensors import check_compression
+
+Method = Literal["compressed-tensors", "awq", "gptq", "fp8"]
+Fields = Mapping[str, Any]
+
+METHODS: tuple[Method, ...] = ("compressed-tensors", "awq", "gptq", "fp8")
+DENSE_METHODS = ("mxfp4",)  # whose tensors say themselves what they are
+COMPRESSED_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mixed-precision",
+)
+MAX_GROUPS = 64
+
+_HARMLESS = {
+    "compressed-tensors": "quant_method ignore quantization_status global_compression_ratio version"
+    " sparsity_config run_compressed",
+    "args": "observer observer_kwargs scale_dtype zp_dtype",
+    "awq": "quant_method modules_to_not_convert backend do_fuse fuse_max_seq_len modules_to_fuse"
+    " exllama_config",
+    "gptq": "quant_method damp_percent damp_auto_increment static_groups true_sequential lm_head"
+    " model_name_or_path model_file_base_name use_exllama disable_exllama exllama_config max_input_length"
+    " dataset tokenizer batch_size pad_token_id block_name_to_quantize cache_block_outputs"
+    " modules_in_block_to_quantize module_name_preceding_first_block backend use_cuda_fp16 model_seqlen meta"
+    " mse desc_act quantizer act_group_aware use_marlin cache_examples_on_gpu",
+    "fp8": "quant_method activation_scheme modules_to_not_convert ignored_layers dequantize scale_fmt",
+}
+"""Keys that say how a checkpoint was made or which kernel others use: no number depends on them."""
+
+
+@dataclass(frozen=True)
+class WeightScheme:
+    """The numbers of some weights. block: outputs and inputs that share a scale, of strategy `block`."""
+
+    bits: int
+    is_float: bool
+    symmetric: bool = True
+    strategy: str = "channel"
+    block: tuple[int, int] | None = None
+    byte_rows: bool = False
+    """Inputs are rounded to bytes, with a scale for each row."""
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """All that tensors do not say themselves."""
+
+    method: Method
+    schemes: tuple[WeightScheme, ...]
+    zero_offset: int = 0
+    """What GPTQ's first format stores zero points less."""
+
+    def scheme_of(self, is_float: bool, bits: int, what: str) -> WeightScheme:
+        """The scheme of such weights; of several, that which rounds less. ModelError where none is."""
+        found = [one for one in self.schemes if (one.is_float, one.bits) == (is_float, bits)]
+        if not found:
+            kind = "floating-point" if is_float else "integer"
+            raise ModelError(
+                f"{what} holds {kind} numbers of {bits} bits, of which its quantization_config says nothing"
+            )
+        return min(found, key=lambda one: one.byte_rows)
+
+
+def quantisation_of(
+    config: Any, quantize_config: Fields | None, what: str = "config.json"
+) -> Quantisation | None:
+    """The scheme that a directory states; None: its weights are plain. ModelError for what cannot run."""
+    if config is None and quantize_config is not None:
+        config, what = {"quant_method": "gptq", **quantize_config}, "quantize_config.json"
+    if not config:
+        return None
+    method = config.get("quant_method") if isinstance(config, Mapping) else config
+    if method in DENSE_METHODS:
+        return None
+    if not isinstance(config, Mapping) or method not in METHODS:
+        raise ModelError(
+            f"{what} has quantization_config = {method!r:.60}, which cannot run: {', '.join(METHODS)} can"
+        )
+    return _READERS[method](config, what)
+
+
+def _compressed(config: Fields, what: str) -> Quantisation | None:
+    groups = config.get("config_groups")
+    if not groups:
+        check_compression(config, what)
+        return None
+    _only(
+        config, {"config_groups", "format", "kv_cache_scheme", "transform_config"}, "compressed-tensors", what
+    )
+    for key in ("kv_cache_scheme", "transform_config"):
+        if config.get(key):
+            raise ModelError(f"{what} asks for compressed-tensors' {key}, which cannot run")
+    sparsity = config.get("sparsity_config") or {}
+    if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
+        raise ModelError(f"{what} asks for weights that are both quantised and sparse, which cannot run")
+    _one_of(config, "format", (*COMPRESSED_FORMATS, None), what)
+    if not isinstance(groups, Mapping) or len(groups) > MAX_GROUPS:
+        raise ModelError(
+            f"{what} has config_groups = {groups!r:.60}: an object of at most {MAX_GROUPS} expected"
+        )
+    return Quantisation("compressed-tensors", tuple(_group(group, what) for group in groups.values()))
+
+
+def _group(group: Any, what: str) -> WeightScheme:
+    if not isinstance(group, Mapping):
+        raise ModelError(f"{what} has a config group {group!r:.60}: an object expected")
+    unknown = set(group) - {"targets", "weights", "input_activations", "output_activations", "format"}
+    if unknown:
+        raise ModelError(f"{what} has a config group with {min(unknown)!r:.60}, which is not known here")
+    if group.get("output_activations"):
+        raise ModelError(f"{what} asks for quantised outputs of layers, which cannot run")
+    weights, rows = group.get("weights"), group.get("input_activations")
+    if not isinstance(weights, Mapping):
+        raise ModelError(f"{what} has a config group whose weights are {weights!r:.60}: an object expected")
+    known = {
+        "num_bits",
+        "type",
+        "symmetric",
+        "strategy",
+        "group_size",
+        "block_structure",
+        "actorder",
+        "dynamic",
+    }
+    _only(weights, known, "args", what)
+    if weights.get("dynamic"):
+        raise ModelError(f"{what} asks for weights that are quantised while they run, which cannot run")
+    strategy = _one_of(
+        weights, "strategy", ("tensor", "channel", "group", "block", "tensor_group", None), what
+    )
+    return WeightScheme(
+        _integer(weights, "num_bits", range(1, 9), what),
+        _one_of(weights, "type", ("int", "float", None), what) == "float",
+        weights.get("symmetric", True) is True,
+        strategy or "channel",
+        _block(weights.get("block_structure"), what),
+        isinstance(rows, Mapping) and rows.get("type", "int") == "int" and rows.get("num_bits", 8) == 8,
+    )
+
+
+def _awq(config: Fields, what: str) -> Quantisation:
+    _only(
+        config,
+        {"bits", "group_size", "version", "zero_point", "q_group_size", "w_bit", "sym", "desc_act"},
+        "awq",
+        what,
+    )
+    if str(config.get("version", "gemm")).lower() != "gemm":
+        raise ModelError(f"{what} asks for AWQ's version {config['version']!r:.60}: gemm can be read")
+    if config.get("bits", config.get("w_bit", 4)) != 4 or config.get("desc_act"):
+        raise ModelError(f"{what} asks for AWQ weights other than of 4 bits in order, which cannot run")
+    return Quantisation("awq", (WeightScheme(4, False, False, "group"),))
+
+
+def _gptq(config: Fields, what: str) -> Quantisation:
+    known = {
+        "bits",
+        "group_size",
+        "sym",
+        "checkpoint_format",
+        "format",
+        "is_marlin_format",
+        "pack_dtype",
+        "dynamic",
+    }
+    _only(config, known, "gptq", what)
+    bits = _integer(config, "bits", (2, 4, 8), what)
+    stored = config.get("checkpoint_format", config.get("format", "gptq"))
+    if stored not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
+        raise ModelError(f"{what} has GPTQ's checkpoint_format {stored!r:.60}: gptq and gptq_v2 can be read")
+    if config.get("dynamic") or config.get("pack_dtype", "int32") != "int32":
+        raise ModelError(
+            f"{what} asks for GPTQ weights packed layer by layer or not in int32, which cannot run"
+        )
+    return Quantisation("gptq", (WeightScheme(bits, False, False, "group"),), int(stored == "gptq"))
+
+
+def _fp8(config: Fields, what: str) -> Quantisation:
+    _only(config, {"weight_block_size", "fmt", "weight_per_tensor"}, "fp8", what)
+    _one_of(config, "fmt", ("e4m3", None), what)
+    block = _block(config.get("weight_block_size"), what)
+    return Quantisation("fp8", (WeightScheme(8, True, True, "block" if block else "tensor", block),))
+
+
+_READERS = {"compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq, "fp8": _fp8}
+
+
+def _only(config: Fields, known: set[str], harmless: str, what: str) -> None:
+    unknown = set(config) - known - set(_HARMLESS[harmless].split())
+    if unknown:
+        raise ModelError(f"{what} has the quantisation setting {min(unknown)!r:.60}, which is not known here")
+
+
+def _one_of(config: Fields, key: str, allowed: Iterable[str | None], what: str) -> str | None:
+    value = config.get(key)
+    if value is not None and (not isinstance(value, str) or value not in allowed):
+        names = ", ".join(one for one in allowed if one)
+        raise ModelError(f"{what} has {key} = {value!r:.60} in its quantisation: {names} can run")
+    return value
+
+
+def _integer(config: Fields, key: str, allowed: Iterable[int], what: str) -> int:
+    value = config.get(key)
+    if type(value) is not int or value not in allowed:
+        raise ModelError(
+            f"{what} has {key} = {value!r:.60} in its quantisation: {', '.join(map(str, allowed))} can run"
+        )
+    return value
+
+
+def _block(value: Any, what: str) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    sizes = value if isinstance(value, list) else str(value).lower().split("x")
+    try:
+        rows, columns = (int(one) for one in sizes)
+    except (TypeError, ValueError):
+        rows = columns = 0
+    if not (1 <= rows <= 1 << 20 and 1 <= columns <= 1 << 20):
+        raise ModelError(f"{what} has blocks of {value!r:.60}: two numbers above 0 expected")
+    return rows, columns
