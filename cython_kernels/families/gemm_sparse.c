@@ -32,7 +32,7 @@ PW_INLINE void sparse_dense_tile(const tile_call *t, dense_step kind, int mr, in
     end_sums(t, acc, mr, np);
 }
 
-enum { SPARSE_Q8_ROWS = PW_SLOT_INPUTS >> PW_Q8 };
+enum { SPARSE_Q8_ROWS = PW_SLOT_INPUTS / 4 };
 
 /* The vector rows of a group, from the panel's vector row `first` on; it ends in the slot where it begins. */
 PW_INLINE void sparse_group(const tile_call *t, sparse_reader *in, int_sums dot, const group_place *at, int64_t first,

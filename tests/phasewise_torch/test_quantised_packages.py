@@ -40,7 +40,7 @@ def decompressed(parts: dict[str, Any], config: dict[str, Any]) -> Any:
     arguments = QuantizationArgs(**group["weights"])
     compressor = BaseCompressor.get_value_from_registry(config["format"])
     if hasattr(compressor, "decompress_weight"):
-            return compressor().decompress_weight(compressed_data=parts, quantization_args=arguments)
+        return compressor().decompress_weight(compressed_data=parts, quantization_args=arguments)
     return compressor.decompress(parts, QuantizationScheme(targets=["Linear"], weights=arguments))["weight"]
 
 

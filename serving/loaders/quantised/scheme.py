@@ -210,16 +210,15 @@ def _one_of(config: Fields, key: str, allowed: Iterable[str | None], what: str) 
     value = config.get(key)
     if value is not None and (not isinstance(value, str) or value not in allowed):
         names = ", ".join(one for one in allowed if one)
-        raise ModelError(f"{what} has {key} = {value!r:.60} in its quantisation: {names} can run")
+        raise ModelError(f"{what} has {key} = {value!r:.60} in its quantization_config: {names} can run")
     return value
 
 
 def _integer(config: Fields, key: str, allowed: Iterable[int], what: str) -> int:
     value = config.get(key)
     if type(value) is not int or value not in allowed:
-        raise ModelError(
-            f"{what} has {key} = {value!r:.60} in its quantisation: {', '.join(map(str, allowed))} can run"
-        )
+        can_run = ", ".join(map(str, allowed))
+        raise ModelError(f"{what} has {key} = {value!r:.60} in its quantization_config: {can_run} can run")
     return value
 
 

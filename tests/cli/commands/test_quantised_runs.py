@@ -33,7 +33,17 @@ def test_one_rank_and_two_answer_alike(tmp_path: Path, name: str) -> None:
     write_quantised_hf(tmp_path / "m", CASES[name])
     answers = [
         command.fields_of(
-            "generate", tmp_path / "m", "-p", "hello", "-n", 12, "--ignore-eos", "--threads", 2, "--ranks", ranks
+            "generate",
+            tmp_path / "m",
+            "-p",
+            "hello",
+            "-n",
+            12,
+            "--ignore-eos",
+            "--threads",
+            2,
+            "--ranks",
+            ranks,
         )["token_ids"]
         for ranks in (1, 2)
     ]
