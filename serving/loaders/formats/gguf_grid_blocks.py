@@ -16,7 +16,7 @@ from phasewise.serving.loaders.formats.gguf_grids import grid
 ZERO = 128
 _BITS = np.arange(8, dtype=np.uint8)
 _SEVEN_SIGNS = np.array([code | (code.bit_count() & 1) << 7 for code in range(128)], np.uint8)
-"""Of seven stored signs, the eighth makes their number even."""
+"""Eight signs for seven stored ones: the eighth makes their number even."""
 
 
 def half(raw: Array) -> Array:
@@ -50,7 +50,7 @@ def _words(raw: Array, dtype: str) -> Array:
 
 
 def iq2_xxs(raw: Array) -> QuantRows:
-    """Of each eight bytes four codes, then 4 times 7 signs and a scale of four bits."""
+    """Eights of bytes: four codes, then 4 times 7 signs and a scale of four bits."""
     eights = np.ascontiguousarray(raw[..., 2:]).reshape(*raw.shape[:2], 8, 8)
     high = _words(eights[..., 4:], "<u4")[..., 0]
     signs = _SEVEN_SIGNS[(high[..., None] >> np.array([0, 7, 14, 21], np.uint32)) & 127]

@@ -130,7 +130,7 @@ def _refuse_what_cannot_run(get: Callable[..., Any], activation: str) -> None:
 
 
 def quantisation_fields(get: Callable[..., Any]) -> Any:
-    """What config.json says of quantised weights; older compressed-tensors say it under another name."""
+    """The word of config.json on quantised weights; older compressed-tensors have another key for it."""
     stated = get("quantization_config") or get("compression_config")
     if isinstance(stated, dict) and "quant_method" not in stated and get("compression_config") is stated:
         return {"quant_method": "compressed-tensors", **stated}

@@ -1,4 +1,4 @@
-"""Which packed form holds integers with scales exactly, and the integers in it.
+"""The packed form that holds integers with scales exactly, and the integers in it.
 
 A weight is worth s (q - z) in float32, rounded once: what the packages give in float32, and, rounded to a
 narrower type, in that. Scales of 16 bits times integers of 8 are exact.

@@ -20,7 +20,7 @@ PARTS = (
     "weight_global_scale", "qweight", "qzeros", "scales", "g_idx",
 )  # fmt: skip
 OF_INPUTS = ("input_scale", "input_zero_point", "input_global_scale")
-"""Of rows that others round once and for all; here rows are rounded one by one, or not at all."""
+"""Scales of inputs that others round once and for all; here rows are rounded one by one, or not at all."""
 FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 MAX_DIM = 1 << 31
 

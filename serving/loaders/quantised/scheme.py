@@ -63,7 +63,7 @@ class Quantisation:
     method: Method
     schemes: tuple[WeightScheme, ...]
     zero_offset: int = 0
-    """What GPTQ's first format stores zero points less."""
+    """Taken off zero points where they are stored, by GPTQ's first format."""
 
     def scheme_of(self, is_float: bool, bits: int, what: str) -> WeightScheme:
         """The scheme of such weights; of several, that which rounds less. ModelError where none is."""

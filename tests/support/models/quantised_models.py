@@ -112,7 +112,7 @@ def int_quantized(dtype: str, *, zeros: bool = False) -> Maker:
 
 
 def e4m3(codes: Array) -> Array:
-    """What the codes are worth, by the definition of the type."""
+    """The worth of the codes, by the definition of the type."""
     exponent, fraction = codes >> 3 & 15, (codes & 7).astype(np.float64)
     size = np.where(exponent == 0, fraction * 2.0**-9, (8 + fraction) * 2.0 ** (exponent.astype(int) - 10))
     return np.where(codes & 128, -size, size).astype(np.float32)
