@@ -85,7 +85,7 @@ KvFormatOption = Annotated[
     typer.Option(
         "--kv-format",
         envvar="PHASEWISE_KV_FORMAT",
-        help="format of keys and values; auto: f32 beside f32 weights, else int16; int4: 5 bits a number",
+        help="format of keys and values; auto: f32 beside f32 and F16, else int16; int4: 5 bits a number",
     ),
 ]
 ThreadsOption = Annotated[

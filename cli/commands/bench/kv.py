@@ -52,7 +52,7 @@ _WISH = option_set(
         metavar="BYTES",
     ),
     kv_format=opt(
-        "format of the keys and values of --model; auto: two bytes a number, or f32 beside f32 weights",
+        "format of the keys and values of --model; auto: two bytes a number, or f32 beside f32 and F16",
         kind=KvFormat,
     ),
     max_sequences=opt("most running requests", min=1),
