@@ -24,6 +24,13 @@ def half(raw: Array) -> Array:
     return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
 
 
+def _times(top: Array, subs: Array) -> Array:
+    """Scales of groups; what is no number is refused where it is packed."""
+    with np.errstate(invalid="ignore"):
+        scales: Array = half(top) * subs.astype(np.float32)
+    return scales
+
+
 def _signed(magnitudes: Array, signs: Array) -> Array:
     """magnitudes [rows, blocks, 256]; signs [rows, blocks, 32]: bit i of a byte for input i of eight."""
     negative = (signs[..., None] >> _BITS) & 1
@@ -55,14 +62,14 @@ def iq2_xxs(raw: Array) -> QuantRows:
     high = _words(eights[..., 4:], "<u4")[..., 0]
     signs = _SEVEN_SIGNS[(high[..., None] >> np.array([0, 7, 14, 21], np.uint32)) & 127]
     numbers = _looked_up("IQ2_XXS", eights[..., :4].reshape(*raw.shape[:2], 32))
-    scales = half(raw[..., :2]) * (np.float32(0.5) + (high >> 28).astype(np.float32)) * np.float32(0.25)
+    scales = _times(raw[..., :2], (np.float32(0.5) + (high >> 28).astype(np.float32)) * np.float32(0.25))
     return _bytes(_signed(numbers, signs.reshape(*raw.shape[:2], 32)), scales, 32)
 
 
 def iq2_xs(raw: Array) -> QuantRows:
     """Words of nine bits of code and seven signs."""
     words = _words(raw[..., 2:66], "<u2")
-    scales = half(raw[..., :2]) * (np.float32(0.5) + _nibble_scales(raw[..., 66:])) * np.float32(0.25)
+    scales = _times(raw[..., :2], (np.float32(0.5) + _nibble_scales(raw[..., 66:])) * np.float32(0.25))
     return _bytes(_signed(_looked_up("IQ2_XS", words & 511), _SEVEN_SIGNS[words >> 9]), scales, 16)
 
 
@@ -70,7 +77,7 @@ def iq2_s(raw: Array) -> QuantRows:
     """Codes of ten bits, two of them apart, and eight signs."""
     high = (raw[..., 66:74, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
     codes = raw[..., 2:34].astype(np.uint16) | high.reshape(*raw.shape[:2], 32).astype(np.uint16) << 8
-    scales = half(raw[..., :2]) * (np.float32(0.5) + _nibble_scales(raw[..., 74:])) * np.float32(0.25)
+    scales = _times(raw[..., :2], (np.float32(0.5) + _nibble_scales(raw[..., 74:])) * np.float32(0.25))
     return _bytes(_signed(_looked_up("IQ2_S", codes), raw[..., 34:66]), scales, 16)
 
 
@@ -78,7 +85,7 @@ def iq3_xxs(raw: Array) -> QuantRows:
     """Codes of four inputs; behind them signs and scales as of IQ2_XXS."""
     high = _words(raw[..., 66:], "<u4")
     signs = _SEVEN_SIGNS[(high[..., None] >> np.array([0, 7, 14, 21], np.uint32)) & 127]
-    scales = half(raw[..., :2]) * (np.float32(0.5) + (high >> 28).astype(np.float32)) * np.float32(0.5)
+    scales = _times(raw[..., :2], (np.float32(0.5) + (high >> 28).astype(np.float32)) * np.float32(0.5))
     numbers = _looked_up("IQ3_XXS", raw[..., 2:66])
     return _bytes(_signed(numbers, signs.reshape(*raw.shape[:2], 32)), scales, 32)
 
@@ -87,7 +94,7 @@ def iq3_s(raw: Array) -> QuantRows:
     """Codes of nine bits, one of them apart."""
     high = (raw[..., 66:74, None] >> _BITS) & 1
     codes = raw[..., 2:66].astype(np.uint16) | high.reshape(*raw.shape[:2], 64).astype(np.uint16) << 8
-    scales = half(raw[..., :2]) * (1 + 2 * _nibble_scales(raw[..., 106:]).astype(np.float32))
+    scales = _times(raw[..., :2], 1 + 2 * _nibble_scales(raw[..., 106:]))
     return _bytes(_signed(_looked_up("IQ3_S", codes), raw[..., 74:106]), scales, 32)
 
 
@@ -98,7 +105,7 @@ def iq1_s(raw: Array) -> QuantRows:
     codes = raw[..., 2:34].astype(np.uint16) | (own << 8).reshape(*raw.shape[:2], 32)
     shift = np.where(high & 0x8000, -1, 1).astype(np.int16)
     numbers = 8 * _looked_up("IQ1", codes) + np.repeat(shift, 32, axis=-1)
-    scales = half(raw[..., :2]) * (2 * ((high >> 12) & 7) + 1).astype(np.float32) * np.float32(0.125)
+    scales = _times(raw[..., :2], (2 * ((high >> 12) & 7) + 1) * np.float32(0.125))
     return _bytes(numbers, scales, 32)
 
 
@@ -109,10 +116,10 @@ def iq1_m(raw: Array) -> QuantRows:
     shift = np.where(high & 8, -1, 1).astype(np.int16)
     words = _words(raw[..., 48:], "<u2")
     parts = (words & 0xF000) >> np.array([12, 8, 4, 0], np.uint16)
-    top = half(np.bitwise_or.reduce(parts, axis=-1, keepdims=True).astype("<u2").view(np.uint8))
+    top = np.bitwise_or.reduce(parts, axis=-1, keepdims=True).astype("<u2").view(np.uint8)
     subs = ((words[..., None] >> np.array([0, 3, 6, 9], np.uint16)) & 7).reshape(*raw.shape[:2], 16)
     numbers = 8 * _looked_up("IQ1", codes) + np.repeat(shift, 8, axis=-1)
-    return _bytes(numbers, top * (2 * subs + 1).astype(np.float32) * np.float32(0.125), 16)
+    return _bytes(numbers, _times(top, (2 * subs + 1) * np.float32(0.125)), 16)
 
 
 def _threes(q: Array, scale: Array) -> QuantRows:

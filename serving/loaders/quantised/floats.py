@@ -47,7 +47,8 @@ def fp8_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceTen
     form = _smallest_form(scales)
 
     def rows(start: int, stop: int) -> Array:
-        product: Array = E4M3[read.raw("weight", "u1", start, stop)] * of_rows(start, stop)
+        with np.errstate(over="ignore", invalid="ignore"):  # refused where it is packed
+            product: Array = E4M3[read.raw("weight", "u1", start, stop)] * of_rows(start, stop)
         return product
 
     return SourceTensor("FP8", (n, k), read.n_bytes, form, rows)
@@ -68,7 +69,8 @@ def nvfp4_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceT
     doubled = (np.array(FP4_VALUES) + INT8_ZERO_POINT).astype(np.uint8)
 
     def rows(start: int, stop: int) -> QuantRows:
-        scales = E4M3[read.raw("weight_scale", "u1", start, stop)] / whole.flat[0] * np.float32(0.5)
+        with np.errstate(over="ignore", invalid="ignore"):
+            scales = E4M3[read.raw("weight_scale", "u1", start, stop)] / whole.flat[0] * np.float32(0.5)
         return QuantRows(doubled[_nibbles(read, start, stop)], scales, None, INT8_ZERO_POINT, NVFP4_GROUP, 8)
 
     form = WeightForm("q8", NVFP4_GROUP, INT8_ZERO_POINT, "float32")

@@ -71,7 +71,8 @@ class IntegerWeight:
             )
             bits, mins = (4 if form.kind == "q4" else 8), None
             if form.has_mins:
-                mins = -(scales * zeros.astype(np.float32))
+                with np.errstate(over="ignore", invalid="ignore"):
+                    mins = -(scales * zeros.astype(np.float32))
             elif form.zero_point != int(self.zeros.flat[0]) or (self.zeros != form.zero_point).any():
                 steps = np.repeat(zeros, form.group, axis=1)[:, : self.k]
                 codes = (codes.astype(np.int16) - steps + form.zero_point).astype(np.uint8)
@@ -83,7 +84,8 @@ class IntegerWeight:
         groups = self.order if self.order is not None else np.arange(self.k) // self.group
         scales, zeros = (_of_rows(array, start, stop) for array in (self.scales, self.zeros))
         scales, zeros = (array[:, groups] if array.shape[1] > 1 else array for array in (scales, zeros))
-        product: Array = (codes.astype(np.int16) - zeros).astype(np.float32) * scales
+        with np.errstate(over="ignore", invalid="ignore"):
+            product: Array = (codes.astype(np.int16) - zeros).astype(np.float32) * scales
         return product
 
 
