@@ -24,9 +24,11 @@ def logits_of(model: PackedModel) -> np.ndarray:
     plans = {phase: ServicePlan(phase, (RankCores((0,)),)) for phase in PHASES}
     ranks = open_ranks(model, plans, RankOptions(KvSettings(128), 128, 1, pinned=False))
     try:
-        rows = [ranks.forward(Batch("prefill", (SequenceSlice(IDS, 0, 0, True),))).copy()]
-        for position in (len(IDS), len(IDS) + 1):
-            rows.append(ranks.forward(Batch("decode", (SequenceSlice([5], position, 0, True),))).copy())
+        batches = [
+            Batch("prefill", (SequenceSlice(IDS, 0, 0, True),)),
+            *(Batch("decode", (SequenceSlice([5], len(IDS) + more, 0, True),)) for more in (0, 1)),
+        ]
+        rows = [ranks.forward(batch).copy() for batch in batches]
     finally:
         ranks.close()
     return np.concatenate(rows)
