@@ -223,7 +223,13 @@ def registry() -> CollectorRegistry:
     models = ("one", "other")
     load = LOAD._replace(by_model=dict.fromkeys(models, LOAD))
     products = {"one": {"tuned": 0}}
-    metrics = Metrics(Gauges(lambda: load, joules=lambda: {"package-0": 0.0}, products=products), models)
+    gauges = Gauges(
+        lambda: load,
+        joules=lambda: {"package-0": 0.0},
+        phase_joules=lambda: {"prefill": 0.0},
+        products=products,
+    )
+    metrics = Metrics(gauges, models)
     metrics.registry.register(
         EmbeddingMetrics(lambda: [LaneState("cpu:0", True, 0, 0, UNLIMITED, *(0,) * 3)])
     )

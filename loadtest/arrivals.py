@@ -73,6 +73,8 @@ def scaled(trace: Trace, time_scale: float, length_scale: float) -> Trace:
             whole_tokens(request.prompt_tokens * length_scale),
             whole_tokens(request.output_tokens * length_scale),
             None if request.arrival_s is None else request.arrival_s * time_scale,
+            request.blocks,
+            whole_tokens(request.block_tokens * length_scale),
         )
         for request in trace
     )

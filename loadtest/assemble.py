@@ -16,6 +16,8 @@ from phasewise.tuner.config.trace import read_trace
 from phasewise.tuner.errors import TraceError
 
 DEFAULT_REQUESTS, DEFAULT_CLIENTS = 100, 8
+OFFLINE_CLIENTS = 64
+"""Clients that tell the rate without promises: more than answers that a server computes by default."""
 REQUESTS_OF_A_DURATION = 100_000
 """Requests to prepare for a duration, so that the duration ends the load."""
 DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 128, 64
@@ -42,7 +44,8 @@ def load_test_of(
 
     Raises LoadSettingsError where settings exclude each other, TraceError for a trace that cannot be read.
     """
-    slo = _slo(promises, needs_one=promises.find_rate or plot is not None)
+    is_search = promises.find_rate or promises.over_offline
+    slo = _slo(promises, needs_one=is_search or plot is not None)
     requests = _requests(times, lengths)
     return LoadTest(
         target=Target(
@@ -55,16 +58,19 @@ def load_test_of(
             _body_fields(asking),
         ),
         requests=requests,
-        pace=_pace(requests, times, is_search=promises.find_rate),
+        pace=_pace(requests, times, is_search=is_search),
         seed=lengths.seed,
         n_warm_up=lengths.warmup,
         duration_s=times.duration_s,
         slo=slo,
-        search=_search(times.rate, promises) if promises.find_rate else None,
+        search=_search(times.rate, promises) if is_search else None,
         probe_s=promises.probe_s,
         may_cut_probes=plot is None,
         may_use_ids=not asking.text_prompts,
         keeps_text=keeps_text,
+        turns=lengths.turns,
+        shared_prefix=lengths.shared_prefix,
+        n_offline=(times.concurrency or OFFLINE_CLIENTS) if promises.over_offline else None,
     )
 
 
@@ -72,7 +78,7 @@ def _slo(promises: Promises, *, needs_one: bool) -> LatencySlo | None:
     if promises.goodput is None:
         if needs_one:
             raise LoadSettingsError(
-                "--find-rate and --plot need promises: --slo ttft=2s,tpot=280ms, for example"
+                "--find-rate, --over-offline and --plot need promises: --slo ttft=2s,tpot=280ms, for example"
             )
         return None
     try:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from phasewise.loadtest.energy import Energy, energy_in
 from phasewise.loadtest.outcome import FailureKind, RequestOutcome
 from phasewise.loadtest.stream import MAX_ERROR_CHARS, StreamReader
 
@@ -64,6 +65,19 @@ class Target:
             asked["messages"] = [{"role": "user", "content": prompt}]
         else:
             asked["prompt"] = prompt
+        return self._written(asked, streamed=streamed)
+
+    def body_of(self, turns: Sequence[str], max_tokens: int) -> bytes:
+        """The JSON of a turn of a conversation: what was said so far, by each in turn."""
+        asked: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens}
+        if self.is_chat:
+            roles = ("user", "assistant")
+            asked["messages"] = [{"role": roles[at % 2], "content": text} for at, text in enumerate(turns)]
+        else:
+            asked["prompt"] = "".join(turns)
+        return self._written(asked, streamed=True)
+
+    def _written(self, asked: dict[str, Any], *, streamed: bool) -> bytes:
         if streamed:
             asked |= {"stream": True, "stream_options": {"include_usage": True}}
         return json.dumps({**asked, **self.fields}).encode()
@@ -157,6 +171,15 @@ class LoadClient:
         if status != 200 or not isinstance(cards, list):
             raise LoadTestError(f"{where} lists no models (status {status}): name one with --model")
         return [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
+
+    async def energy(self) -> Energy | None:
+        """The energy of the server's machine so far, as phasewise's /metrics say; None where they do not."""
+        where = f"{self.target.base}/metrics"
+        try:
+            async with self._session.get(where, timeout=aiohttp.ClientTimeout(total=CONNECT_S)) as response:
+                return energy_in((await response.content.read(MAX_BODY_BYTES)).decode("utf-8", "replace"))
+        except (TimeoutError, OSError, ValueError, aiohttp.ClientError):
+            return None
 
     async def count_prompt(self, prompt: Prompt) -> int | None:
         """The server's count of the tokens of `prompt`; None where it refuses or gives no count."""

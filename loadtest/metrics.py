@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from phasewise.loadtest.arrivals import LatencySlo
+from phasewise.loadtest.energy import Energy
 from phasewise.loadtest.outcome import RequestOutcome
 
 PERCENTILES = (50, 90, 99)
@@ -29,6 +30,8 @@ class Measured:
     outcomes: Sequence[RequestOutcome]
     duration_s: float
     client_cpu_s: float
+    energy: Energy | None = None
+    """The energy of the machine that serves; None where it was not measured."""
 
     @property
     def complete(self) -> list[RequestOutcome]:
@@ -38,6 +41,32 @@ class Measured:
     def client_cpu_share(self) -> float:
         """The client's CPU time over the duration, as a share of one core."""
         return self.client_cpu_s / self.duration_s if self.duration_s > 0 else 0.0
+
+    @property
+    def joules_per_token(self) -> dict[str, float] | None:
+        """Joules of a token: of computed prompts by prefill steps, of answers by decode steps, and of all by
+        all that was spent. None: not measured.
+        """
+        if self.energy is None:
+            return None
+        n_prompt = sum(outcome.prompt_tokens - (outcome.cached_tokens or 0) for outcome in self.complete)
+        n_answer = sum(outcome.output_tokens for outcome in self.complete)
+        return {
+            "prefill": self.energy.prefill / max(1, n_prompt),
+            "decode": self.energy.decode / max(1, n_answer),
+            "all": sum(self.energy) / max(1, n_prompt + n_answer),
+        }
+
+    @property
+    def request_rate(self) -> float:
+        """Complete answers a second."""
+        return len(self.complete) / self.duration_s if self.duration_s > 0 else 0.0
+
+    @property
+    def output_rate(self) -> float:
+        """Tokens of complete answers a second."""
+        n_output = sum(outcome.output_tokens for outcome in self.complete)
+        return n_output / self.duration_s if self.duration_s > 0 else 0.0
 
 
 def latencies_ms(outcomes: Sequence[RequestOutcome]) -> dict[str, list[float]]:
@@ -121,6 +150,19 @@ def is_kept(outcomes: Sequence[RequestOutcome], slo: LatencySlo, goal: float = G
 def most_missed(count: int, goal: float = GOAL) -> int:
     """The number of `count` requests that may miss one promise."""
     return math.floor(count * (1 - goal) + 1e-9)
+
+
+def hit_rate(outcomes: Sequence[RequestOutcome]) -> float | None:
+    """Part of the prompts' tokens that the server did not compute again; None where it does not say."""
+    told = [outcome for outcome in outcomes if outcome.is_complete and outcome.cached_tokens is not None]
+    n_tokens = sum(outcome.prompt_tokens for outcome in told)
+    return sum(outcome.cached_tokens or 0 for outcome in told) / n_tokens if n_tokens else None
+
+
+def hit_rates_by_turn(outcomes: Sequence[RequestOutcome]) -> list[float | None]:
+    """`hit_rate` of the first turns of conversations, of the second ones, and so on."""
+    n_turns = 1 + max((outcome.turn for outcome in outcomes), default=0)
+    return [hit_rate([outcome for outcome in outcomes if outcome.turn == turn]) for turn in range(n_turns)]
 
 
 def failures(outcomes: Sequence[RequestOutcome]) -> Mapping[str, int]:

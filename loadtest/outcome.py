@@ -43,6 +43,10 @@ class RequestOutcome:
     failure: FailureKind | None = None
     error: str = ""
     retry_after_s: float | None = None
+    cached_tokens: int | None = None
+    """Tokens of the prompt that the server did not compute again; None: it does not say."""
+    turn: int = 0
+    """Turns of the conversation before it."""
 
     @property
     def is_complete(self) -> bool:

@@ -6,7 +6,7 @@ common words, and the server's token counts of two probes give the tokens per wo
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -31,15 +31,23 @@ WORDS = tuple(_TEXT.split())
 FEW, MANY = 32, 96
 """Numbers of words of the two probes."""
 
+_OF_BLOCKS = 1 << 62
+"""In the seed of a block, where a prompt's has its index."""
+
 PROBE_TOKENS = 16
 MOST_ADDED = 2
 """Most tokens that a server may put before the ids, such as a begin-of-text token."""
 
 
 class Prompts(Protocol):
-    """Prompts by index; the same index and seed give the same prompt."""
+    """Prompts by index; the same index and seed give the same prompt.
 
-    def __call__(self, index: int, n_tokens: int) -> Prompt: ...
+    blocks: what it begins with, each of `block_tokens`; the same in every prompt that names the same.
+    """
+
+    def __call__(
+        self, index: int, n_tokens: int, blocks: Sequence[int] = (), block_tokens: int = 1
+    ) -> Prompt: ...
 
     def describe(self) -> str: ...
 
@@ -53,11 +61,19 @@ class IdPrompts:
     high: int = ID_RANGE[1]
     added: int = 0
 
-    def __call__(self, index: int, n_tokens: int) -> Prompt:
-        drawn = np.random.default_rng((self.seed, index)).integers(
-            self.low, self.high, max(1, n_tokens - self.added)
-        )
-        ids: list[int] = drawn.tolist()
+    def __call__(
+        self, index: int, n_tokens: int, blocks: Sequence[int] = (), block_tokens: int = 1
+    ) -> Prompt:
+        count = max(1, n_tokens - self.added)
+        ids: list[int] = []
+        for block in blocks:
+            ids += self._drawn((self.seed, _OF_BLOCKS, block), block_tokens)
+        if len(ids) < count:
+            ids += self._drawn((self.seed, index), count - len(ids))
+        return ids[:count]
+
+    def _drawn(self, seed: tuple[int, ...], count: int) -> list[int]:
+        ids: list[int] = np.random.default_rng(seed).integers(self.low, self.high, count).tolist()
         return ids
 
     def describe(self) -> str:
@@ -73,8 +89,20 @@ class TextPrompts:
     added: float = 0.0
     is_measured: bool = False
 
-    def __call__(self, index: int, n_tokens: int) -> Prompt:
-        return words(self.seed, index, max(1, round((n_tokens - self.added) / self.tokens_a_word)))
+    def __call__(
+        self, index: int, n_tokens: int, blocks: Sequence[int] = (), block_tokens: int = 1
+    ) -> Prompt:
+        return self.text(index, n_tokens - self.added, blocks, block_tokens)
+
+    def text(self, index: int, n_tokens: float, blocks: Sequence[int] = (), block_tokens: int = 1) -> str:
+        """Words of so many tokens, with nothing around them."""
+        count = max(1, round(n_tokens / self.tokens_a_word))
+        n_of_block = max(1, round(block_tokens / self.tokens_a_word))
+        texts = [words((self.seed, _OF_BLOCKS, block), n_of_block) for block in blocks]
+        n_own = count - len(texts) * n_of_block
+        if n_own > 0:
+            return "".join([*texts, words((self.seed, index), n_own)])
+        return "".join(f" {word}" for word in "".join(texts).split()[:count])
 
     def describe(self) -> str:
         if not self.is_measured:
@@ -92,15 +120,15 @@ async def calibrated(count: Count, seed: int, *, may_use_ids: bool) -> Prompts:
         n_counted = await count(IdPrompts(seed)(0, PROBE_TOKENS))
         if n_counted is not None and PROBE_TOKENS <= n_counted <= PROBE_TOKENS + MOST_ADDED:
             return IdPrompts(seed, added=n_counted - PROBE_TOKENS)
-    few, many = await count(words(seed, 0, FEW)), await count(words(seed, 0, MANY))
+    few, many = await count(words((seed, 0), FEW)), await count(words((seed, 0), MANY))
     if few is None or many is None or many <= few:
         return TextPrompts(seed)
     tokens_a_word = (many - few) / (MANY - FEW)
     return TextPrompts(seed, tokens_a_word, max(0.0, few - FEW * tokens_a_word), is_measured=True)
 
 
-def words(seed: int, index: int, n_words: int) -> str:
+def words(seed: tuple[int, ...], n_words: int) -> str:
     """A text of random words. Every word appears once before any repeats, so short texts are like long."""
-    rng = np.random.default_rng((seed, index))
+    rng = np.random.default_rng(seed)
     order = np.concatenate([rng.permutation(len(WORDS)) for _ in range(-(-n_words // len(WORDS)))])
     return " " + " ".join(WORDS[position] for position in order[:n_words])

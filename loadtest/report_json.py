@@ -12,6 +12,8 @@ from phasewise.loadtest.metrics import (
     attainment_by_scale,
     failures,
     flat_result,
+    hit_rate,
+    hit_rates_by_turn,
 )
 from phasewise.loadtest.outcome import RequestOutcome
 from phasewise.loadtest.session import LoadReport, RateProbe
@@ -52,6 +54,10 @@ def _own_fields(report: LoadReport) -> dict[str, Any]:
         "arrivals": arrivals_of(report),
         "prompts": report.prompts,
         "failures": failures(measured.outcomes),
+        "cache_hit_rate": hit_rate(measured.outcomes),
+        "cache_hit_rate_by_turn": hit_rates_by_turn(measured.outcomes),
+        "energy_joules": None if measured.energy is None else measured.energy._asdict(),
+        "joules_per_token": measured.joules_per_token,
         "client_cpu_share": measured.client_cpu_share,
         "was_interrupted": report.was_stopped,
     }
@@ -65,6 +71,10 @@ def _own_fields(report: LoadReport) -> dict[str, Any]:
     if report.is_search:
         fields["goodput_rate"] = report.found_rate
         fields["probes"] = [_probe_fields(probe) for probe in report.probes]
+    if report.offline is not None:
+        fields["offline_request_throughput"] = report.offline.request_rate
+        fields["offline_output_throughput"] = report.offline.output_rate
+        fields["server_over_offline"] = report.server_over_offline
     return fields
 
 
@@ -99,4 +109,6 @@ def detailed_fields(outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:
         "errors": [outcome.error for outcome in ordered],
         "latencies": [outcome.latency_s for outcome in ordered],
         "start_times": [outcome.start_s for outcome in ordered],
+        "cached_tokens": [outcome.cached_tokens for outcome in ordered],
+        "turns": [outcome.turn for outcome in ordered],
     }

@@ -16,9 +16,10 @@ from typing import TypeAlias
 from phasewise._words import counted, percent
 from phasewise.loadtest.arrivals import LatencySlo, RequestPace
 from phasewise.loadtest.client import LoadClient, LoadTestError, Target, open_client
+from phasewise.loadtest.conversations import TurnByTurn
 from phasewise.loadtest.metrics import Measured, attainment, is_kept, kept_promises, most_missed
 from phasewise.loadtest.outcome import RequestOutcome
-from phasewise.loadtest.prompts import Prompts, calibrated
+from phasewise.loadtest.prompts import Prompts, TextPrompts, calibrated
 from phasewise.loadtest.rate_search import RateSearch, find_rate
 from phasewise.loadtest.send import Observe, RequestLoad, run_load
 from phasewise.tuner.config.lengths import RequestLengths, Trace
@@ -63,6 +64,12 @@ class LoadTest:
     """
     may_use_ids: bool = True
     keeps_text: bool = False
+    turns: int = 1
+    """Turns of a conversation: each sends the text so far, the server's answers in it, and its own."""
+    shared_prefix: int = 0
+    """Tokens that all conversations begin with."""
+    n_offline: int | None = None
+    """Before the search, as many clients that wait for their answers tell the rate without promises."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,15 @@ class LoadReport:
     found_rate: float | None = None
     is_search: bool = False
     was_stopped: bool = False
+    offline: Measured | None = None
+    """The same requests without promises, where that was asked for."""
+
+    @property
+    def server_over_offline(self) -> float | None:
+        """Part of the rate without promises that is left with them; None where none was found."""
+        if self.offline is None or self.found_rate is None or not self.offline.request_rate:
+            return None
+        return self.found_rate / self.offline.request_rate
 
 
 def no_report(_line: str) -> None:
@@ -116,18 +132,28 @@ def run_load_test(
 
 async def _run(test: LoadTest, report: Report, progress: OpenProgress) -> LoadReport:
     stop = asyncio.Event()
-    async with open_client(test.target, keeps_text=test.keeps_text) as client:
+    async with open_client(test.target, keeps_text=test.keeps_text or test.turns > 1) as client:
         client, context = await _with_model(client)
         requests = _fitting(test.requests, context, report)
         test = replace(test, target=client.target, requests=requests)
-        prompts = await calibrated(
-            client.count_prompt, test.seed, may_use_ids=test.may_use_ids and not test.target.is_chat
-        )
+        may_use_ids = test.may_use_ids and not test.target.is_chat and test.turns == 1
+        prompts = await calibrated(client.count_prompt, test.seed, may_use_ids=may_use_ids)
         report(f"{client.target.model} at {client.target.url}: {prompts.describe()}")
         session = _Session(client, test, prompts, stop, report, progress)
         with stopping_at_interrupt(stop, report):
             await session.warm_up()
-            return await (session.measure() if test.search is None else session.search(test.search))
+            if test.search is None:
+                return await session.measure(context)
+            offline = None if test.n_offline is None else await session.offline(test.n_offline)
+            report_of = await session.search(_starting(test.search, offline))
+            return replace(report_of, offline=offline)
+
+
+def _starting(search: RateSearch, offline: Measured | None) -> RateSearch:
+    """The search, which begins near the rate without promises where that is known."""
+    if offline is None or not offline.request_rate:
+        return search
+    return replace(search, start=0.9 * offline.request_rate, factor=1.2)
 
 
 async def _with_model(client: LoadClient) -> tuple[LoadClient, int | None]:
@@ -178,12 +204,30 @@ class _Session:
             load = RequestLoad(requests, pace, self.prompts, first_index=1 << 40)
             await run_load(self.client, load, self.stop)
 
-    async def measure(self) -> LoadReport:
-        """One load at the pace of the test."""
+    async def offline(self, n_clients: int) -> Measured:
+        """The requests of the test, by clients that wait for their answers and for nothing else."""
         test = self.test
-        load = RequestLoad(test.requests, test.pace, self.prompts, test.seed, duration_s=test.duration_s)
+        pace = RequestPace(None, most_at_once=n_clients)
+        load = RequestLoad(test.requests, pace, self.prompts, first_index=1 << 41)
         with self.progress(len(test.requests)) as observe:
             measured = await run_load(self.client, load, self.stop, observe)
+        self.report(f"without promises: {measured.request_rate:.3f} requests/s")
+        await asyncio.sleep(SETTLE_S)
+        return measured
+
+    async def measure(self, context: int | None) -> LoadReport:
+        """One load at the pace of the test. context: of the model, if known."""
+        test = self.test
+        load = RequestLoad(test.requests, test.pace, self.prompts, test.seed, duration_s=test.duration_s)
+        if test.turns > 1:
+            assert isinstance(self.prompts, TextPrompts)
+            load.conversations = TurnByTurn(self.prompts, test.turns, test.shared_prefix, context)
+        before = await self.client.energy()
+        with self.progress(len(test.requests)) as observe:
+            measured = await run_load(self.client, load, self.stop, observe)
+        after = await self.client.energy()
+        if before is not None and after is not None:
+            measured = replace(measured, energy=after.since(before))
         return self._load_report(measured, test.pace)
 
     async def search(self, search: RateSearch) -> LoadReport:

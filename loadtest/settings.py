@@ -24,7 +24,8 @@ class SendingTimes:
 @dataclass(frozen=True)
 class SentLengths:
     """The number of requests, and their lengths in tokens: fixed, drawn from a distribution, or the
-    trace's.
+    trace's. `turns`: of each conversation, whose turns have the lengths of requests in turn; `shared_prefix`:
+    tokens that all of them begin with.
     """
 
     requests: int | None = None
@@ -32,6 +33,8 @@ class SentLengths:
     output_len: int | None = None
     lengths: str | None = None
     length_scale: float = 1.0
+    turns: int = 1
+    shared_prefix: int = 0
     warmup: int = 2
     seed: int = 0
 
@@ -57,6 +60,7 @@ class Promises:
     goodput: str | None = None
     slo_scale: float = 1.0
     find_rate: bool = False
+    over_offline: bool = False
     probe_s: float = 20.0
     most_probes: int = 16
     votes: int = 3

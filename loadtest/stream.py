@@ -85,6 +85,10 @@ class StreamReader:
             self._n_told = answer
         if type(prompt) is int and 0 <= prompt < 1 << 32:
             self._outcome.prompt_tokens = prompt
+        details = usage.get("prompt_tokens_details")
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        if type(cached) is int and 0 <= cached < 1 << 32:
+            self._outcome.cached_tokens = cached
 
     def _choice(self, choices: Any, at_s: float) -> None:
         """One event of a choice: a token, or what opens or ends the answer."""

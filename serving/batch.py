@@ -54,6 +54,8 @@ class Batch(NamedTuple):
     """Whose each slice is, in the same order. For the scheduler and the sampler; ranks do not read it."""
     copies: tuple[KvCopy, ...] = ()
     """Done in this order before anything is computed; by the engine, through `Ranks.copy_kv`."""
+    n_in_shadow: int = 0
+    """Slices of requests that take what others leave. For pacing."""
 
     @property
     def n_tokens(self) -> int:

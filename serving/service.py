@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from phasewise._words import counted
@@ -31,10 +32,12 @@ from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, Serve
 from phasewise.serving.http.length_log import LengthLog
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.monitoring.access_log import NOT_LOGGED, Logging, open_log
+from phasewise.serving.http.monitoring.energy import PhaseEnergy
 from phasewise.serving.http.monitoring.live import MachineFacts
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.requests.lengths import LengthObserver, RealisedLength
 from phasewise.serving.http.routes.app import Surroundings, create_app
+from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.routes.hangup import ReadKeys, on_hangup
 from phasewise.serving.http.transport.connections import Connections
 from phasewise.serving.http.transport.listening import Address
@@ -90,6 +93,9 @@ class ServiceSettings:
     """None: receipts are not signed."""
     read_keys: ReadKeys | None = None
     """Reads the API keys again; None: they stay as they are."""
+    batch_dir: Path = Path()
+    batch_bytes: int = 0
+    """Most bytes of files of batches; 0: none are taken."""
     products: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """By the id of a model: how many products are tuned, imported, verified, set aside."""
 
@@ -153,6 +159,9 @@ def run_service(
             stack.enter_context(closing(opened.text.conversations))
         further = [stack.enter_context(_opened_beside(other, settings, host)) for other in others]
         surroundings = Surroundings(settings.cors_origins, access, settings.page)
+        folder, most_bytes = settings.batch_dir, settings.batch_bytes
+        batches = BatchRunner(folder, most_bytes, opened.size.limits.max_sequences, life, report)
+        stack.callback(batches.close)
         app = create_app(
             _served(opened, settings, guides, host),
             client,
@@ -162,6 +171,7 @@ def run_service(
             surroundings,
             None if embedding is None else served_embeddings(embedding, (embedding.model.name,)),
             further,
+            batches,
         )
         service = Service(
             app,
@@ -170,6 +180,7 @@ def run_service(
             connections,
             report,
             on_hangup(_files(lines, settings, log), app.state.keys, settings.read_keys),
+            partial(batches.begin, app),
         )
         server = HttpServer(service, address, settings.tls)
         stack.enter_context(allocator_headroom())
@@ -245,6 +256,8 @@ def _gauges(
     products: Mapping[str, Mapping[str, int]],
 ) -> Gauges:
     lines, lengths = logs
+    energy = PhaseEnergy(EnergyCounters())
+    client.observe(energy)
     return Gauges(
         load=lambda: client.load,
         n_connections=n_connections,
@@ -253,7 +266,8 @@ def _gauges(
         n_requests_rerun=lambda: host.n_requests_rerun,
         n_lengths_lost=lambda: lengths.n_lost if lengths else 0,
         n_access_lines_lost=lambda: lines.n_lost,
-        joules=EnergyCounters().joules,
+        joules=energy.by_zone,
+        phase_joules=energy.by_phase,
         products=products,
     )
 

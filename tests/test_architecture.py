@@ -60,6 +60,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "serving.errors": (),
     "serving.batch": ("tuner.plans",),
+    "serving.batches": ("serving.batches", "serving.errors"),
     "serving.processes": ("serving.processes", "serving.errors"),
     "serving.sandbox": ("serving.sandbox", "serving.processes", "serving.errors"),
     "serving.text": ("serving.text", "serving.sandbox", "serving.errors"),
@@ -150,6 +151,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # The HTTP layer knows the engine by its messages. It never sees the scheduler, ranks or loaders.
     "serving.http": (
         "serving.http",
+        "serving.batches",
         "serving.embedding",
         "serving.engine",
         "serving.sampling",
@@ -161,6 +163,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "serving.sandbox",
         "serving.processes",
         "serving.errors",
+        "topology.energy",
         "tuner.plans",
         "_files",
     ),

@@ -278,6 +278,7 @@ OTHER_WRITERS = {
     "cli.main": "stdout is pointed at /dev/null when its reader has gone",
     "cli.commands.db.sharing": "as cli.main",
     "cluster.real.local_instances": "a pipe to a child",
+    "serving.batches.store": "files that clients send, which a transaction makes known or a start removes",
     "serving.http.transport.listening": "a file in memory",
     "ir.raising.preprocess": "files in a temporary directory",
     "ir.running.checking": "files in a temporary directory",

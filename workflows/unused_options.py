@@ -109,6 +109,7 @@ _EMBEDDING = ("--embed-cores", "--embed-instances", "--embed-accelerators", "--e
 _BELIEVING = ("--remote-digest", "--remote-signers")
 _REMOTE = ("--remote", *_BELIEVING)
 _KEEPING = ("--prefix-cache", "--prefix-cache-bytes", "--prefix-pack")
+_BATCHES = ("--batch-dir", "--batch-bytes")
 _GENERATING = (
     *("--max-sequences", "--max-waiting", "--max-prompt", "--max-sequences-per-key", "--allow-special"),
     *(
@@ -135,6 +136,7 @@ _GENERATING = (
     ),
     *(*_POOLS, "--spread", *_DIVIDING, "--embed-model", "--embed-cores"),
     *_REMOTE,
+    *_BATCHES,
 )
 
 _OF_K_QUANTS = Way(
@@ -228,6 +230,13 @@ _SERVE = (
         when=_POOLS,
         instead="each pool has its engine and cores (0-3+4-7: two ranks); leave that out, or the pools",
     ),
+    Way(
+        "with --also",
+        _BATCHES,
+        when=("--also",),
+        instead="engines of several models take turns, and a batch would have turns of others' answers; "
+        "leave either out",
+    ),
     Way("without pools", _DIVIDING, unless=_POOLS, instead="name pools, or leave that out"),
     Way(
         "where all pools are mixed",
@@ -248,6 +257,7 @@ _SERVE = (
 
 _TABLE = Way("without a table", ("--wide",), when=("--output", "--json"))
 
+_SEARCHES = ("--find-rate", "--over-offline")
 _RATE_SEARCH = ("--probe", "--most-probes", "--votes")
 _AUTHORS_C = ("--include", "--define")
 _ODMA = ("--buckets", "--alpha", "--tau", "--window", "--refresh-every", "--reserve")
@@ -337,11 +347,19 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("without --calibration", ("--calibration-tokens",), unless=("--calibration",)),
     ),
     "bench serve": (
-        Way("without --rate", ("--arrivals", "--burstiness"), unless=("--rate", "--find-rate")),
+        Way("without --rate", ("--arrivals", "--burstiness"), unless=("--rate", *_SEARCHES)),
         Way("without --arrivals gamma", ("--burstiness",), unless=("--arrivals=gamma",)),
         Way("without --trace", ("--time-scale",), unless=("--trace",)),
-        Way("with --rate", ("--time-scale",), when=("--rate", "--find-rate")),
-        Way("without --find-rate", _RATE_SEARCH, unless=("--find-rate",)),
+        Way("with --rate", ("--time-scale",), when=("--rate", *_SEARCHES)),
+        Way("without --find-rate", _RATE_SEARCH, unless=_SEARCHES),
+        Way("with --over-offline", ("--rate",), when=("--over-offline",)),
+        Way(
+            "with --turns",
+            ("--rate", "--trace", *_SEARCHES, *_RATE_SEARCH, "--text-prompts"),
+            when=("--turns",),
+            instead="a turn waits for the answer before it, whose text it sends; leave that out",
+        ),
+        Way("without --turns", ("--shared-prefix",), unless=("--turns",)),
         Way("without --slo", ("--slo-scale",), unless=("--slo",)),
         Way("with --endpoint chat", ("--text-prompts",), when=("--endpoint=chat",)),
         Way("without -o csv or json", ("--save-detailed",), unless=("--output",)),

@@ -34,6 +34,7 @@ from phasewise.workflows.serve.run import serve_model
 from phasewise.workflows.serve.settings import (
     Accepting,
     Answering,
+    Batches,
     KeysAndValues,
     Listening,
     Logged,
@@ -370,6 +371,24 @@ _REMOTE = option_set(
     ),
 )
 
+_BATCHES = option_set(
+    Batches,
+    "Batches",
+    batch_dir=opt(
+        "folder of the files and batches of /v1/files and /v1/batches, one server's alone "
+        "[default: $XDG_STATE_HOME/phasewise/batches]",
+        metavar="DIR",
+        envvar="PHASEWISE_BATCH_DIR",
+    ),
+    batch_bytes=opt(
+        "most bytes of all files of batches and their answers; 0: no batches are taken",
+        parser=parse_bytes,
+        metavar="BYTES",
+        envvar="PHASEWISE_BATCH_BYTES",
+        written="4G",
+    ),
+)
+
 _EMBEDDINGS = option_set(
     Embeddings,
     "Embeddings",
@@ -407,6 +426,7 @@ _EMBEDDINGS = option_set(
     pools=_POOLS,
     embeddings=_EMBEDDINGS,
     remote=_REMOTE,
+    batches=_BATCHES,
 )
 def serve(
     model: ModelArgument,
@@ -421,6 +441,7 @@ def serve(
     pools: Pools,
     embeddings: Embeddings,
     remote: Remote,
+    batches: Batches,
     length_log: Annotated[
         Path | None,
         typer.Option(
@@ -470,6 +491,7 @@ def serve(
             embeddings,
             length_log=length_log,
             remote=remote,
+            batches=batches,
             db=db,
         ),
         note,

@@ -259,6 +259,7 @@ class Front:
         n_prompt = len(request.prompt_token_ids)
         ask = Ask(request.request_id, n_prompt, _expected_tokens(request))
         whole = whole or request.prompt_logprobs is not None  # whoever answers gives them out
+        whole = whole or request.in_shadow  # it gives way at once, which a block being sent cannot
         assignment = self._router.assign(ask, whole=whole)
         self._epoch += 1
         attempt = _Attempt(request, self._epoch, assignment, n_reruns)
@@ -494,10 +495,11 @@ class Front:
     def _load(self) -> EngineLoad:
         """The load of all instances together; requests without an instance count as waiting."""
         loads = [member.load for member in self._members if member.load is not None]
-        n_assigned = len(self._requests)
+        n_in_shadow = sum(attempt.request.in_shadow for attempt in self._requests.values())
+        n_assigned = len(self._requests) - n_in_shadow
         n_waiting = min(n_assigned, sum(load.n_waiting for load in loads))  # a divided one may wait twice
         return EngineLoad(
-            n_waiting + len(self._waiting),
+            n_waiting + sum(not request.in_shadow for request, _ in self._waiting.values()),
             n_assigned - n_waiting,
             sum(load.kv_slots_used for load in loads),
             sum(load.kv_slots for load in loads),
@@ -510,6 +512,7 @@ class Front:
             hand_overs=HandOverCounts(
                 self.counts.divided, dict(self.counts.failed), dict(self.refused_frames)
             ),
+            n_in_shadow=n_in_shadow,
             steps_over_tpot=sum(load.steps_over_tpot for load in loads),
             step_over_tpot_ms=max((load.step_over_tpot_ms for load in loads), default=0),
             stored=summed([load.stored for load in loads if load.stored is not None]),

@@ -45,6 +45,7 @@ class Asked:
     shown: frozenset[int] = frozenset()
     receipt: bool = False
     prompt_logprobs: int | None = None
+    in_shadow: bool = False
 
     @classmethod
     def of(cls, request: Submit, request_id: str) -> Asked:

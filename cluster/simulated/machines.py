@@ -105,7 +105,9 @@ class ProductionMachine:
             self._step()
 
     def _step(self) -> None:
-        batch = self.scheduler.next_batch(*self._pacing.pace(self.scheduler.n_answering))
+        scheduler = self.scheduler
+        paced = self._pacing.pace(scheduler.n_answering, is_all_shadow=scheduler.is_all_shadow)
+        batch = scheduler.next_batch(*paced)
         if batch is None:
             self.scheduler.take_copies()
             self._tell_granted()
@@ -131,7 +133,7 @@ class ProductionMachine:
         self.busy_s += cost_s
         self.occupancy_s[batch.n_tokens] += cost_s
         outs = self.scheduler.commit(batch, [TOKEN] * batch.n_logits)
-        self._pacing.observe(batch.phase, batch.n_tokens, round(cost_s * 1e9))
+        self._pacing.observe(batch.phase, batch.n_tokens, round(cost_s * 1e9), batch.n_in_shadow)
         if batch.phase == "prefill":
             self._since_prefill = 0
         elif self._since_prefill is not None:

@@ -33,6 +33,7 @@ from phasewise.serving.sampling.sampling import SampledToken, Sampler, sample_ro
 from phasewise.serving.scheduling.pacing import PROMPT_SHARE, Pacing
 from phasewise.serving.scheduling.request import Request, TokenOut
 from phasewise.serving.scheduling.scheduler import Scheduler
+from phasewise.serving.scheduling.shadow import UNBOUNDED, ShadowRoom
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,6 +102,7 @@ class _Live:
             message.cache_space,
             client=message.client,
             takes_over=message.prompt_logprobs is None,
+            in_shadow=message.in_shadow,
         )
 
 
@@ -257,7 +259,7 @@ class Engine:
             outs = self._commit(batch, runs)
             self._rest_prompts(passing)
         stats = StepStats(batch.phase, len(batch.slices), batch.n_tokens, time.perf_counter_ns() - started_ns)
-        self._observe(stats)
+        self._observe(stats, batch.n_in_shadow)
         return Delivery(outs, stats, self.load(), self._newly_placed(), computed)
 
     def recover(self, lost: RankLost) -> Delivery:
@@ -303,6 +305,7 @@ class Engine:
             counts.phase_switches,
             scheduler.n_clients_waiting,
             self._counts(self._n_drafted, self._n_accepted),
+            n_in_shadow=scheduler.n_in_shadow,
             steps_over_tpot=0 if self.pacing is None else self.pacing.n_over_promise,
             step_over_tpot_ms=0 if self.pacing is None else math.ceil(self.pacing.over_promise_ns / 1e6),
             stored=None if self.prefixes is None else self.prefixes.counts,
@@ -381,17 +384,18 @@ class Engine:
         scores = None if n_top is None else PromptScores(message.prompt_token_ids, n_top)
         return _Live(message, max_tokens, sampler, text, end_token_ids, chain, scores=scores)
 
-    def _pace(self) -> tuple[int | None, int | None]:
+    def _pace(self) -> tuple[int | None, int | None, ShadowRoom]:
         """Arguments of `next_batch`. Drafts fill the rows of a step by themselves."""
         if self.pacing is None:
-            return None, None
-        chunk_tokens, rows = self.pacing.pace(self.scheduler.n_answering)
-        return chunk_tokens, None if self.drafter is not None else rows
+            return None, None, UNBOUNDED
+        scheduler = self.scheduler
+        paced = self.pacing.pace(scheduler.n_answering, is_all_shadow=scheduler.is_all_shadow)
+        return paced.chunk_tokens, None if self.drafter is not None else paced.rows, paced.shadow
 
-    def _observe(self, stats: StepStats) -> None:
+    def _observe(self, stats: StepStats, n_in_shadow: int) -> None:
         if self.pacing is None:
             return
-        self.pacing.observe(stats.phase, stats.n_tokens, stats.duration_ns)
+        self.pacing.observe(stats.phase, stats.n_tokens, stats.duration_ns, n_in_shadow)
         if not (self.pacing.is_kept or self._has_told_pace):
             self._has_told_pace = True
             log.warning(

@@ -48,6 +48,8 @@ class Submit:
     """True if the answer's last piece shall have evidence of how it came about."""
     prompt_logprobs: int | None = None
     """As `SamplingParams.top_logprobs`, of the tokens of the prompt: the answer's first piece has them."""
+    in_shadow: bool = False
+    """A request of a batch: it takes what others leave (`scheduling.shadow`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,8 @@ class EngineLoad(NamedTuple):
     """The time of a decode step of late, where that alone is longer than promised; 0: the promise holds."""
     stored: StoreCounts | None = None
     """Counts of the store of prefixes; None where there is none."""
+    n_in_shadow: int = 0
+    """Requests of batches, which are not counted among those that wait or run."""
 
 
 class Placed(NamedTuple):

@@ -7,11 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phasewise.serving.pools.contract import Demand
+from phasewise.serving.errors import RequestError, check_context
+from phasewise.serving.pools.contract import Demand, KvPool
 from phasewise.serving.scheduling.client_shares import ClientShares
-from phasewise.serving.scheduling.request import LiveSequence
-from phasewise.serving.scheduling.scheduler_terms import MOST_PREEMPTIONS
+from phasewise.serving.scheduling.request import LiveSequence, Request
+from phasewise.serving.scheduling.scheduler_terms import MOST_PREEMPTIONS, SchedulerLimits
 from phasewise.serving.scheduling.waiting_line import WaitingLine
+
+
+def refuse_impossible(request: Request, limits: SchedulerLimits, pool: KvPool) -> None:
+    """RequestError for one that can never run."""
+    if not request.prompt_token_ids:
+        raise RequestError("the prompt has no tokens", "prompt")
+    if request.max_tokens < 1:
+        raise RequestError(f"max_tokens must be at least 1, not {request.max_tokens}", "max_tokens")
+    room = min(limits.context_length, pool.longest)
+    whose = "" if room == limits.context_length else " here (the KV cache holds no more)"
+    check_context(room, len(request.prompt_token_ids), request.max_tokens, whose)
 
 
 def next_to_admit(

@@ -20,7 +20,7 @@ class ClientShares:
     def __init__(
         self, places: int, slots: int, running: Sequence[LiveSequence], waiting: Collection[str]
     ) -> None:
-        self._running = running
+        self._running = list(running)
         clients = {sequence.request.client for sequence in running}.union(waiting)
         n_clients = max(1, len(clients))
         self.places = max(1, places // n_clients)
@@ -32,6 +32,7 @@ class ClientShares:
 
     def gave_way(self, sequence: LiveSequence) -> None:
         """It is about to leave its block."""
+        self._running.remove(sequence)
         self._count(sequence, -1)
 
     def has_nothing(self, client: str) -> bool:

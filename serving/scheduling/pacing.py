@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from phasewise.serving.scheduling.shadow import ALONE_NS, UNBOUNDED, ShadowPacing, ShadowRoom
 from phasewise.tuner.plans import Phase
 
 DEFAULT_TPOT_MS = 100.0
@@ -46,6 +47,8 @@ class PacedStep(NamedTuple):
     """The most prompt tokens; 0: a decode step comes first, if there is one."""
     rows: int | None = None
     """The most answers of a decode step; None: all."""
+    shadow: ShadowRoom = UNBOUNDED
+    """The room of requests in shadow beside others."""
 
 
 @dataclass(slots=True)
@@ -78,10 +81,12 @@ class Pacing:
         self._chunks: dict[int, _Cost] = {}  # a token's, by powers of two
         self._n_decoded = 0
         self._owed_ns = 0.0  # to decode steps, since the last prefill step
+        self._shadow = ShadowPacing()
 
-    def observe(self, phase: Phase, n_tokens: int, duration_ns: int) -> None:
-        """A step of this many tokens took this long."""
+    def observe(self, phase: Phase, n_tokens: int, duration_ns: int, n_in_shadow: int = 0) -> None:
+        """A step of this many tokens took this long. n_in_shadow: its slices that had what others left."""
         if phase == "prefill":
+            self._shadow.observe_prompts(duration_ns, in_shadow=n_in_shadow > 0)
             self._prefill_ns = _OLD * self._prefill_ns + duration_ns
             self._prefill_tokens = _OLD * self._prefill_tokens + n_tokens
             cost = self._chunks.setdefault(n_tokens.bit_length(), _Cost())
@@ -95,6 +100,8 @@ class Pacing:
         self.n_over_promise += duration_ns > self.promise_ns
         self._n_decoded += 1
         self._rows.setdefault(n_tokens, _Cost()).observe(duration_ns, self._n_decoded)
+        n_own = n_tokens - n_in_shadow
+        self._shadow.observe_decode(n_own, duration_ns, self._costs_ns(), self._token_ns())
         self._owed_ns = max(0.0, self._owed_ns - duration_ns)
 
     @property
@@ -107,8 +114,27 @@ class Pacing:
         """The time of a decode step of late, where that alone is longer than the promise; else 0."""
         return 0 if self.is_kept else round(self._decode_ns)
 
-    def pace(self, n_answering: int) -> PacedStep:
-        """Bounds of the next step, while so many answers wait for their next token."""
+    def pace(self, n_answering: int, *, is_all_shadow: bool = False) -> PacedStep:
+        """Bounds of the next step, while so many answers wait for their next token.
+
+        is_all_shadow: they are of batches, and nobody else computes.
+        """
+        step = self._pace(n_answering)
+        if is_all_shadow:
+            if not self._prefill_tokens:
+                return step
+            most = max(self._tokens_in(ALONE_NS), self._efficient_tokens())
+            return step._replace(chunk_tokens=min(step.chunk_tokens, most))
+        return step._replace(shadow=self._shadow.room(self._costs_ns(), n_answering, self._token_ns()))
+
+    def _token_ns(self) -> float:
+        """Time of a prompt's token."""
+        return max(1.0, self._prefill_ns / max(1.0, self._prefill_tokens))
+
+    def _costs_ns(self) -> dict[int, float]:
+        return {rows: cost.ns for rows, cost in self._rows.items()}
+
+    def _pace(self, n_answering: int) -> PacedStep:
         if not self._prefill_tokens:
             return PacedStep(min(FIRST_TOKENS, self.most_tokens), self._best_rows(n_answering))
         left_ns = self.promise_ns - self._decode_ns

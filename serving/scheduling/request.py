@@ -29,6 +29,8 @@ class Request:
     """Requests that wait belong to clients, which take turns."""
     takes_over: bool = True
     """False: keys and values of its prompt are all computed, because logits of every token are wanted."""
+    in_shadow: bool = False
+    """It takes what others leave of steps, places and slots (`shadow`)."""
 
     @property
     def most_tokens(self) -> int:

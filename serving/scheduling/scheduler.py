@@ -21,6 +21,9 @@ told to `expect` it, places and pins a block for it, and runs it once everything
 is neither moved nor preempted; where pinned blocks alone could make room, a request waits for the next step.
 
 A request whose beginning a store has (`reads_from`) waits in its block, pinned, until that is `restored`.
+
+Requests in shadow (those of batches) have what others leave: they are admitted while nobody else waits, give
+way to anybody at once, and share a step as far as `ShadowRoom` says.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ from bisect import insort
 from collections.abc import Sequence as Tokens
 
 from phasewise._words import counted, plural
-from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
-from phasewise.serving.errors import QueueFull, RequestError, check_context
+from phasewise.serving.batch import Batch, KvCopy
+from phasewise.serving.errors import QueueFull
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Grant, KvPool, Placement
 from phasewise.serving.scheduling.admission import (
@@ -39,6 +42,7 @@ from phasewise.serving.scheduling.admission import (
     is_held,
     last_to_come,
     next_to_admit,
+    refuse_impossible,
 )
 from phasewise.serving.scheduling.client_shares import ClientShares
 from phasewise.serving.scheduling.prefill_turns import PrefillTurns
@@ -46,11 +50,23 @@ from phasewise.serving.scheduling.prefixes import NOTHING, PrefixIndex, chain, c
 from phasewise.serving.scheduling.request import LiveSequence, Request, TokenOut
 from phasewise.serving.scheduling.scheduler_laws import check_laws
 from phasewise.serving.scheduling.scheduler_terms import (
+    MOST_PREEMPTIONS,
     DraftRoom,
     Flight,
     SchedulerCounts,
     SchedulerError,
     SchedulerLimits,
+)
+from phasewise.serving.scheduling.shadow import UNBOUNDED, ShadowRoom
+from phasewise.serving.scheduling.step_choice import (
+    answers_in_step,
+    batch_of,
+    is_all_shadow,
+    n_answering,
+    prompts_in_step,
+    room_for_drafts,
+    running_of,
+    with_drafts,
 )
 from phasewise.serving.scheduling.stored_beginnings import FindStored, StoredBeginnings
 from phasewise.serving.scheduling.waiting_line import WaitingLine
@@ -69,8 +85,10 @@ class Scheduler:
         """Calls that changed the pool: a reader of its figures can skip equal counts."""
         self._live: dict[str, LiveSequence] = {}
         self._waiting = WaitingLine(WAITING_ORDERS[limits.waiting_order])
+        self._shadow_waiting = WaitingLine()
         self._running: list[LiveSequence] = []  # by age
         self._turns = PrefillTurns()
+        self._shadow_turns = PrefillTurns()
         self._prefixes = PrefixIndex(pool.n_slots, pool.rings) if limits.prefix_reuse else None
         self._copies: list[KvCopy] = []  # that the next batch brings, in their order
         self._moved: set[str] = set()  # whom they move
@@ -91,7 +109,12 @@ class Scheduler:
 
     @property
     def n_running(self) -> int:
-        return len(self._running)
+        return len(self._running_of(in_shadow=False))
+
+    @property
+    def n_in_shadow(self) -> int:
+        """Requests in shadow, which are counted neither among those that wait nor among those that run."""
+        return sum(sequence.request.in_shadow for sequence in self._live.values())
 
     @property
     def has_work(self) -> bool:
@@ -99,8 +122,13 @@ class Scheduler:
 
     @property
     def n_answering(self) -> int:
-        """Answers that wait for their next token."""
-        return sum(not sequence.is_prefilling for sequence in self._running)
+        """Answers that wait for their next token, as `step_choice` counts them."""
+        return n_answering(self._running)
+
+    @property
+    def is_all_shadow(self) -> bool:
+        """True if nothing can be computed but requests in shadow."""
+        return is_all_shadow(self._running)
 
     def add(self, request: Request) -> None:
         """Queue a request, or raise why it can never run (RequestError) or cannot wait (QueueFull)."""
@@ -210,15 +238,23 @@ class Scheduler:
 
     def requeue(self, request: Request) -> None:
         """Queue a request that had been accepted before, however many wait."""
-        self._refuse_impossible(request)
+        refuse_impossible(request, self.limits, self.pool)
+        if request.request_id in self._live:
+            raise SchedulerError(f"request {request.request_id!r} is here already")
         sequence = self._live[request.request_id] = LiveSequence(request)
-        self._waiting.join(sequence)
+        self._line_of(sequence).join(sequence)
 
-    def next_batch(self, chunk_tokens: int | None = None, most_rows: int | None = None) -> Batch | None:
+    def next_batch(
+        self,
+        chunk_tokens: int | None = None,
+        most_rows: int | None = None,
+        shadow: ShadowRoom = UNBOUNDED,
+    ) -> Batch | None:
         """The batch to compute now, or None when nothing can run. Every batch ends in `commit` or `discard`.
 
         chunk_tokens: the most prompt tokens of this step, 0 where answers come first; None: as many as the
-        limits allow. most_rows: the most answers of a decode step; None: all.
+        limits allow. most_rows: the most answers of a decode step; None: all. shadow: what requests in shadow
+        may have beside others.
         """
         if self._in_flight is not None:
             raise SchedulerError("the batch before was neither committed nor discarded")
@@ -226,9 +262,9 @@ class Scheduler:
         most_tokens = self.limits.max_batch_tokens
         chunk = most_tokens if chunk_tokens is None else max(1, min(chunk_tokens, most_tokens))
         if self._last_phase == "prefill" or chunk_tokens == 0:
-            batch = self._decode_batch(most_rows) or self._prefill_batch(chunk)
+            batch = self._decode_batch(most_rows, shadow) or self._prefill_batch(chunk, shadow)
         else:
-            batch = self._prefill_batch(chunk) or self._decode_batch(most_rows)
+            batch = self._prefill_batch(chunk, shadow) or self._decode_batch(most_rows, shadow)
         if batch is not None and batch.phase != self._last_phase:
             self.counts.phase_switches += self._last_phase is not None
             self._last_phase = batch.phase
@@ -240,19 +276,14 @@ class Scheduler:
         No block grows for drafts: they use what is free in it.
         """
         flight = self._flight_of(batch)
-        return [DraftRoom(sequence, _room_for_drafts(sequence)) for sequence in flight.sequences]
+        return [DraftRoom(sequence, room_for_drafts(sequence)) for sequence in flight.sequences]
 
     def extend(self, batch: Batch, drafts: Tokens[Tokens[int]]) -> Batch:
         """The decode batch under way, each slice with its drafts behind its token. In place of `batch`."""
         flight = self._flight_of(batch)
         if batch.phase != "decode":
             raise SchedulerError("only the tokens of answers can be drafted")
-        slices = []
-        for sequence, piece, draft in zip(flight.sequences, batch.slices, drafts, strict=True):
-            if len(draft) > _room_for_drafts(sequence):
-                raise SchedulerError(f"{counted(len(draft), 'draft')} for {sequence}")
-            slices.append(piece._replace(token_ids=(*piece.token_ids, *draft), n_drafted=len(draft)))
-        extended = batch._replace(slices=tuple(slices))
+        extended = with_drafts(batch, flight.sequences, drafts)
         self._in_flight = flight._replace(batch=extended)
         return extended
 
@@ -338,54 +369,78 @@ class Scheduler:
 
     def request_ids(self) -> tuple[str, ...]:
         """All requests that have not ended: running ones by age, then those that wait."""
-        return tuple(sequence.request_id for sequence in (*self._running, *self._waiting))
+        held = (self._running, self._waiting, self._shadow_waiting)
+        return tuple(sequence.request_id for sequences in held for sequence in sequences)
 
     def check(self) -> None:
         """Raise, with the numbers, unless the pool keeps its law and the running requests alone own slots."""
-        check_laws(self.pool, self._running, self._waiting, self._live)
+        check_laws(self.pool, self._running, (self._waiting, self._shadow_waiting), self._live)
         if self._prefixes is not None:
             for sequence in self._running:
                 if sequence.has_started:
                     self._prefixes.check(sequence.request_id, _placed(sequence), sequence.n_computed)
 
-    def _refuse_impossible(self, request: Request) -> None:
-        if not request.prompt_token_ids:
-            raise RequestError("the prompt has no tokens", "prompt")
-        if request.max_tokens < 1:
-            raise RequestError(f"max_tokens must be at least 1, not {request.max_tokens}", "max_tokens")
-        room = min(self.limits.context_length, self.pool.longest)
-        whose = "" if room == self.limits.context_length else " here (the KV cache holds no more)"
-        check_context(room, len(request.prompt_token_ids), request.max_tokens, whose)
-        if request.request_id in self._live:
-            raise SchedulerError(f"request {request.request_id!r} is here already")
-
     def _admit(self) -> None:
         while len(self._waiting):
-            shares = self._shares()
-            sequence, is_due = next_to_admit(self._waiting, self._running, shares)
+            shares = self._shares(in_shadow=False)
+            running = self._running_of(in_shadow=False)
+            sequence, is_due = next_to_admit(self._waiting, running, shares)
             if sequence is None:
                 return
-            while not self._has_place:
+            while not self._has_place(self._running_of(in_shadow=False)):
                 if not (is_due and self._gives_way(shares, shares.giver_of_place())):
                     return
             demand = demand_of(sequence)
             takes_slots = shares.has_nothing(sequence.request.client) and demand.held_tokens <= shares.slots
             while (grant := self.pool.reserve(sequence.request_id, demand)) is None:
+                if self._shadow_gives_way():
+                    continue
                 giver = shares.giver_of_slots() if takes_slots else None
                 if giver is None and not sequence.request.prefill_only:
-                    giver = held_in_vain(self._running)
+                    giver = held_in_vain(self._running_of(in_shadow=False))
                 if not self._gives_way(shares, giver):
                     return
             self._place(sequence, grant)
+        self._admit_in_shadow()
 
-    @property
-    def _has_place(self) -> bool:
-        """A prompt that waits for its hand-over holds none: others may wait for one that waits."""
-        return len(self._running) - sum(map(is_held, self._running)) < self.limits.max_sequences
+    def _admit_in_shadow(self) -> None:
+        """Into the room that is left; clients of which nothing runs come first."""
+        while len(self._shadow_waiting):
+            running = self._running_of(in_shadow=True)
+            sequence, _ = next_to_admit(self._shadow_waiting, running, self._shares(in_shadow=True))
+            if sequence is None or not self._has_place(running):
+                return
+            grant = self.pool.reserve(sequence.request_id, demand_of(sequence))
+            if grant is None:
+                return
+            self._place(sequence, grant)
 
-    def _shares(self) -> ClientShares:
-        waiting = self._waiting.clients
-        return ClientShares(self.limits.max_sequences, self.pool.n_slots, self._running, waiting)
+    def _shadow_gives_way(self) -> bool:
+        """Preempt the youngest request in shadow for one that is not. False: there is none."""
+        for sequence in reversed(self._running_of(in_shadow=True)):
+            if not sequence.is_pinned:
+                self._preempt(sequence)
+                return True
+        return False
+
+    def _running_of(self, *, in_shadow: bool) -> list[LiveSequence]:
+        return running_of(self._running, in_shadow=in_shadow)
+
+    def _line_of(self, sequence: LiveSequence) -> WaitingLine:
+        return self._shadow_waiting if sequence.request.in_shadow else self._waiting
+
+    def _has_place(self, running: Tokens[LiveSequence]) -> bool:
+        """A prompt that waits for its hand-over holds none: others may wait for one that waits.
+
+        running: all of its kind. Shadows have places of their own, so that whoever comes takes rows of steps
+        from them, and what they have computed only for want of slots.
+        """
+        return len(running) - sum(map(is_held, running)) < self.limits.max_sequences
+
+    def _shares(self, *, in_shadow: bool) -> ClientShares:
+        waiting = (self._shadow_waiting if in_shadow else self._waiting).clients
+        running = self._running_of(in_shadow=in_shadow)
+        return ClientShares(self.limits.max_sequences, self.pool.n_slots, running, waiting)
 
     def _gives_way(self, shares: ClientShares, giver: LiveSequence | None) -> bool:
         """Preempted for another client's share, which is not counted against it. False: there is none."""
@@ -401,7 +456,7 @@ class Scheduler:
             self._pin(sequence)
             if self._prefixes is not None:
                 self._prefixes.overwritten(grant.placement)
-        self._waiting.take(sequence)
+        self._line_of(sequence).take(sequence)
         if sequence.admission is None:
             self._n_admitted += 1
             sequence.admission = self._n_admitted
@@ -430,17 +485,14 @@ class Scheduler:
         if self._prefixes is not None:
             self._prefixes.moved(sequence.request_id, grant.placement)
 
-    def _decode_batch(self, most_rows: int | None) -> Batch | None:
-        decoding = [sequence for sequence in self._running if not sequence.is_prefilling]
-        if most_rows is not None and most_rows < len(decoding):
-            chosen = set(sorted(decoding, key=lambda sequence: sequence.turn)[:most_rows])
-            decoding = [sequence for sequence in decoding if sequence in chosen]
+    def _decode_batch(self, most_rows: int | None, shadow: ShadowRoom) -> Batch | None:
+        decoding = answers_in_step(self._running, most_rows, shadow, self.limits.max_sequences)
         self._n_decoded += 1
         for sequence in decoding:
             if sequence.placement is not None and sequence.n_tokens > sequence.placement.n_slots:
                 self._grow(sequence)
-        going_on: list[tuple[LiveSequence, Tokens[int]]] = [
-            (sequence, sequence.generated[-1:])
+        going_on = [
+            (sequence, tuple(sequence.generated[-1:]))
             for sequence in decoding
             if sequence.placement is not None and sequence.n_tokens <= sequence.placement.n_slots
         ]
@@ -458,29 +510,30 @@ class Scheduler:
             if grant is not None:
                 self._accept(sequence, grant)
                 return
-            last = last_to_come(sequence, self._running, self._shares())
+            in_shadow = sequence.request.in_shadow
+            if not in_shadow and self._shadow_gives_way():
+                continue
+            peers = self._running_of(in_shadow=in_shadow)
+            last = last_to_come(sequence, peers, self._shares(in_shadow=in_shadow))
+            if last is None and in_shadow and len(peers) < len(self._running):
+                last = sequence  # the others hold what it wants
             if last is None and not any(holder.is_pinned for holder in self._running):
                 raise SchedulerError(f"the pool has no room for {sequence} alone: {self.pool.stats()}")
             if last is None:
                 return
-            last.n_preempted += 1
+            last.n_preempted += not in_shadow or last.n_preempted < MOST_PREEMPTIONS
             self._preempt(last)
 
     def _preempt(self, sequence: LiveSequence) -> None:
         self.counts.preemptions += 1
         self._leave_pool(sequence, None)
-        self._waiting.rejoin(sequence)
+        self._line_of(sequence).rejoin(sequence)
 
-    def _prefill_batch(self, room: int) -> Batch | None:
-        waiting = (sequence for sequence in self._running if sequence.can_prefill)
-        parts = self._turns.divide(
-            waiting, room, lambda sequence: sequence.has_started or self._start(sequence)
-        )
-        pieces: list[tuple[LiveSequence, Tokens[int]]] = [
-            (sequence, sequence.pending_ids(parts[sequence]))
-            for sequence in self._running
-            if sequence in parts
-        ]
+    def _prefill_batch(self, room: int, shadow: ShadowRoom) -> Batch | None:
+        prompts, room = prompts_in_step(self._running, room, shadow)
+        turns = self._shadow_turns if prompts and prompts[0].request.in_shadow else self._turns
+        parts = turns.divide(prompts, room, lambda sequence: sequence.has_started or self._start(sequence))
+        pieces = [(one, one.pending_ids(parts[one])) for one in self._running if one in parts]
         return self._fly("prefill", pieces) if pieces else None
 
     def _start(self, sequence: LiveSequence) -> bool:
@@ -518,16 +571,10 @@ class Scheduler:
         self.counts.prefix_hits += n_tokens > 0
         self.counts.prefix_tokens_reused += n_tokens
 
-    def _fly(self, phase: Phase, parts: list[tuple[LiveSequence, Tokens[int]]]) -> Batch:
-        slices = []
-        for sequence, token_ids in parts:
-            base, _, table, ring = _placed(sequence)
-            is_last = len(token_ids) == sequence.n_pending
-            slices.append(SequenceSlice(token_ids, sequence.n_computed, base, is_last, table, 0, ring))
-        sequences = tuple(sequence for sequence, _ in parts)
-        names = tuple(sequence.request_id for sequence in sequences)
-        batch = Batch(phase, tuple(slices), names, tuple(self._copies))
+    def _fly(self, phase: Phase, parts: list[tuple[LiveSequence, tuple[int, ...]]]) -> Batch:
+        batch = batch_of(phase, parts, self._copies)
         self._copies.clear()
+        sequences = tuple(sequence for sequence, _ in parts)
         self._in_flight = Flight(batch, sequences, frozenset(self._moved))
         self._moved.clear()
         return batch
@@ -561,7 +608,7 @@ class Scheduler:
     def _end(self, sequence: LiveSequence, answer_tokens: int | None) -> None:
         del self._live[sequence.request_id]
         if sequence.placement is None:
-            self._waiting.remove(sequence)
+            self._line_of(sequence).remove(sequence)
         else:
             self._leave_pool(sequence, answer_tokens)
 
@@ -575,14 +622,6 @@ class Scheduler:
             self._prefixes.retire(sequence.request_id, sequence.token_ids[: sequence.n_computed])
         sequence.placement, sequence.is_pinned = None, False
         sequence.begin_again()
-
-
-def _room_for_drafts(sequence: LiveSequence) -> int:
-    """As many as its block has slots for, and as the tokens that it may still get after one more."""
-    request, placement = sequence.request, sequence.placement
-    if placement is None or request.prefill_only:
-        return 0
-    return min(placement.n_slots, request.most_tokens - 1) - sequence.n_tokens
 
 
 def _age(sequence: LiveSequence) -> int:

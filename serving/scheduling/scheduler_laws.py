@@ -12,7 +12,7 @@ from phasewise.serving.scheduling.waiting_line import WaitingLine
 
 
 def check_laws(
-    pool: KvPool, running: Sequence[LiveSequence], waiting: WaitingLine, live: Collection[str]
+    pool: KvPool, running: Sequence[LiveSequence], lines: Sequence[WaitingLine], live: Collection[str]
 ) -> None:
     """SchedulerError, with the numbers, where the pool's law is broken, others than running requests own
     slots, or a request is in two places or in none."""
@@ -24,8 +24,10 @@ def check_laws(
     ages = [sequence.age for sequence in running]
     if ages != sorted(ages):
         raise SchedulerError(f"running requests of ages {ages} are not in order")
-    if len(waiting) != len(list(waiting)):
-        raise SchedulerError(f"{counted(len(waiting), 'request')} wait, but {list(waiting)} do")
+    for line in lines:
+        if len(line) != len(list(line)):
+            raise SchedulerError(f"{counted(len(line), 'request')} wait, but {list(line)} do")
+    waiting = [sequence for line in lines for sequence in line]
     names = sorted(sequence.request_id for sequence in (*running, *waiting))
     if names != sorted(live):
         raise SchedulerError(f"{sorted(live)} live, {names} run or wait")

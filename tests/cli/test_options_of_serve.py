@@ -180,6 +180,8 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--embed-accelerators": one("--no-embed-accelerators"),
         "--embed-device": one("--embed-device", "exec:true"),
         "--embed-cpu": one("--no-embed-cpu"),
+        "--batch-dir": one("--batch-dir", here / "batches"),
+        "--batch-bytes": one("--batch-bytes", "1M"),
         "--length-log": one("--length-log", here / "lengths"),
         "--db": one("--db", places.plans),
         "--explain": one("--explain"),

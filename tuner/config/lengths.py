@@ -17,16 +17,23 @@ from phasewise._words import number
 from phasewise.tuner.errors import TraceError
 
 MAX_TOKENS = 1 << 22
+BLOCK_TOKENS = 512
+"""Tokens of a block of Mooncake's traces."""
 MAX_REQUESTS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLengths:
-    """The lengths of one request; `arrival_s` counts from the trace's first, None where none is stated."""
+    """The lengths of one request; `arrival_s` counts from the trace's first, None where none is stated.
+
+    `blocks`: what its prompt begins with, in blocks of `block_tokens`: equal numbers are equal tokens.
+    """
 
     prompt_tokens: int
     output_tokens: int
     arrival_s: float | None = None
+    blocks: tuple[int, ...] = ()
+    block_tokens: int = BLOCK_TOKENS
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "output_tokens"):

@@ -2,7 +2,7 @@
 
 - Azure LLM inference traces: CSV with TIMESTAMP, ContextTokens, GeneratedTokens.
 - splitwise-sim: CSV with arrival_timestamp (s), prompt_size, token_size.
-- Mooncake: JSON lines with timestamp (ms), input_length, output_length.
+- Mooncake: JSON lines with timestamp (ms), input_length, output_length, and hash_ids of the prompt's blocks.
 - ShareGPT: JSON, or JSON lines, of conversations: the first question that was answered, and its answer. Their
   tokens are estimated from characters. Entries may state lengths instead: {"prompt_tokens": 512,
   "output_tokens": 64}, or [512, 64].
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TextIO, TypeAlias
 
 from phasewise._files import open_input
 from phasewise._words import counted
-from phasewise.tuner.config.lengths import MAX_REQUESTS, RequestLengths, Trace, whole_tokens
+from phasewise.tuner.config.lengths import BLOCK_TOKENS, MAX_REQUESTS, RequestLengths, Trace, whole_tokens
 from phasewise.tuner.errors import TraceError
 
 MAX_FILE_BYTES = 1 << 30
@@ -275,12 +275,15 @@ def _stated(entry: Mapping[str, Any], pair: tuple[str, str]) -> RequestLengths |
             raise TraceError(f"{name} must be a number of tokens, not {entry.get(name)!r:.40}")
     if any(entry[name] == 0 for name in pair):
         return None
-    arrival_ms = entry.get("timestamp")
+    arrival_ms, blocks = entry.get("timestamp"), entry.get("hash_ids", [])
+    is_list = isinstance(blocks, list) and len(blocks) <= entry[pair[0]] // BLOCK_TOKENS + 1
+    if not is_list or any(type(block) is not int or not 0 <= block < 1 << 63 for block in blocks):
+        raise TraceError(f"hash_ids must be numbers, one for every {BLOCK_TOKENS} tokens of the prompt")
     if arrival_ms is None:
-        return RequestLengths(entry[pair[0]], entry[pair[1]])
+        return RequestLengths(entry[pair[0]], entry[pair[1]], blocks=tuple(blocks))
     if type(arrival_ms) not in (int, float) or not 0 <= arrival_ms < 1e18:
         raise TraceError(f"timestamp must be milliseconds, not {arrival_ms!r:.40}")
-    return RequestLengths(entry[pair[0]], entry[pair[1]], arrival_ms / 1000)
+    return RequestLengths(entry[pair[0]], entry[pair[1]], arrival_ms / 1000, tuple(blocks))
 
 
 def _logged(entry: Mapping[str, Any]) -> RequestLengths | None:

@@ -7,29 +7,14 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from phasewise._files import cut_broken_line, open_input
+from phasewise.serving.batches.lines import BatchLine, Json, read_line, written
 from phasewise.workflows.errors import WorkflowError
 
-Json = dict[str, Any]
-
-URLS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"})
 _MOST_LINE_BYTES = 64 << 20
-_MOST_ID_CHARACTERS = 512
-
-
-@dataclass(frozen=True)
-class BatchLine:
-    """One request. `fault`: why it cannot be sent; None if it can."""
-
-    number: int
-    custom_id: str | None
-    url: str = ""
-    body: bytes = b""
-    fault: str | None = None
 
 
 def read_requests(path: Path) -> Iterator[BatchLine]:
@@ -43,63 +28,9 @@ def read_requests(path: Path) -> Iterator[BatchLine]:
                 if len(raw) > _MOST_LINE_BYTES:
                     raise WorkflowError(f"{path}: line {number} is larger than {_MOST_LINE_BYTES >> 20} MiB")
                 if raw.strip():
-                    yield _checked(number, raw, seen)
+                    yield read_line(number, raw, seen)
     except OSError as error:
         raise WorkflowError(f"{path} cannot be read: {error.strerror or error}") from None
-
-
-def _checked(number: int, raw: bytes, seen: set[str]) -> BatchLine:
-    try:
-        given = json.loads(raw)
-    except (ValueError, RecursionError):
-        return BatchLine(number, None, fault="it is not JSON")
-    if not isinstance(given, dict):
-        return BatchLine(number, None, fault="it is no JSON object")
-    custom_id = given.get("custom_id")
-    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MOST_ID_CHARACTERS:
-        return BatchLine(
-            number, None, fault=f"custom_id must be a text of 1 to {_MOST_ID_CHARACTERS} characters"
-        )
-    fault = "custom_id stands in an earlier line too" if custom_id in seen else _fault_of(given)
-    seen.add(custom_id)
-    if fault is not None:
-        return BatchLine(number, custom_id, fault=fault)
-    return BatchLine(number, custom_id, given["url"], json.dumps(given["body"]).encode())
-
-
-def _fault_of(given: Json) -> str | None:
-    if given.get("method", "POST") != "POST":
-        return "method must be POST"
-    if given.get("url") not in URLS:
-        return f"url must be one of {', '.join(sorted(URLS))}"
-    if not isinstance(given.get("body"), dict):
-        return "body must be a JSON object"
-    return "stream must be false: answers go to a file" if given["body"].get("stream") else None
-
-
-def answered(line: BatchLine, status: int, request_id: str, body: Any) -> Json:
-    """The line of an answer, or of a refusal by the server."""
-    response = {"status_code": status, "request_id": request_id, "body": body}
-    return {
-        "id": f"batch_req_{line.number}",
-        "custom_id": line.custom_id,
-        "response": response,
-        "error": None,
-    }
-
-
-def faulty(line: BatchLine) -> Json:
-    """The line of a request that cannot be sent."""
-    return _line_of(line, None, {"code": "invalid_line", "message": f"line {line.number}: {line.fault}"})
-
-
-def _line_of(line: BatchLine, response: Json | None, error: Json | None) -> Json:
-    return {
-        "id": f"batch_req_{line.number}",
-        "custom_id": line.custom_id,
-        "response": response,
-        "error": error,
-    }
 
 
 class AnswersFile:
@@ -134,17 +65,10 @@ class AnswersFile:
     def write(self, answer: Json) -> None:
         """Append one. WorkflowError where the disk is full: what was written stays."""
         try:
-            self._file.write(_written(answer) + b"\n")
+            self._file.write(written(answer) + b"\n")
             self._file.flush()
         except OSError as error:
             raise WorkflowError(f"{self._path} cannot be written: {error.strerror or error}") from None
-
-
-def _written(answer: Json) -> bytes:
-    try:
-        return json.dumps(answer, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # half a surrogate pair, in an id
-        return json.dumps(answer).encode()
 
 
 def _other_file(path: Path, number: int) -> WorkflowError:

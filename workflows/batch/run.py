@@ -15,14 +15,8 @@ from threading import local
 from typing import Any
 
 from phasewise._words import counted
-from phasewise.workflows.batch.requests_file import (
-    BatchLine,
-    Json,
-    answered,
-    faulty,
-    open_answers,
-    read_requests,
-)
+from phasewise.serving.batches.lines import BatchLine, Json, answered, faulty
+from phasewise.workflows.batch.requests_file import open_answers, read_requests
 from phasewise.workflows.batch.server import Endpoint, OwnServer, Response, endpoint_of
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.report import Report, silent

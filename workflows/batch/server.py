@@ -49,7 +49,7 @@ class OwnServer:
         words += ["--arithmetic", self.weights.arithmetic]
         if makes_vectors(self.model, weight_format, report):
             return words
-        words += ["--sparse", self.weights.sparse, "--no-page"]
+        words += ["--sparse", self.weights.sparse, "--no-page", "--batch-bytes", "0"]
         # Nobody waits for a token: prompts and answers take turns by their sizes alone.
         words += ["--tpot", str(_NO_PROMISE_MS), "--max-sequences", str(self.concurrency)]
         words += ["--kv-format", self.kv_format]

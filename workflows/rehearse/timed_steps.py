@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from phasewise.cluster.simulated.recorded_steps import TimedStep
 from phasewise.serving.engine.messages import Submit
+from phasewise.serving.scheduling.shadow import UNBOUNDED
 
 if TYPE_CHECKING:
     from phasewise.serving.engine.open_engine import OpenEngine
@@ -60,7 +61,7 @@ def _run(
     timed = []
     n_before, n_decoded = 0, 0
     chunk = CHUNK_TOKENS if n_prompt > CHUNK_TOKENS else None
-    engine._pace = lambda: (chunk, None)  # type: ignore[method-assign]
+    engine._pace = lambda: (chunk, None, UNBOUNDED)  # type: ignore[method-assign]
     while engine.has_work:
         stats = engine.step().stats
         assert stats is not None

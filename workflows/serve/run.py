@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from phasewise._places import user_folder
 from phasewise._words import counted
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report, silent
@@ -258,6 +259,8 @@ def _service_settings(
         tool_format=answering.tool_format,
         receipts=answering.receipts,
         sign_receipt=sign_receipt,
+        batch_dir=settings.batches.batch_dir or user_folder("state") / "batches",
+        batch_bytes=0 if settings.running.also else settings.batches.batch_bytes,
         page=None if answering.no_page else _machine_facts(first, settings),
         read_keys=reader_of_keys(settings.accepting, report),
         products=_products((first, *others), settings),

@@ -143,12 +143,26 @@ class Logged:
 
 
 @dataclass(frozen=True)
+class Batches:
+    """Batches of `/v1/batches`: where their files lie (None: the user's folder of states), and their most
+    bytes (0: none are taken).
+    """
+
+    batch_dir: Path | None = None
+    batch_bytes: int = 4 << 30
+
+
+NO_BATCHES = Batches(batch_bytes=0)
+
+
+@dataclass(frozen=True)
 class ServeSettings:
     """All settings of a server.
 
     `pools`: which cores compute prompts and answers in instances of their own; none: one engine does both.
     `length_log`: file that prompts' token ids and answers' lengths are appended to. `remote`: where a
-    start pulls from. `db`: URL or file of the tuning database.
+    start pulls from. `batches`: none where `--also` has several engines take turns. `db`: URL or file of
+    the tuning database.
     """
 
     listening: Listening = Listening()
@@ -163,4 +177,5 @@ class ServeSettings:
     embeddings: Embeddings = Embeddings()  # noqa: RUF009 (frozen)
     length_log: Path | None = None
     remote: Remote = NO_REMOTE
+    batches: Batches = NO_BATCHES
     db: str | None = None

@@ -100,7 +100,7 @@ def _md_row(row: ModelRow, *, is_narrow: bool) -> dict[str, str]:
         "t/s": f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
         "peak": row_forms.limit_cell(row.peak_fraction),
         "bandwidth": row_forms.limit_cell(row.bandwidth_fraction) if is_decode else "",
-        **({"J/token": number(row.joules_per_token, 3)} if row.joules_per_token else {}),
+        **(_energy(row) if row.joules_per_token else {}),
     }
 
 
@@ -111,6 +111,12 @@ FORMATS: dict[str, Callable[..., str]] = {
     "jsonl": as_jsonl,
     "sql": as_sql,
 }
+
+
+def _energy(row: ModelRow) -> dict[str, str]:
+    """The watts are what `power_w` of a machine for `provision` asks for."""
+    watts = row.joules_per_token * row.avg_ts
+    return {"J/token": number(row.joules_per_token, 3), "W": number(watts, 3)}
 
 
 def _scalars(row: ModelRow) -> list[str | int | float]:

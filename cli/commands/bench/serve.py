@@ -57,6 +57,12 @@ _LENGTHS = option_set(
         metavar="DIST",
     ),
     length_scale=opt("factor of all lengths", min=1e-4, max=1e4),
+    turns=opt(
+        "turns of a conversation: each prompt is all that was said before, answers too, and its own words",
+        min=1,
+        max=1000,
+    ),
+    shared_prefix=opt("tokens that all conversations begin with", min=0, max=1 << 20),
     warmup=opt("requests sent first and not counted", min=0, max=10_000),
     seed=opt("seed of the arrivals and lengths", min=0, max=1 << 62),
 )
@@ -81,6 +87,11 @@ _PROMISES = option_set(
     slo_scale=opt("factor of the --slo limits", min=1e-3, max=1e3),
     find_rate=opt(
         "find the highest rate that keeps every --slo limit at P90, starting at --rate", "--find-rate"
+    ),
+    over_offline=opt(
+        "measure the rate without promises first, by --concurrency clients (64), then find the rate that "
+        "keeps them, and print the second over the first",
+        "--over-offline",
     ),
     probe_s=opt("length of one probe in seconds", "--probe", metavar="S", min=0.1, max=3600),
     most_probes=opt("most probes of --find-rate", min=1, max=100),

@@ -16,6 +16,8 @@ from phasewise.loadtest.metrics import (
     GOAL,
     METRICS,
     attainment_by_scale,
+    hit_rate,
+    hit_rates_by_turn,
 )
 from phasewise.loadtest.report_json import arrivals_of, detailed_fields, fields_of
 from phasewise.loadtest.session import LoadReport
@@ -76,11 +78,34 @@ def _totals(report: LoadReport, fields: dict[str, Any]) -> str:
         ("requests/s", f"{fields['request_throughput']:.3f}"),
         ("answer tokens/s", f"{fields['output_throughput']:.1f}"),
         ("all tokens/s", f"{fields['total_token_throughput']:.1f}"),
+        *_cached(report),
+        ("J/token: prefill, decode, all", _joules(report)),
         ("this client's CPU", f"{percent(fields['client_cpu_share'], 1)} of a core"),
     ]
     if report.slo is not None:
         rows += _goodput(report, fields)
     return _table(rows, [on_one_line(report.target.model), "measured"])
+
+
+def _joules(report: LoadReport) -> str:
+    joules = report.measured.joules_per_token
+    if joules is None:
+        return "not measured"
+    return ", ".join(number(joules[name], 3) for name in ("prefill", "decode", "all"))
+
+
+def _cached(report: LoadReport) -> list[tuple[str, str]]:
+    """Rows of prompts' tokens that the server did not compute again, where it says so."""
+    outcomes = report.measured.outcomes
+    whole = hit_rate(outcomes)
+    if whole is None:
+        return []
+    by_turn = hit_rates_by_turn(outcomes)
+    rows = [("prompt tokens from the cache", percent(whole, 1))]
+    if len(by_turn) > 1:
+        shown = ", ".join("-" if rate is None else percent(rate) for rate in by_turn)
+        rows.append(("by turn", shown))
+    return rows
 
 
 def _goodput(report: LoadReport, fields: dict[str, Any]) -> list[tuple[str, str]]:
@@ -93,6 +118,10 @@ def _goodput(report: LoadReport, fields: dict[str, Any]) -> list[tuple[str, str]
         rate = report.found_rate
         shown = "none that was tried" if rate is None else f"{rate:.3f} requests/s"
         rows.append((f"highest rate that keeps P{100 * GOAL:.0f}", shown))
+    if report.offline is not None:
+        rows.append(("rate without promises", f"{report.offline.request_rate:.3f} requests/s"))
+        ratio = report.server_over_offline
+        rows.append(("Server over Offline", "none" if ratio is None else f"{ratio:.2f}"))
     return rows
 
 

@@ -54,6 +54,7 @@ class AnswerStream:
         owner: str = "",
     ) -> None:
         self.owner = owner
+        self.in_shadow = False
         self.has_begun = False
         """True if a piece of it has come, or it has ended."""
         self.n_bytes = 0
@@ -193,6 +194,7 @@ class EngineClient:
         self._ends_s: deque[float] = deque(maxlen=_RATE_OF_LAST)
         self._started_s: dict[str, float] = {}
         self._n_of_owner: Counter[str] = Counter()
+        self._n_in_shadow = 0
         self._held_bytes = 0
         self._delivered: deque[Delivery] = deque()
         self._wakeup: LoopWakeup | None = None
@@ -207,13 +209,13 @@ class EngineClient:
 
     @property
     def n_live(self) -> int:
-        """Requests sent and not ended."""
-        return len(self._streams)
+        """Requests sent and not ended, but for those in shadow."""
+        return len(self._streams) - self._n_in_shadow
 
     @property
     def n_answers(self) -> int:
-        """HTTP answers that are not sent to their end."""
-        return len(self._answers)
+        """HTTP answers that are not sent to their end, but for those in shadow: nobody reads them."""
+        return sum(not stream.in_shadow for stream in self._answers)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Say on which loop the HTTP answers live. Deliveries before are lost: no request can have come."""
@@ -239,22 +241,30 @@ class EngineClient:
         """Send requests to the engine, `facts` being what is known of each. QueueFull: not now.
 
         on_overflow: their reader may be slow; called when it is too far behind, and all is aborted.
-        owner: the client whose share of all places they take, and whose turn they wait for.
+        owner: the client whose share of all places they take, and whose turn they wait for. Requests in
+        shadow take no places: there are as many of them as whoever sends batches lets be.
         """
-        self._find_places(len(requests), owner)
+        in_shadow = requests[0].in_shadow
+        if not in_shadow:
+            self._find_places(len(requests), owner)
         if on_overflow is None:
             stream = AnswerStream(self, requests, owner=owner)
         else:
             most_unread = self._limits.max_pieces_unread * len(requests)
             stream = AnswerStream(self, requests, most_unread, on_overflow, owner)
-        self._n_of_owner[owner] += len(requests)
+        stream.in_shadow = in_shadow
+        if in_shadow:
+            self._n_in_shadow += len(requests)
+        else:
+            self._n_of_owner[owner] += len(requests)
         self._answers[stream] = None
         now_s = time.monotonic()
-        if not self._streams:  # how fast answers ended before a pause says nothing of now
+        if not (self.n_live or in_shadow):  # how fast answers ended before a pause says nothing of now
             self._ends_s.clear()
         for request, request_facts in zip(requests, facts, strict=True):
             self._streams[request.request_id] = stream
-            self._started_s[request.request_id] = now_s
+            if not in_shadow:
+                self._started_s[request.request_id] = now_s
             for observer in self._observers:
                 observer.sent(request, request_facts)
             self._send(replace(request, client=owner))
@@ -350,7 +360,7 @@ class EngineClient:
             f" and no more may be; try again in {after_s} s",
             after_s,
         )
-        waiting = [stream for stream in self._answers if not stream.has_begun]
+        waiting = [stream for stream in self._answers if not (stream.has_begun or stream.in_shadow)]
         others = displaced(n_missing, owner, n_new, self._n_of_owner, waiting)
         if not others:
             raise full
@@ -389,9 +399,11 @@ class EngineClient:
             self._ends_s.append(time.monotonic())
 
     def _free(self, request_id: str) -> bool:
-        """Free the place of a request. False: it holds none any more."""
+        """Free the place of a request. False: it holds none, or none any more."""
         stream = self._streams.pop(request_id, None)
-        if stream is None:
+        if stream is not None and stream.in_shadow:
+            self._n_in_shadow -= 1
+        if stream is None or stream.in_shadow:
             return False
         self._n_of_owner[stream.owner] -= 1
         if not self._n_of_owner[stream.owner]:

@@ -58,6 +58,7 @@ class Gauges:
     n_lengths_lost: Callable[[], int] = lambda: 0
     n_access_lines_lost: Callable[[], int] = lambda: 0
     joules: Callable[[], Mapping[str, float]] = dict
+    phase_joules: Callable[[], Mapping[str, float]] = dict
     """Energy since the start, by zone of the machine; empty where it cannot be read."""
     products: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """By model: how many products the tuning database knows, by state, as they were at the start."""
@@ -67,6 +68,7 @@ class Gauges:
 class _Life:
     labels: Labels
     sent_ns: int
+    in_shadow: bool = False
     first_ns: int | None = None
     last_ns: int = 0
     n_generated: int = 0
@@ -104,7 +106,7 @@ class Metrics:
 
     def sent(self, request: Submit, facts: RequestFacts) -> None:
         labels = self._labels(request.model)
-        self._lives[request.request_id] = _Life(labels, time.perf_counter_ns())
+        self._lives[request.request_id] = _Life(labels, time.perf_counter_ns(), request.in_shadow)
         _child(self._prompt, labels).inc(len(request.prompt_token_ids))
 
     def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
@@ -165,14 +167,16 @@ class Metrics:
         if isinstance(out, Failure):
             self._end(out.request_id, "error")
             return 0
-        if life.first_ns is None:
+        if life.in_shadow:  # nobody waits for its tokens
+            life.first_ns = out.at_ns
+        elif life.first_ns is None:
             life.first_ns = out.at_ns
             self._ttft[life.labels].observe((out.at_ns - life.sent_ns) / 1e9)
         else:
             self._itl[life.labels].observe((out.at_ns - life.last_ns) / 1e9)
         life.last_ns = out.at_ns
         if out.finish_reason is not None:
-            if out.n_generated > 1:
+            if out.n_generated > 1 and not life.in_shadow:
                 took_s = (out.at_ns - life.first_ns) / 1e9
                 self._tpot[life.labels].observe(took_s / (out.n_generated - 1))
             self._end(out.request_id, out.finish_reason)
@@ -219,6 +223,12 @@ class _Read(Collector):
             for zone, spent in joules.items():
                 family.add_metric((zone,), spent)
             yield family
+            meaning = "energy of the machine, by the time of steps; idle: of no step"
+            family = CounterMetricFamily("phasewise_energy_phase_joules", meaning, labels=("phase",))
+            for phase, spent in gauges.phase_joules().items():
+                family.add_metric((phase,), spent)
+            yield family
+        yield _gauge("energy_measured", "1 where the machine's energy counters can be read", bool(joules))
         if gauges.products:
             yield self._of_products(gauges.products)
         yield _count("lengths_lost", "lines the length log does not have", gauges.n_lengths_lost())
@@ -252,6 +262,7 @@ _OF_LOADS: tuple[Row, ...] = (
     ("requests_waiting", "requests without KV slots", "n_waiting", GaugeMetricFamily),
     ("clients_waiting", "clients that take turns at being admitted", "n_clients_waiting", GaugeMetricFamily),
     ("requests_running", "requests with KV slots", "n_running", GaugeMetricFamily),
+    ("requests_of_batches", "requests in shadow, waiting or running", "n_in_shadow", GaugeMetricFamily),
     ("kv_slots_used", "KV slots in use", "kv_slots_used", GaugeMetricFamily),
     ("kv_slots", "KV slots in all", "kv_slots", GaugeMetricFamily),
     ("preemptions", "running requests that were queued again", "preemptions", CounterMetricFamily),

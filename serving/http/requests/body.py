@@ -43,7 +43,7 @@ class BodyReader:
     async def read(self, request: Request, model: type[Body]) -> Body:
         """The body as `model`, or an ApiError: 415 or 400 where not what `model` says, 413 where too large,
         503 where it took long and others needed its memory."""
-        _refuse_other_types(request)
+        refuse_other_types(request)
         connection = connection_of(request.scope)
         body = self.unfinished.begin(self._max_bytes, connection.wake_reader if connection else _no_one)
         try:
@@ -118,8 +118,9 @@ _OF_CURL = "application/x-www-form-urlencoded"
 _OF_BROWSERS = {"origin", "sec-fetch-site"}
 
 
-def _refuse_other_types(request: Request) -> None:
-    """A page of another origin may post a form or plain text without asking; JSON it may not (CSRF).
+def refuse_other_types(request: Request) -> None:
+    """ApiError for what is not JSON: a page of another origin may post a form or plain text without asking,
+    and no JSON (CSRF).
 
     Without Content-Type, or with the one that `curl -d` sends, the body is taken for JSON, unless a browser
     sends it: that names its origin.

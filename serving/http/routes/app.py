@@ -54,6 +54,9 @@ from phasewise.serving.http.requests.schemas import (
     TokenizeRequest,
 )
 from phasewise.serving.http.routes import openapi
+from phasewise.serving.http.routes.batch_runner import BatchRunner
+from phasewise.serving.http.routes.batches import PATHS as BATCH_PATHS
+from phasewise.serving.http.routes.batches import add_batches
 from phasewise.serving.http.routes.embeddings import PATHS as EMBEDDING_PATHS
 from phasewise.serving.http.routes.embeddings import EmbeddingModel, EmbeddingRoutes
 from phasewise.serving.http.routes.embeddings import add_routes as add_embedding_routes
@@ -72,6 +75,7 @@ _PATHS = frozenset(
     | {"/v1/responses", "/tokenize", "/detokenize", "/tokenizer_info", "/live", "/live/machine"}
     | MESSAGE_PATHS
     | OLLAMA_PATHS
+    | BATCH_PATHS
     | EMBEDDING_PATHS
     | OPEN_PATHS
 )
@@ -117,6 +121,7 @@ def create_app(
     surroundings: Surroundings = Surroundings(),
     embeddings: ServedEmbeddings | None = None,
     others: Sequence[ServedModel] = (),
+    batches: BatchRunner | None = None,
 ) -> FastAPI:
     """The application that serves one model and perhaps others, and may embed with another. Clients must be
     attached to the loop that runs it.
@@ -137,6 +142,8 @@ def create_app(
     add_ollama(app, service)
     _add_receipts(app, service)
     _add_tokens(app, service)
+    if batches is not None:
+        add_batches(app, batches, app.state.bodies)
     cards: list[NamedCard] = [(each.names, partial(_card, each)) for each in (model, *others)]
     if embeddings is not None:
         names = frozenset(name for each in (model, *others) for name in each.names)
@@ -224,7 +231,7 @@ def _layers(
 
 def _name_of(path: str) -> str:
     """The name of a path in counts and in the log: a stranger's is not repeated."""
-    for place in ("/v1/responses/", "/v1/receipts/"):
+    for place in ("/v1/responses/", "/v1/receipts/", "/v1/files/", "/v1/batches/"):
         if path.startswith(place):
             return f"{place}ID"
     return path if path in _PATHS else "other"

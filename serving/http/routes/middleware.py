@@ -17,6 +17,8 @@ from phasewise.serving.http.transport.connection import refused_status
 
 _CLIENT = "phasewise.client"
 """The place in an ASGI scope that names the client."""
+_SHADOW = "phasewise.shadow"
+"""The place that says: a line of a batch, from this process. No connection puts anything there."""
 
 _OPEN_PATHS = frozenset({"/health", "/ready"})
 
@@ -31,10 +33,34 @@ class ClientIdentity:
 
     name: str
     cache_space: str
+    in_shadow: bool = False
+    """A batch of the client's, which takes turns and shares of its own."""
+
+
+def shadow_scope(path: str, owner: str) -> Scope:
+    """The scope of a line of a batch. owner: the `cache_space` of who sent the batch."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json")],
+        "client": None,
+        "server": None,
+        _SHADOW: owner,
+    }
 
 
 def client_of(scope: Scope) -> ClientIdentity:
     """The sender of this request."""
+    owner: str | None = scope.get(_SHADOW)
+    if owner is not None:
+        return ClientIdentity(f"batch {owner}", owner, in_shadow=True)
     key: str | None = scope.get(_CLIENT)
     if key is not None:
         return ClientIdentity(f"key {key}", key)
@@ -77,7 +103,7 @@ class RequireKey:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._open_paths:
+        if scope["type"] != "http" or scope["path"] in self._open_paths or _SHADOW in scope:
             await self._app(scope, receive, send)
             return
         key = self._key_of(Headers(scope=scope))
@@ -117,7 +143,8 @@ class CheckHost:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _host_in(Headers(scope=scope).get("host", "")) in self._hosts:
+        named = _host_in(Headers(scope=scope).get("host", "")) if scope["type"] == "http" else ""
+        if scope["type"] != "http" or named in self._hosts or _SHADOW in scope:
             await self._app(scope, receive, send)
             return
         message = "this server does not answer for the host that the request names; see --allowed-host"

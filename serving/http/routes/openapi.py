@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from phasewise.serving.engine.receipts import SCHEMA_VERSION
+from phasewise.serving.http.requests.batch_schemas import BatchRequest
 from phasewise.serving.http.requests.message_schemas import CountTokensRequest, MessagesRequest
 from phasewise.serving.http.requests.ollama_schemas import (
     OllamaChatRequest,
@@ -28,6 +29,7 @@ from phasewise.serving.http.requests.schemas import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from phasewise.serving.http.routes.batches_openapi import batch_answers, batch_paths
 from phasewise.serving.http.routes.embedding_openapi import embedding_answers, embedding_paths
 from phasewise.serving.http.routes.embeddings import BODIES as EMBEDDING_BODIES
 
@@ -37,6 +39,7 @@ _GENERATION: tuple[type[BaseModel], ...] = (
     CompletionRequest,
     ChatRequest,
     ResponsesRequest,
+    BatchRequest,
     TokenizeRequest,
     DetokenizeRequest,
     MessagesRequest,
@@ -51,8 +54,10 @@ REFUSALS = {
     400: "the request is not one that can be answered",
     401: "the key that this server asks for is missing or wrong",
     404: "there is no such path, model or response here",
+    403: "a page of another origin may not do this",
     405: "the path does not take this method",
     408: "the request did not come in time",
+    409: "what is asked for is in use, or over already",
     413: "the body is larger than this server takes",
     415: "the body's Content-Type is not JSON",
     421: "the request names a host that this server does not answer for",
@@ -60,6 +65,7 @@ REFUSALS = {
     431: "the head of the request is too large",
     500: "the computation failed",
     503: "the server is starting, stopping or full, or has lost its engine; Retry-After says when",
+    507: "files of batches take all the room that there is for them",
 }
 
 
@@ -139,6 +145,7 @@ def _generation_paths() -> Json:
         "/tokenizer_info": _get(
             "tokenizer_info", "The control tokens that a text can spell", _answer(_ref("TokenizerInfo"))
         ),
+        **batch_paths(_refusals),
         "/v1/completions": _post("completions", "Continue a text, or several", "Completion"),
         "/v1/chat/completions": _post("chat", "Answer a conversation", "ChatCompletion", "Chat"),
     }
@@ -299,6 +306,7 @@ def _answers() -> Json:
             model=_TEXT, created_at=_TEXT, message={"type": "object"}, done={"type": "boolean"}
         ),
         "OllamaGenerate": _object(model=_TEXT, created_at=_TEXT, response=_TEXT, done={"type": "boolean"}),
+        **batch_answers(),
         "Forgotten": _object(id=_TEXT, object={"const": "response"}, deleted={"const": True}),
         "Completion": _whole("text_completion", _completion_choice()),
         "ChatCompletion": chat,

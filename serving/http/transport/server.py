@@ -54,6 +54,8 @@ class Service:
     connections: Connections
     report: Callable[[str], None]
     on_hangup: Callable[[], None] | None = None
+    on_start: Callable[[], None] = lambda: None
+    """Called on the loop once clients may connect."""
 
     @property
     def limits(self) -> HttpLimits:
@@ -99,6 +101,7 @@ class HttpServer:
             listening = await self._listen(self._loop)
             self.started = True
             self._service.report(f"listening on {self._address.url}")
+            self._service.on_start()
             if self._ends_at_start:
                 self._end(at_once=True)
             await self._stopping.wait()

@@ -89,6 +89,19 @@ def test_a_divided_request_from_its_arrival_to_its_end() -> None:
         assert server.front._router.n_requests == 0
 
 
+def test_a_request_in_shadow_is_computed_where_it_is_answered() -> None:
+    """A block that is being sent could not give way."""
+    with scripted_front() as server:
+        _, token = running(server)
+        server.front.send(replace(REQUEST, in_shadow=True))
+
+        taken = token.hear(Take)
+
+        assert (taken.part, taken.asked.in_shadow) == ("whole", True)
+        assert server.front._load()[:2] == (0, 0)
+        assert server.front._load().n_in_shadow == 1
+
+
 def test_a_block_is_given_back_only_when_the_other_instance_has_stopped_writing() -> None:
     with scripted_front() as server:
         prompt, token, attempt = aimed(server)

@@ -22,9 +22,12 @@ BOUND_S = 120.0  # against hanging; the longest take part of a second on a quiet
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeServer]:
     guides = GuideCompiler(TokenView(VOCAB_SIZE, frozenset({END}), frozenset({END}), piece, encode))
-    with fake_server(model=lambda served: replace(served, guides=guides)) as running:
+    folder = tmp_path_factory.mktemp("batches")
+    with fake_server(
+        model=lambda served: replace(served, guides=guides), batch_dir=folder, batch_bytes=1 << 20
+    ) as running:
         yield running
 
 

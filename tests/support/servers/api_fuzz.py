@@ -17,7 +17,9 @@ from schemathesis.schemas import APIOperation
 
 from tests.support.servers.api_bombs import Bomb
 
-STATED = frozenset({"server_starting", "server_stopping", "engine_stopped", "rank_lost", "queue_full"})
+STATED = frozenset(
+    {"server_starting", "server_stopping", "engine_stopped", "rank_lost", "queue_full", "no_batches"}
+)
 """Codes with which a server that is well may answer 503."""
 _EVERY_EVENT = 1 << 30
 _LAST_EVENTS = (
@@ -89,8 +91,8 @@ def generate(url: str, n_cases: int, bound_s: float, random_seed: int = 0) -> Ta
     schema.config.max_stream_events = _EVERY_EVENT  # it would stop reading after twenty
     served = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
     operations = [found.ok() for found in schema.get_all_operations()]
-    posts = [one for one in operations if one.method == "post"]
-    gets = [one for one in operations if one.method != "post"]
+    posts = [one for one in operations if _takes_json(one)]
+    gets = [one for one in operations if not _takes_json(one)]
     tally = Tally()
     n_get = max(1, n_cases // 20 // len(gets))
     n_post = max(1, (n_cases - n_get * len(gets)) // (2 * len(posts)))
@@ -101,6 +103,12 @@ def generate(url: str, n_cases: int, bound_s: float, random_seed: int = 0) -> Ta
         _generate(operation, GenerationMode.POSITIVE, n_get, url, served, bound_s, tally, random_seed)
     assert httpx.get(f"{url}/health").status_code == 200
     return tally
+
+
+def _takes_json(operation: APIOperation) -> bool:
+    """True if there is a body to get wrong, and it is no form."""
+    raw = operation.definition.raw
+    return "application/json" in raw.get("requestBody", {}).get("content", {})
 
 
 def _generate(

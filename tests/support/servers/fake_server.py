@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,6 +23,7 @@ from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.requests.body import BodyReader
 from phasewise.serving.http.routes.app import ServedEmbeddings, Surroundings, create_app
+from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.transport.connections import Connections
 from phasewise.serving.http.transport.listening import Address, TcpAddress
 from phasewise.serving.http.transport.server import HttpServer, Service
@@ -93,6 +95,8 @@ def fake_server(
     surroundings: Surroundings | None = None,
     drafter: Drafter | None = None,
     embeddings: ServedEmbeddings | None = None,
+    batch_dir: Path = Path(),
+    batch_bytes: int = 0,
 ) -> Iterator[FakeServer]:
     """`model`: what the served model is to be, made from the one that this server has."""
     ranks = ranks or FakeRanks()
@@ -123,10 +127,12 @@ def fake_server(
         (lambda chat, _patience: encode(render_chat(chat.messages))) if has_template else None,
     )
     surroundings = surroundings or Surroundings()
-    app = create_app(model(served), client, limits, life, metrics, surroundings, embeddings)
     said: list[str] = []
+    runner = BatchRunner(batch_dir, batch_bytes, max_sequences, life, said.append)
+    app = create_app(model(served), client, limits, life, metrics, surroundings, embeddings, batches=runner)
     with address or TcpAddress("127.0.0.1", 0) as place:
-        server = HttpServer(Service(app, client, life, connections, said.append), place, tls)
+        service = Service(app, client, life, connections, said.append, on_start=lambda: runner.begin(app))
+        server = HttpServer(service, place, tls)
         web = threading.Thread(target=server.run)
         thread.start()
         web.start()
@@ -153,4 +159,5 @@ def fake_server(
             web.join(60)
             thread.stop()
             client.close()
+            runner.close()
             assert not web.is_alive()

@@ -1,0 +1,87 @@
+"""Lines of a batch, in OpenAI's form: a request each, and its answer or the reason why there is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+Json = dict[str, Any]
+
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+URLS = frozenset({*GENERATING, "/v1/embeddings"})
+_MOST_ID_CHARACTERS = 512
+
+
+@dataclass(frozen=True)
+class BatchLine:
+    """One request. `fault`: why it cannot be sent; None if it can."""
+
+    number: int
+    custom_id: str | None
+    url: str = ""
+    body: bytes = b""
+    fault: str | None = None
+
+
+def read_line(number: int, raw: bytes, seen: set[str], urls: Collection[str] = URLS) -> BatchLine:
+    """The request of a line, or its fault. seen: the ids of the lines before; its own is added."""
+    try:
+        given = json.loads(raw)
+    except (ValueError, RecursionError):
+        return BatchLine(number, None, fault="it is not JSON")
+    if not isinstance(given, dict):
+        return BatchLine(number, None, fault="it is no JSON object")
+    custom_id = given.get("custom_id")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MOST_ID_CHARACTERS:
+        return BatchLine(
+            number, None, fault=f"custom_id must be a text of 1 to {_MOST_ID_CHARACTERS} characters"
+        )
+    fault = "custom_id stands in an earlier line too" if custom_id in seen else _fault_of(given, urls)
+    seen.add(custom_id)
+    if fault is not None:
+        return BatchLine(number, custom_id, fault=fault)
+    return BatchLine(number, custom_id, given["url"], json.dumps(given["body"]).encode())
+
+
+def _fault_of(given: Json, urls: Collection[str]) -> str | None:
+    if given.get("method", "POST") != "POST":
+        return "method must be POST"
+    if given.get("url") not in urls:
+        return f"url must be {'one of ' if len(urls) > 1 else ''}{', '.join(sorted(urls))}"
+    if not isinstance(given.get("body"), dict):
+        return "body must be a JSON object"
+    return "stream must be false: answers go to a file" if given["body"].get("stream") else None
+
+
+def answered(line: BatchLine, status: int, request_id: str, body: Any) -> Json:
+    """The line of an answer, or of a refusal by the server."""
+    return _line_of(line, {"status_code": status, "request_id": request_id, "body": body}, None)
+
+
+def faulty(line: BatchLine) -> Json:
+    """The line of a request that cannot be sent."""
+    return _line_of(line, None, {"code": "invalid_line", "message": f"line {line.number}: {line.fault}"})
+
+
+def given_up(line: BatchLine, code: str, message: str) -> Json:
+    """The line of a request that was not sent: its batch has ended before."""
+    return _line_of(line, None, {"code": code, "message": message})
+
+
+def _line_of(line: BatchLine, response: Json | None, error: Json | None) -> Json:
+    return {
+        "id": f"batch_req_{line.number}",
+        "custom_id": line.custom_id,
+        "response": response,
+        "error": error,
+    }
+
+
+def written(answer: Json) -> bytes:
+    """The bytes of a line of answers, without its end."""
+    try:
+        return json.dumps(answer, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half a surrogate pair, in an id
+        return json.dumps(answer).encode()

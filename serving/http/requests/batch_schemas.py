@@ -1,0 +1,18 @@
+"""The body that begins a batch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from phasewise.serving.http.requests.schemas import Strict
+
+
+class BatchRequest(Strict):
+    """A batch to begin. `metadata`: up to 16 texts, given back."""
+
+    input_file_id: Annotated[str, Field(min_length=1, max_length=64)]
+    endpoint: str
+    completion_window: Annotated[str, Field(max_length=16)] = "24h"
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None

@@ -1,0 +1,244 @@
+"""`/v1/files` and `/v1/batches`, as OpenAI's API has them. Whoever sends a key sees what that key sent."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, JSONResponse, Response
+
+from phasewise.serving.batches.lines import GENERATING, Json
+from phasewise.serving.batches.store import BatchStore, BatchStoreError, StoredBatch, StoredFile
+from phasewise.serving.http.errors import ApiError, bad_request
+from phasewise.serving.http.requests.batch_schemas import BatchRequest
+from phasewise.serving.http.requests.body import BodyReader, refuse_other_types
+from phasewise.serving.http.requests.upload import boundary_of, read_form
+from phasewise.serving.http.routes.batch_runner import BatchRunner
+from phasewise.serving.http.routes.middleware import client_of
+
+PATHS = frozenset({"/v1/files", "/v1/batches"})
+MOST_FILE_BYTES = 200 << 20
+"""OpenAI's own limit."""
+MOST_UNFINISHED = 64
+"""Batches of one owner that are not over."""
+_MOST_LISTED = 10_000
+_LISTED = 20
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_MOST_WINDOW_S = 30 * 86_400
+Made = TypeVar("Made")
+
+
+async def _on_disk(work: Callable[[], Made]) -> Made:
+    """The result of `work` of the store, on a thread. ApiError where it cannot."""
+    try:
+        return await asyncio.to_thread(work)
+    except BatchStoreError as error:
+        raise _refusal(error) from None
+
+
+def _refusal(error: BatchStoreError) -> ApiError:
+    match error.kind:
+        case "missing":
+            return ApiError(404, str(error), code="not_found")
+        case "in_use":
+            return ApiError(409, str(error), code="file_in_use")
+        case "full":
+            return ApiError(507, str(error), code="insufficient_storage")
+        case _:
+            return ApiError(503, str(error), code="no_batches", retry_after_s=60)
+
+
+def add_batches(app: FastAPI, runner: BatchRunner, bodies: BodyReader) -> None:
+    """The routes."""
+    _add_files(app, runner)
+
+    async def store() -> BatchStore:
+        return await _on_disk(runner.store)
+
+    @app.post("/v1/batches")
+    async def create_batch(request: Request) -> JSONResponse:
+        """Answer the requests of a file, when nobody else asks."""
+        runner.refuse_unless_open()
+        body = await bodies.read(request, BatchRequest)
+        owner, kept = _owner(request), await store()
+        if body.endpoint not in GENERATING:
+            raise bad_request(f"endpoint must be one of {', '.join(GENERATING)}", "endpoint")
+        window_s = _seconds(body.completion_window)
+        source = await _on_disk(partial(kept.file, owner, body.input_file_id))
+        if source.purpose != "batch":
+            raise bad_request(
+                "input_file_id names a file that was not sent with purpose batch", "input_file_id"
+            )
+        unfinished = [batch for batch in await _on_disk(kept.unfinished) if batch.owner == owner]
+        if len(unfinished) >= MOST_UNFINISHED:
+            message = f"{MOST_UNFINISHED} batches of yours are not over, and no more may be"
+            raise ApiError(429, message, code="too_many_batches", retry_after_s=60)
+        fields = _new_batch(body, int(time.time()), window_s)
+        batch = await _on_disk(partial(kept.add_batch, owner, source.id, fields))
+        runner.wake()
+        return JSONResponse(_shown(batch))
+
+    @app.get("/v1/batches")
+    async def list_batches(request: Request) -> Json:
+        """The batches of this client, the newest first."""
+        kept = await store()
+        batches = await _on_disk(partial(kept.batches, _owner(request)))
+        return _page(request, [(batch.id, partial(_shown, batch)) for batch in batches], _LISTED)
+
+    @app.get("/v1/batches/{batch_id}")
+    async def show_batch(request: Request, batch_id: str) -> Json:
+        """A batch, and its counts so far."""
+        kept = await store()
+        return _shown(await _on_disk(partial(kept.batch, _owner(request), batch_id)))
+
+    @app.post("/v1/batches/{batch_id}/cancel")
+    async def cancel_batch(request: Request, batch_id: str) -> Json:
+        """End a batch; what was answered stays."""
+        refuse_other_types(request)
+        kept = await store()
+        batch = await _on_disk(partial(kept.batch, _owner(request), batch_id))
+        if batch.fields["status"] in ("validating", "in_progress"):
+            begin = partial(kept.update, batch, status="cancelling", cancelling_at=int(time.time()))
+            batch = await _on_disk(begin)
+            runner.wake()
+        elif batch.fields["status"] not in ("cancelling", "cancelled"):
+            raise ApiError(409, f"the batch is {batch.fields['status']} already", code="batch_over")
+        return _shown(batch)
+
+
+def _add_files(app: FastAPI, runner: BatchRunner) -> None:
+    async def store() -> BatchStore:
+        return await _on_disk(runner.store)
+
+    @app.post("/v1/files")
+    async def create_file(request: Request) -> Json:
+        """Keep a file of requests, for a batch."""
+        runner.refuse_unless_open()
+        boundary_of(request)  # or why not, before anything is opened
+        kept = await store()
+        file = await _on_disk(kept.begin_file)
+        try:
+            form = await read_form(request, file.write, MOST_FILE_BYTES)
+            if form.fields.get("purpose") != "batch":
+                raise bad_request("purpose must be batch: files are for batches alone here", "purpose")
+            if form.filename is None:
+                raise bad_request("the form has no part called file", "file")
+        except BatchStoreError as error:
+            file.drop()
+            raise _refusal(error) from None
+        except BaseException:
+            file.drop()
+            raise
+        name = form.filename[:255]
+        return _file(await _on_disk(partial(kept.keep_file, file, _owner(request), name, "batch")))
+
+    @app.get("/v1/files")
+    async def list_files(request: Request) -> Json:
+        """The files of this client, the newest first."""
+        kept = await store()
+        files = await _on_disk(partial(kept.files, _owner(request)))
+        wanted = request.query_params.get("purpose")
+        rows = [(file.id, partial(_file, file)) for file in files if wanted in (None, file.purpose)]
+        return _page(request, rows, _MOST_LISTED)
+
+    @app.get("/v1/files/{file_id}")
+    async def show_file(request: Request, file_id: str) -> Json:
+        """A file, without its bytes."""
+        kept = await store()
+        return _file(await _on_disk(partial(kept.file, _owner(request), file_id)))
+
+    @app.get("/v1/files/{file_id}/content")
+    async def file_content(request: Request, file_id: str) -> Response:
+        """The bytes of a file."""
+        kept = await store()
+        file = await _on_disk(partial(kept.file, _owner(request), file_id))
+        return FileResponse(kept.path_of(file.id), media_type="application/octet-stream")
+
+    @app.delete("/v1/files/{file_id}")
+    async def delete_file(request: Request, file_id: str) -> Json:
+        """Keep a file no longer."""
+        kept = await store()
+        await _on_disk(partial(kept.delete_file, _owner(request), file_id))
+        return {"id": file_id, "object": "file", "deleted": True}
+
+
+def _owner(request: Request) -> str:
+    """The key of a request, by its digest; "" where none is asked for: then all see the same."""
+    return client_of(request.scope).cache_space
+
+
+def _seconds(window: str) -> int:
+    found = re.fullmatch(r"([1-9][0-9]{0,6})([smhd])", window)
+    seconds = int(found[1]) * _UNITS_S[found[2]] if found else 0
+    if not 0 < seconds <= _MOST_WINDOW_S:
+        raise bad_request("completion_window must be a time such as 24h, at most 30d", "completion_window")
+    return seconds
+
+
+_INSTANTS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+
+
+def _new_batch(body: BatchRequest, now_s: int, window_s: int) -> Json:
+    return {
+        "object": "batch",
+        "endpoint": body.endpoint,
+        "errors": None,
+        "input_file_id": body.input_file_id,
+        "completion_window": body.completion_window,
+        "status": "validating",
+        "output_file_id": None,
+        "error_file_id": None,
+        "created_at": now_s,
+        "expires_at": now_s + window_s,
+        **{f"{name}_at": None for name in _INSTANTS},
+        "n_lines": 0,
+        "metadata": body.metadata,
+    }
+
+
+def _shown(batch: StoredBatch) -> Json:
+    fields = dict(batch.fields)
+    total = fields.pop("n_lines")
+    counts = {"total": total, "completed": batch.n_completed, "failed": batch.n_failed}
+    return {**fields, "request_counts": counts}
+
+
+def _file(file: StoredFile) -> Json:
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.n_bytes,
+        "created_at": file.created_s,
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+    }
+
+
+def _page(request: Request, rows: Sequence[tuple[str, Callable[[], Json]]], default: int) -> Json:
+    """A page of a list: `limit` entries behind the one called `after`."""
+    asked = request.query_params
+    given = asked.get("limit", str(default))
+    limit = int(given) if re.fullmatch(r"[0-9]{1,5}", given) else 0
+    if not 1 <= limit <= _MOST_LISTED:
+        raise bad_request(f"limit must be a number from 1 to {_MOST_LISTED}", "limit")
+    if asked.get("order", "desc") == "asc":
+        rows = rows[::-1]
+    ids = [row_id for row_id, _ in rows]
+    after = asked.get("after")
+    if after is not None and after not in ids:
+        raise ApiError(404, f"there is nothing called {after[:80]!r} to list after", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    data = [make() for _, make in rows[start : start + limit]]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": start + limit < len(rows),
+    }

@@ -1,0 +1,105 @@
+"""Members of the next step: which of the running requests have rows or prompt tokens in it. Pure.
+
+running: by age. Interactive requests come first; those in shadow have what `ShadowRoom` says beside them, and
+all of a step where nothing else can be computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from phasewise._words import counted
+from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
+from phasewise.serving.scheduling.request import LiveSequence
+from phasewise.serving.scheduling.scheduler_terms import SchedulerError
+from phasewise.serving.scheduling.shadow import ShadowRoom
+from phasewise.tuner.plans import Phase
+
+
+def running_of(running: Iterable[LiveSequence], *, in_shadow: bool) -> list[LiveSequence]:
+    """Those in shadow, or the others."""
+    return [sequence for sequence in running if sequence.request.in_shadow == in_shadow]
+
+
+def is_all_shadow(running: Iterable[LiveSequence]) -> bool:
+    """True if nothing can be computed but requests in shadow."""
+    return not any(map(_can_go_on, running_of(running, in_shadow=False)))
+
+
+def n_answering(running: Sequence[LiveSequence]) -> int:
+    """Answers that wait for their next token; those in shadow count where nothing else can be computed."""
+    counting = running if is_all_shadow(running) else running_of(running, in_shadow=False)
+    return sum(not sequence.is_prefilling for sequence in counting)
+
+
+def answers_in_step(
+    running: Sequence[LiveSequence], most_rows: int | None, shadow: ShadowRoom, most_sequences: int
+) -> list[LiveSequence]:
+    """The answers that get a token in a decode step. most_rows: of interactive ones; None: all."""
+    in_shadow = running_of(running, in_shadow=True)
+    if is_all_shadow(running):
+        return _in_turn(in_shadow, most_rows)
+    answers = _in_turn(running_of(running, in_shadow=False), most_rows)
+    if not answers:  # prompts wait, which a step of shadows alone would hold up
+        return []
+    rows = most_sequences - len(answers)
+    return answers + _in_turn(in_shadow, rows if shadow.rows is None else min(rows, shadow.rows))
+
+
+def _in_turn(running: Iterable[LiveSequence], most_rows: int | None) -> list[LiveSequence]:
+    """Those first that got no token for longest."""
+    answering = [sequence for sequence in running if not sequence.is_prefilling]
+    if most_rows is None or most_rows >= len(answering):
+        return answering
+    chosen = set(sorted(answering, key=lambda sequence: sequence.turn)[:most_rows])
+    return [sequence for sequence in answering if sequence in chosen]
+
+
+def prompts_in_step(
+    running: Sequence[LiveSequence], room: int, shadow: ShadowRoom
+) -> tuple[list[LiveSequence], int]:
+    """The prompts that a prefill step may have parts of, all in shadow or none, and its tokens."""
+    prompts = [sequence for sequence in running if sequence.can_prefill]
+    own = running_of(prompts, in_shadow=False)
+    if own:
+        return own, room
+    if shadow.chunk_tokens is not None and not is_all_shadow(running):
+        room = min(room, shadow.chunk_tokens)
+    return (prompts, room) if room else ([], 0)
+
+
+def batch_of(
+    phase: Phase, parts: Sequence[tuple[LiveSequence, tuple[int, ...]]], copies: Sequence[KvCopy]
+) -> Batch:
+    """The step of these sequences, each with its tokens."""
+    slices = []
+    for sequence, token_ids in parts:
+        assert sequence.placement is not None, f"{sequence} waits"
+        base, _, table, ring = sequence.placement
+        is_last = len(token_ids) == sequence.n_pending
+        slices.append(SequenceSlice(token_ids, sequence.n_computed, base, is_last, table, 0, ring))
+    names = tuple(sequence.request_id for sequence, _ in parts)
+    n_in_shadow = sum(sequence.request.in_shadow for sequence, _ in parts)
+    return Batch(phase, tuple(slices), names, tuple(copies), n_in_shadow)
+
+
+def _can_go_on(sequence: LiveSequence) -> bool:
+    return sequence.n_pending > 0 and not (sequence.awaits_kv or sequence.is_restored)
+
+
+def room_for_drafts(sequence: LiveSequence) -> int:
+    """As many as its block has slots for, and as the tokens that it may still get after one more."""
+    request, placement = sequence.request, sequence.placement
+    if placement is None or request.prefill_only:
+        return 0
+    return min(placement.n_slots, request.most_tokens - 1) - sequence.n_tokens
+
+
+def with_drafts(batch: Batch, sequences: Sequence[LiveSequence], drafts: Sequence[Sequence[int]]) -> Batch:
+    """A decode batch, each slice with its drafts behind its token."""
+    slices = []
+    for sequence, piece, draft in zip(sequences, batch.slices, drafts, strict=True):
+        if len(draft) > room_for_drafts(sequence):
+            raise SchedulerError(f"{counted(len(draft), 'draft')} for {sequence}")
+        slices.append(piece._replace(token_ids=(*piece.token_ids, *draft), n_drafted=len(draft)))
+    return batch._replace(slices=tuple(slices))

@@ -1,0 +1,143 @@
+"""Prompts that begin alike: a trace's blocks, and turns of conversations; and what is said of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.loadtest.arrivals import scaled
+from phasewise.loadtest.assemble import load_test_of
+from phasewise.loadtest.conversations import TurnByTurn
+from phasewise.loadtest.metrics import hit_rate, hit_rates_by_turn
+from phasewise.loadtest.outcome import FailureKind, RequestOutcome
+from phasewise.loadtest.prompts import IdPrompts, TextPrompts
+from phasewise.loadtest.report_json import fields_of
+from phasewise.loadtest.session import LoadReport, run_load_test
+from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
+from phasewise.tuner.config.lengths import RequestLengths
+from phasewise.tuner.config.trace_files import read_trace
+from phasewise.tuner.errors import TraceError
+from tests.support.servers.fake_server import fake_server
+
+block_lists = st.lists(st.integers(0, 5), max_size=4)
+
+
+def common(one: Sequence[object], other: Sequence[object]) -> int:
+    """Items that both begin with."""
+    for at, (mine, others) in enumerate(zip(one, other, strict=False)):
+        if mine != others:
+            return at
+    return min(len(one), len(other))
+
+
+@given(block_lists, block_lists, st.integers(1, 200), st.integers(1, 40))
+def test_prompts_of_equal_blocks_begin_with_equal_tokens(
+    one: list[int], other: list[int], n_tokens: int, block_tokens: int
+) -> None:
+    """And with no more than that, up to a chance token."""
+    ids = IdPrompts(3)
+    first, second = ids(0, n_tokens, one, block_tokens), ids(1, n_tokens, other, block_tokens)
+
+    shared = min(n_tokens, common(one, other) * block_tokens)
+    assert len(first) == len(second) == n_tokens
+    assert shared <= common(first, second) <= shared + 4  # type: ignore[arg-type]
+    texts = TextPrompts(3)
+    words = [
+        texts(index, n_tokens, blocks, block_tokens).split() for index, blocks in enumerate((one, other))
+    ]
+    assert [len(text) for text in words] == [n_tokens, n_tokens]
+    assert common(*words) >= shared
+
+
+def test_a_mooncake_trace_says_which_prompts_begin_alike(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": 0, "input_length": 1200, "output_length": 5, "hash_ids": [7, 8, 9]},
+        {"timestamp": 10, "input_length": 1300, "output_length": 6, "hash_ids": [7, 8, 10]},
+        {"timestamp": 20, "input_length": 30, "output_length": 6},
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+    first, second, third = scaled(read_trace(path), 1.0, 0.5)
+
+    assert (first.blocks, second.blocks, third.blocks) == ((7, 8, 9), (7, 8, 10), ())
+    assert (first.prompt_tokens, first.block_tokens) == (600, 256)
+    for wrong in ([1] * 9, "abc", [-1], [1.5], [True]):
+        path.write_text(json.dumps({**rows[0], "hash_ids": wrong}))
+        with pytest.raises(TraceError, match="hash_ids"):
+            read_trace(path)
+
+
+@given(st.integers(0, 50), st.lists(st.integers(1, 30), min_size=2, max_size=6))
+def test_a_turn_says_all_that_was_said_before(shared: int, lengths: list[int]) -> None:
+    kind = TurnByTurn(TextPrompts(1), len(lengths), shared)
+    one, other = kind.begin(0), kind.begin(100)
+    said: list[str] = []
+    for at, n_tokens in enumerate(lengths):
+        request = RequestLengths(n_tokens, 4)
+        turns, others = one.next_turn(request), other.next_turn(request)
+        assert turns is not None
+        assert others is not None
+        assert turns[:-1] == said
+        assert len(turns[-1].split()) == n_tokens + (shared if not at else 0)
+        assert common(turns[0].split(), others[0].split()) >= shared
+        for talk in (one, other):
+            talk.answered(RequestOutcome(0.0, 10, 4, text=f" answer {at}"))
+        said = [*turns, f" answer {at}"]
+
+
+def test_a_conversation_ends_before_the_context_does() -> None:
+    talk = TurnByTurn(TextPrompts(1), 5, context=100).begin(0)
+    assert talk.next_turn(RequestLengths(30, 10)) is not None
+    talk.answered(RequestOutcome(0.0, 30, 10))
+    assert talk.next_turn(RequestLengths(50, 10)) is not None
+    talk.answered(RequestOutcome(0.0, 90, 5))
+    assert talk.next_turn(RequestLengths(3, 3)) is None
+
+
+def test_hit_rates_count_tokens_of_what_was_answered_and_told() -> None:
+    outcomes = [
+        RequestOutcome(0, 100, cached_tokens=0),
+        RequestOutcome(0, 300, cached_tokens=150, turn=1),
+        RequestOutcome(0, 50, turn=1),
+        RequestOutcome(0, 50, cached_tokens=50, failure=FailureKind.timeout),
+    ]
+
+    assert hit_rate(outcomes) == 150 / 400
+    assert hit_rates_by_turn(outcomes) == [0.0, 0.5]
+    assert hit_rate(outcomes[2:]) is None
+
+
+def loaded(url: str, lengths: SentLengths, promises: Promises) -> LoadReport:
+    times = SendingTimes(concurrency=3)
+    return run_load_test(load_test_of(url, "", times, lengths, Asking(ignore_eos=True), promises))
+
+
+def test_a_server_is_asked_in_turns_and_says_what_it_did_not_compute_again() -> None:
+    lengths = SentLengths(requests=12, input_len=20, output_len=6, turns=3, shared_prefix=32, warmup=0)
+    with fake_server(max_sequences=3) as server:
+        fields = fields_of(loaded(server.url, lengths, Promises()))
+
+    rates = fields["cache_hit_rate_by_turn"]
+    assert fields["completed"] == 12
+    assert len(rates) == 3
+    assert all(0 < rate < 1 for rate in rates[1:])
+    assert fields["joules_per_token"] is None
+
+
+def test_the_rate_with_promises_stands_over_the_rate_without() -> None:
+    lengths = SentLengths(requests=30, input_len=16, output_len=4, warmup=0)
+    promises = Promises("ttft=20s", over_offline=True, probe_s=0.3, most_probes=3, votes=1)
+    with fake_server() as server:
+        report = loaded(server.url, lengths, promises)
+
+    fields = fields_of(report)
+    assert report.offline is not None
+    assert fields["offline_request_throughput"] == report.offline.request_rate > 0
+    assert report.found_rate is not None
+    assert fields["server_over_offline"] == report.found_rate / report.offline.request_rate

@@ -1,0 +1,107 @@
+"""The store of files and batches: its bytes add up, answers stay, and a start removes what was cut off."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.serving.batches.lines import BatchLine, read_line
+from phasewise.serving.batches.store import BatchStore, BatchStoreError, StoredFile
+
+FIELDS: dict[str, Any] = {"status": "in_progress", "n_lines": 3}
+actions = st.lists(
+    st.tuples(st.sampled_from(["file", "drop", "delete", "answer", "finish", "again"]), st.integers(0, 400)),
+    max_size=25,
+)
+
+
+def kept(store: BatchStore, n_bytes: int, owner: str = "o") -> StoredFile:
+    file = store.begin_file()
+    try:
+        file.write(b"x" * n_bytes)
+    except BatchStoreError:
+        file.drop()
+        raise
+    return store.keep_file(file, owner, "in.jsonl", "batch")
+
+
+@given(actions)
+def test_bytes_add_up_whatever_comes_and_goes(
+    tmp_path_factory: pytest.TempPathFactory, done: list[tuple[str, int]]
+) -> None:
+    folder = tmp_path_factory.mktemp("batches")
+    store = BatchStore(folder, 1000)
+    number = 0
+    for action, size in done:
+        with contextlib.suppress(BatchStoreError):  # full, or in use
+            match action:
+                case "file":
+                    store.add_batch("o", kept(store, size).id, FIELDS)
+                case "drop":
+                    file = store.begin_file()
+                    try:
+                        file.write(b"x" * size)
+                    finally:
+                        file.drop()
+                case "delete":
+                    for known in store.files("o")[:1]:
+                        store.delete_file("o", known.id)
+                case "answer":
+                    for batch in store.unfinished()[:1]:
+                        number += 1
+                        store.answer(batch.id, number % 5, b"y" * (size // 10), is_good=size % 2 == 0)
+                case "finish":
+                    for batch in store.unfinished()[:1]:
+                        store.finish(batch, status="completed")
+                case _:
+                    store.close()
+                    store = BatchStore(folder, 1000)
+        assert store._n_taken == store._count_bytes()
+        on_disk = {path.name: path.stat().st_size for path in folder.glob("file-*")}
+        assert on_disk == {known.id: known.n_bytes for known in store.files("o")}
+        assert store._n_taken <= 1000 + 10 * number
+    store.close()
+
+
+def test_the_first_answer_of_a_line_stays_and_files_are_in_the_order_of_lines(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path, 10_000)
+    batch = store.add_batch("o", kept(store, 10).id, FIELDS)
+    for number, line, is_good in ((3, b"c", True), (1, b"a", True), (1, b"b", True), (2, b"bad", False)):
+        store.answer(batch.id, number, line, is_good=is_good)
+
+    batch = store.finish(store.batch("o", batch.id), status="completed")
+
+    assert (batch.n_completed, batch.n_failed) == (2, 1)
+    output, error = (batch.fields[f"{name}_file_id"] for name in ("output", "error"))
+    assert store.path_of(output).read_bytes() == b"a\nc\n"
+    assert store.path_of(error).read_bytes() == b"bad\n"
+    assert store.unfinished() == []
+    with pytest.raises(BatchStoreError):
+        store.file("another", output)
+    store.close()
+
+
+def test_a_start_removes_files_that_were_cut_off(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path, 10_000)
+    whole = kept(store, 10)
+    store.begin_file().write(b"half")
+    store.close()
+
+    store = BatchStore(tmp_path, 10_000)
+
+    assert [path.name for path in tmp_path.glob("file-*")] == [whole.id]
+    with pytest.raises(BatchStoreError, match="another server"):
+        BatchStore(tmp_path, 10_000)
+    store.close()
+
+
+@given(st.binary(max_size=80))
+def test_any_bytes_are_a_line_or_have_a_fault(raw: bytes) -> None:
+    line = read_line(7, raw, set())
+    assert isinstance(line, BatchLine)
+    assert (line.fault is None) == bool(line.url)

@@ -1,0 +1,278 @@
+"""`/v1/files` and `/v1/batches` through OpenAI's own client, on a server whose model counts."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from phasewise.serving.http.http_settings import HttpLimits
+from tests.support.servers.fake_server import FakeServer, fake_server
+
+LIMITS = HttpLimits(api_keys=("one", "two"))
+ENDPOINT: Any = "/v1/completions"
+
+
+def client_of(server: FakeServer, key: str = "one") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+@contextlib.contextmanager
+def serving(folder: Path, n_bytes: int = 1 << 20, **settings: Any) -> Iterator[FakeServer]:
+    with fake_server(LIMITS, batch_dir=folder, batch_bytes=n_bytes, **settings) as server:
+        yield server
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FakeServer]:
+    with serving(tmp_path / "batches") as server:
+        yield server
+
+
+def line(custom_id: str, *, url: str = ENDPOINT, **body: Any) -> bytes:
+    body = {"model": "fake", "prompt": f"say {custom_id}", "max_tokens": 3, "temperature": 0, **body}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body}).encode() + b"\n"
+
+
+def begin(client: openai.OpenAI, lines: bytes, window: Any = "24h", **fields: Any) -> Any:
+    file = client.files.create(file=("in.jsonl", io.BytesIO(lines)), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint=ENDPOINT, completion_window=window, **fields)
+
+
+def ended(client: openai.OpenAI, batch_id: str, timeout_s: float = 60) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        batch = client.batches.retrieve(batch_id)
+        if batch.status in ("completed", "failed", "expired", "cancelled"):
+            return batch
+        assert time.monotonic() < deadline, batch
+        time.sleep(0.02)
+
+
+def slow_down(server: FakeServer, step_s: float) -> None:
+    server.ranks.before_step = lambda: time.sleep(step_s)
+
+
+def read(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    if file_id is None:
+        return []
+    return [json.loads(one) for one in client.files.content(file_id).read().splitlines()]
+
+
+def test_every_line_is_answered_in_order_and_faults_go_to_the_error_file(server: FakeServer) -> None:
+    client = client_of(server)
+    good = [line(f"n{at}") for at in range(40)]
+    bad = [
+        b"not json\n",
+        line("n0"),
+        line("other", url="/v1/embeddings"),
+        line("streamed", stream=True),
+        line("wrong", max_tokens=-1),
+    ]
+
+    batch = begin(client, b"".join([*good, b"\n", *bad]), metadata={"why": "test"})
+    assert (batch.status, batch.metadata) == ("validating", {"why": "test"})
+    batch = ended(client, batch.id)
+
+    assert batch.status == "completed"
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (45, 40, 5)
+    answers, faults = read(client, batch.output_file_id), read(client, batch.error_file_id)
+    assert [one["custom_id"] for one in answers] == [f"n{at}" for at in range(40)]
+    for one in answers:
+        alone = client.completions.create(
+            model="fake", prompt=f"say {one['custom_id']}", max_tokens=3, temperature=0
+        )
+        assert one["response"]["status_code"] == 200
+        assert one["response"]["body"]["choices"][0]["text"] == alone.choices[0].text
+    assert [one["custom_id"] for one in faults] == [None, "n0", "other", "streamed", "wrong"]
+    assert [one["error"]["message"].split(":")[0] for one in faults[:4]] == [
+        "line 42",
+        "line 43",
+        "line 44",
+        "line 45",
+    ]
+    assert faults[4]["response"]["status_code"] == 400
+    server.wait_until_idle()
+    assert server.client.n_answers == 0
+
+
+def test_lists_have_pages_and_files_go(server: FakeServer) -> None:
+    client = client_of(server)
+    batches = [begin(client, line(f"a{at}")).id for at in range(5)]
+    for batch_id in batches:
+        ended(client, batch_id)
+
+    assert [one.id for one in client.batches.list(limit=2)] == batches[::-1], "page by page"
+    page = client.batches.list(limit=2, after=batches[3])
+    assert ([one.id for one in page.data], page.has_more) == (batches[2:0:-1], True)
+    files = client.files.list(purpose="batch").data
+    assert len(files) == 5
+    assert len(client.files.list().data) == 10
+    assert client.files.delete(files[0].id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(files[0].id)
+    for bad in ({"limit": 0}, {"after": "nothing"}):
+        with pytest.raises(openai.APIStatusError):
+            client.batches.list(**bad)  # type: ignore[arg-type]
+
+
+def test_a_key_sees_nothing_of_another(server: FakeServer) -> None:
+    one, two = client_of(server), client_of(server, "two")
+    batch = begin(one, line("a"))
+
+    assert (two.batches.list().data, two.files.list().data) == ([], [])
+    for refused in (
+        lambda: two.batches.retrieve(batch.id),
+        lambda: two.batches.cancel(batch.id),
+        lambda: two.files.content(batch.input_file_id),
+        lambda: two.files.delete(batch.input_file_id),
+        lambda: two.batches.create(
+            input_file_id=batch.input_file_id, endpoint=ENDPOINT, completion_window="24h"
+        ),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            refused()
+    assert httpx.get(f"{server.url}/v1/files").status_code == 401
+    assert ended(one, batch.id).status == "completed"
+
+
+def test_a_batch_is_cancelled_and_what_was_not_answered_says_so(server: FakeServer) -> None:
+    client = client_of(server)
+    slow_down(server, 0.02)
+    batch = begin(client, b"".join(line(f"n{at}", max_tokens=100) for at in range(60)))
+    with pytest.raises(openai.ConflictError, match="cancel the batch first"):
+        client.files.delete(batch.input_file_id)
+
+    assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    batch = ended(client, batch.id)
+
+    assert batch.status == "cancelled"
+    answers, faults = read(client, batch.output_file_id), read(client, batch.error_file_id)
+    assert len(answers) + len(faults) == 60
+    assert {one["error"]["code"] for one in faults} == {"batch_cancelled"}
+    server.wait_until_idle()
+    assert client.batches.cancel(batch.id).status == "cancelled"
+
+
+def test_a_batch_expires(server: FakeServer) -> None:
+    client = client_of(server)
+    slow_down(server, 0.05)
+    batch = ended(client, begin(client, line("slow", max_tokens=400), window="1s").id)
+
+    assert (batch.status, batch.output_file_id) == ("expired", None)
+    (fault,) = read(client, batch.error_file_id)
+    assert fault["error"]["code"] == "batch_expired"
+
+
+def test_what_cannot_be_a_batch_is_refused(server: FakeServer) -> None:
+    client = client_of(server)
+    file = client.files.create(file=("in.jsonl", b"{}\n"), purpose="batch")
+    for fields, named in (
+        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"completion_window": "soon"}, "completion_window"),
+        ({"completion_window": "31d"}, "completion_window"),
+        ({"input_file_id": "file-0"}, "file-0"),
+    ):
+        given: Any = {
+            "input_file_id": file.id,
+            "endpoint": ENDPOINT,
+            "completion_window": "24h",
+            **fields,
+        }
+        with pytest.raises(openai.APIStatusError, match=named):
+            client.batches.create(**given)
+    with pytest.raises(openai.BadRequestError, match="purpose must be batch"):
+        client.files.create(file=("in.jsonl", b"{}\n"), purpose="fine-tune")
+    empty = begin(client, b"\n\n")
+    batch = ended(client, empty.id)
+    assert (batch.status, batch.errors.data[0].message) == ("failed", "the file has no line")
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [
+        ({"Content-Type": "application/json"}, b"{}", 415),
+        ({"Content-Type": "multipart/form-data; boundary=x"}, b"nothing", 400),
+        ({"Content-Type": "multipart/form-data; boundary=x"}, b"y" * 20_000, 400),
+        ({"Content-Type": "multipart/form-data; boundary=x", "Origin": "http://a.example"}, b"", 403),
+        (
+            {"Content-Type": "multipart/form-data; boundary=x"},
+            b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x--\r\n',
+            400,
+        ),
+    ],
+)
+def test_a_body_that_is_no_form_is_refused(
+    server: FakeServer, headers: dict[str, str], body: bytes, status: int
+) -> None:
+    headers = {"Authorization": "Bearer one", **headers}
+    assert httpx.post(f"{server.url}/v1/files", headers=headers, content=body).status_code == status
+    assert client_of(server).files.list().data == []
+
+
+def test_a_full_store_is_told_and_leaves_no_file(tmp_path: Path) -> None:
+    with serving(tmp_path / "b", 10_000) as server:
+        client = client_of(server)
+        with pytest.raises(openai.InternalServerError, match="raise --batch-bytes") as refusal:
+            client.files.create(file=("in.jsonl", b"x" * 20_000), purpose="batch")
+        assert refusal.value.status_code == 507
+        assert list((tmp_path / "b").glob("file-*")) == []
+        client.files.create(file=("in.jsonl", b"x" * 5_000), purpose="batch")
+
+
+def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
+    with serving(tmp_path / "b") as first, serving(tmp_path / "b") as second:
+        client_of(first).files.list()
+        with pytest.raises(openai.InternalServerError, match="--batch-dir"):
+            client_of(second).files.list()
+    with serving(tmp_path / "b", 0) as server, pytest.raises(openai.InternalServerError, match="no batches"):
+        client_of(server).files.list()
+
+
+def test_a_batch_goes_on_after_ten_restarts_and_every_line_is_answered_once(tmp_path: Path) -> None:
+    lines = b"".join(line(f"n{at}", max_tokens=20) for at in range(200))
+    batch_id, n_done = "", [0]
+    for restart in range(11):
+        with serving(tmp_path / "b") as server:
+            client = client_of(server)
+            if not restart:
+                batch_id = begin(client, lines).id
+            slow_down(server, 0.002)
+            while restart < 10 and n_done[-1] < 15 * (restart + 1):
+                counts = client.batches.retrieve(batch_id).request_counts
+                n_done.append(counts.completed + counts.failed)
+                time.sleep(0.01)
+            if restart == 10:
+                batch = ended(client, batch_id)
+                answers = read(client, batch.output_file_id)
+    assert n_done == sorted(n_done), "no answer is lost"
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (200, 0)
+    assert [one["custom_id"] for one in answers] == [f"n{at}" for at in range(200)]
+
+
+def test_others_get_their_answers_while_a_batch_fills_the_server(server: FakeServer) -> None:
+    """A batch takes no place of theirs, in no limit."""
+    client = client_of(server)
+    slow_down(server, 0.002)
+    batch = begin(client, b"".join(line(f"n{at}", max_tokens=200) for at in range(30)))
+    while not server.engine.scheduler.n_in_shadow:
+        time.sleep(0.005)
+
+    said = client.completions.create(model="fake", prompt="hello", max_tokens=5)
+
+    assert said.choices[0].finish_reason == "length"
+    assert server.engine.scheduler.n_in_shadow, "it is done before the batch"
+    assert server.client.n_live == 0
+    text = httpx.get(f"{server.url}/metrics", headers={"Authorization": "Bearer one"}).text
+    assert "phasewise_ttft_seconds_count 1.0" in text
+    client.batches.cancel(batch.id)
+    ended(client, batch.id)
