@@ -87,7 +87,7 @@ _IN_RESPONSES = {
 """The names in these requests of the fields of the others that they are made into."""
 NamedCard = tuple[tuple[str, ...], Callable[[], dict[str, Any]]]
 """The names that requests may use for a model, and what /v1/models says of it."""
-_EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "X-Step-Over-TPOT", "Retry-After")
+_EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "X-Step-Over-TPOT", "X-Estimated-TTFT", "Retry-After")
 
 
 @dataclass(frozen=True)

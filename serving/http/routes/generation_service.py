@@ -80,6 +80,7 @@ class GenerationService:
     async def answer(self, reply: Reply, request: Request, ignored: tuple[str, ...] = ()) -> Response:
         """`ignored`: fields of the body that say nothing to this server; the answer's header names them."""
         self.refuse_unless_open()
+        ttft_s = self.client.expected_ttft_s(reply.requests[0], client_of(request.scope).name)
         record = record_of(request.scope)
         if record is not None and self.log is not None:
             record.ignored = ignored
@@ -90,6 +91,8 @@ class GenerationService:
             raise from_engine(error) from error
         if ignored:
             response.headers["X-Ignored-Fields"] = ",".join(ignored)
+        if ttft_s is not None:
+            response.headers["X-Estimated-TTFT"] = f"{ttft_s:.1f} s"
         step_ms = self._step_over_tpot_ms(reply.requests[0].model)
         if step_ms:
             response.headers["X-Step-Over-TPOT"] = f"{step_ms} ms"
@@ -151,6 +154,7 @@ def reply_of(
         rendering=rendering,
         streamed=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        tells_progress=bool(body.stream) and body.return_progress,
         continuous_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
     )
 
