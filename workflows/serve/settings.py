@@ -77,6 +77,17 @@ class Running:
 
 
 @dataclass(frozen=True)
+class Coming:
+    """Models that come and go. `models`: their folder; None: MODEL stays. `models_memory`: bytes of all that
+    are loaded; None: three quarters of what is free. `keep_alive`: seconds that one stays unused.
+    """
+
+    models: Path | None = None
+    models_memory: int | None = None
+    keep_alive: float = 300
+
+
+@dataclass(frozen=True)
 class KeysAndValues:
     """The memory for keys and values, and how requests get parts of it."""
 
@@ -164,3 +175,4 @@ class ServeSettings:
     length_log: Path | None = None
     remote: Remote = NO_REMOTE
     db: str | None = None
+    coming: Coming = Coming()

@@ -243,8 +243,12 @@ class EngineClient:
             self._wakeup = None
 
     def observe(self, observer: Observer) -> None:
-        """`observer` sees all that is sent and delivered, on the event loop."""
-        self._observers.append(observer)
+        """`observer` sees all that is sent and delivered, on the event loop. From any thread."""
+        self._observers = [*self._observers, observer]
+
+    def leave_alone(self, observer: Observer) -> None:
+        """`observer` sees no more. From any thread, one at a time with `observe`."""
+        self._observers = [other for other in self._observers if other is not observer]
 
     def open(
         self,

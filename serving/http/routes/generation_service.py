@@ -16,9 +16,10 @@ from phasewise.serving.http.answers.openai_objects import Rendering, Reply
 from phasewise.serving.http.answers.receipt_store import ReceiptStore
 from phasewise.serving.http.answers.send_answer import respond
 from phasewise.serving.http.answers.sse_events import encode
-from phasewise.serving.http.errors import ApiError, from_engine, other_purpose, unknown_model
+from phasewise.serving.http.errors import ApiError, from_engine
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
 from phasewise.serving.http.lifecycle import Lifecycle
+from phasewise.serving.http.models.served_models import Models
 from phasewise.serving.http.monitoring.access_log import AccessLog, record_of
 from phasewise.serving.http.requests.body import BodyReader
 from phasewise.serving.http.requests.request_threads import Preparation
@@ -34,7 +35,6 @@ from phasewise.serving.http.requests.schemas import (
     GenerationRequest,
     Strict,
 )
-from phasewise.serving.http.routes.embeddings import EmbeddingModel
 from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.http.transport.connection import connection_of
 
@@ -45,14 +45,12 @@ Body = TypeVar("Body", bound=Strict)
 class GenerationService:
     """The services that the routes which generate text need."""
 
-    models: tuple[ServedModel, ...]
+    models: Models
     client: EngineClient
     bodies: BodyReader
     preparation: Preparation
     life: Lifecycle
     log: AccessLog | None
-    embedder: EmbeddingModel | None = None
-    """Served beside."""
     receipts: ReceiptStore = field(default_factory=ReceiptStore)
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
@@ -126,16 +124,6 @@ class GenerationService:
             return within_context(requests, most_tokens, model)
 
         return await self.preparation.prepare(request, body, make, model)
-
-    def model_of(self, name: str | None) -> ServedModel:
-        """The one that a request names; without a name the first. ApiError where there is none."""
-        model = next((model for model in self.models if name is None or name in model.names), None)
-        if model is None and self.embedder is not None and name in self.embedder.names:
-            path = "/v1/rerank" if self.embedder.scores else "/v1/embeddings"
-            raise other_purpose(str(name), "makes vectors and no text", path)
-        if model is None:
-            raise unknown_model(str(name), ", ".join(model.model_id for model in self.models))
-        return model
 
     def refuse_unless_open(self) -> None:
         refusal = self.life.refusal()
