@@ -15,7 +15,7 @@ from phasewise.serving.engine.several_engines import ChangingEngines, OpenEngine
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.lifecycle import Lifecycle
-from phasewise.serving.http.models.model_shelf import ModelFile, ModelShelf, ModelSource
+from phasewise.serving.http.models.model_shelf import ModelFile, ModelShelf, ModelsOnDisk
 from phasewise.serving.http.monitoring.access_log import open_log
 from phasewise.serving.http.monitoring.metrics import Metrics, ModelCounts
 from phasewise.serving.http.routes.app import Surroundings, create_folder_app
@@ -52,8 +52,8 @@ class FolderModel(Protocol):
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder of models. `files` and `measure` as of `ModelSource`. `budget_bytes`: the most of all that are
-    open together; None: what the machine has. `keep_s`: the time that a model stays unused.
+    """A folder of models. `files` and `measure` as of `ModelsOnDisk`. `budget_bytes`: the most of all that
+    are open together; None: what the machine has. `keep_s`: the time that a model stays unused.
     """
 
     files: Callable[[], Mapping[str, ModelFile]]
@@ -160,7 +160,7 @@ def _shelf(folder: ModelFolder, bench: _Bench, report: Callable[[str], None]) ->
     def measure(name: str) -> _Measured:
         return _Measured(bench, folder.measure(name))
 
-    return ModelShelf(ModelSource(folder.files, measure), folder.budget_bytes, folder.keep_s, report)
+    return ModelShelf(ModelsOnDisk(folder.files, measure), folder.budget_bytes, folder.keep_s, report)
 
 
 def _counts(shelf: ModelShelf) -> ModelCounts:

@@ -36,11 +36,11 @@ from phasewise.workflows.serve.run import serve_folder, serve_model
 from phasewise.workflows.serve.settings import (
     Accepting,
     Answering,
-    Coming,
     KeysAndValues,
     Listening,
     Logged,
     Prefixes,
+    Residency,
     Running,
     ServeSettings,
 )
@@ -201,7 +201,7 @@ _RUNNING = option_set(
 )
 
 _COMING = option_set(
-    Coming,
+    Residency,
     "Models that come and go",
     models=_in_sight(
         "in place of MODEL: serve the GGUF files and Hugging Face directories of this folder, each "
@@ -444,7 +444,7 @@ def serve(
     accepting: Accepting,
     weights: Weights,
     running: Running,
-    coming: Coming,
+    coming: Residency,
     kv: KeysAndValues,
     prefixes: Prefixes,
     answering: Answering,

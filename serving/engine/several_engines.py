@@ -147,6 +147,11 @@ class ChangingEngines(SeveralEngines):
     def n_requests_rerun(self) -> int:
         return self._n_rerun_before + super().n_requests_rerun
 
+    def fingerprint(self, model: str = "") -> Fingerprint | None:
+        """None where the model has gone."""
+        host = self._hosts.get(model)
+        return None if host is None else host.fingerprint()
+
     def start(self) -> None:
         self._has_started = True
 

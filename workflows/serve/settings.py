@@ -77,7 +77,7 @@ class Running:
 
 
 @dataclass(frozen=True)
-class Coming:
+class Residency:
     """Models that come and go. `models`: their folder; None: MODEL stays. `models_memory`: bytes of all that
     are loaded; None: three quarters of what is free. `keep_alive`: seconds that one stays unused.
     """
@@ -175,4 +175,4 @@ class ServeSettings:
     length_log: Path | None = None
     remote: Remote = NO_REMOTE
     db: str | None = None
-    coming: Coming = Coming()
+    coming: Residency = Residency()

@@ -57,7 +57,7 @@ class MeasuredModel(Protocol):
 
 
 @dataclass(frozen=True)
-class ModelSource:
+class ModelsOnDisk:
     """The folder. `files`: by the names that requests use, as they are now. `measure`: of a name in it; it
     takes no memory to speak of, and may raise ServingError. Both are called on threads.
     """
@@ -80,7 +80,7 @@ class ModelShelf:
     """The models of one folder. keep_s: the time that a model stays unused."""
 
     def __init__(
-        self, source: ModelSource, budget_bytes: int | None, keep_s: float, report: Callable[[str], None]
+        self, source: ModelsOnDisk, budget_bytes: int | None, keep_s: float, report: Callable[[str], None]
     ) -> None:
         self.keep_s = keep_s
         self.counts = ShelfCounts()
@@ -123,7 +123,8 @@ class ModelShelf:
 
     def served(self, name: str) -> ServedModel | None:
         """A loaded model, to be looked at before anything else happens."""
-        return self._loaded[name].served if name in self._loaded else None
+        loaded = self._loaded.get(name)
+        return None if loaded is None or self.state(name) != "loaded" else loaded.served
 
     # ---- holding -----------------------------------------------------------------------------------------
 
@@ -274,8 +275,7 @@ class ModelShelf:
     async def _unload(self, name: str) -> None:
         """Its bytes count until they are given back."""
         self.room.residents[name].is_leaving = True
-        loaded = self._loaded.pop(name)
-        await self._on_worker(loaded.close)
+        await self._on_worker(lambda: self._loaded.pop(name).close())
         self.room.leave(name)
         self._lost.discard(name)
         self.counts.unloads += 1
