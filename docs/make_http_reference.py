@@ -17,7 +17,7 @@ from phasewise.serving.embedding.queues import UNLIMITED
 from phasewise.serving.engine.messages import Answer, DraftCounts, EngineLoad, HandOverCounts, Submit
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import RequestFacts
-from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
+from phasewise.serving.http.monitoring.metrics import Gauges, Metrics, ModelCounts
 from phasewise.serving.http.routes import openapi
 from phasewise.serving.pools.contract import BucketStats, PoolStats
 from phasewise.serving.prefix_store.store import StoreCounts
@@ -46,7 +46,10 @@ Anthropic's clients work too, with `base_url="http://127.0.0.1:8000"`: `/v1/mess
 Anthropic's servers run, and answers that the client has begun are refused. The `thinking` of a request decides whether a model thinks whose template knows both; its budget is ignored.
 
 Ollama's clients work with `OLLAMA_HOST=http://127.0.0.1:8000`: `/api/tags`, `/api/show`, `/api/ps`, `/api/chat` and `/api/generate` (with an embedding model `/api/embed`), streamed as lines of JSON unless `stream` is false. Models are not pulled, made or
-removed there; a name may end in `:latest`. Of `options` those that the table names have an effect. Refusals are `{"error": MESSAGE}`.
+removed there, and `keep_alive` concerns those of `--models` alone; a name may end in `:latest`. Of `options` those that the table names have an effect. Refusals are `{"error": MESSAGE}`.
+
+With `--models DIR` a model is loaded when a request names it, and the request waits, a stream with signs of life: what fails then is told in the stream. With the header `X-Model-Loading: refuse` it does not wait: it gets 503 (`model_loading`) with `Retry-After`, and
+loading begins. `/v1/models` has all models with their `state`: `loaded`, `loading`, `unloading`, `unloaded`, or `failed` for the 5 s in which one that could not be loaded (500, `model_not_loaded`) is not tried again.
 
 The first delta of a tool call has its id and name; its `arguments` follow in pieces of the same `index`, as they are generated. Where no grammar holds the call (its schema cannot be compiled, or `ignore_eos`), it comes whole, in one delta. A call that `max_tokens` cuts off within its arguments stays a call, with `finish_reason` `length`. Thoughts are in `reasoning_content`. `finish_reason` is `tool_calls` where an answer that ended by itself has calls.
 A call that does not parse is text.
@@ -198,7 +201,7 @@ def _metrics() -> str:
     lines = [
         "## Metrics",
         "",
-        "`/metrics`, in Prometheus's text format. The label `model` is there where a server has several (`--also`); metrics of drafts, pools and embeddings where it has them.",
+        "`/metrics`, in Prometheus's text format. The label `model` is there where a server has several (`--also`, `--models`); metrics of drafts, pools and embeddings where it has them.",
         "",
         "| metric | type | labels | |",
         "|---|---|---|---|",
@@ -227,7 +230,13 @@ def registry() -> CollectorRegistry:
     models = ("one", "other")
     load = LOAD._replace(by_model=dict.fromkeys(models, LOAD))
     products = {"one": {"tuned": 0}}
-    metrics = Metrics(Gauges(lambda: load, joules=lambda: {"package-0": 0.0}, products=products), models)
+    gauges = Gauges(
+        lambda: load,
+        joules=lambda: {"package-0": 0.0},
+        models=lambda: ModelCounts(*(0,) * 6),
+        products=products,
+    )
+    metrics = Metrics(gauges, models)
     metrics.registry.register(
         EmbeddingMetrics(lambda: [LaneState("cpu:0", True, 0, 0, UNLIMITED, *(0,) * 3)])
     )

@@ -440,6 +440,8 @@ _EMBEDDINGS = option_set(
     remote=_REMOTE,
 )
 def serve(
+    *,
+    model: OptionalModelArgument = None,
     listening: Listening,
     accepting: Accepting,
     weights: Weights,
@@ -452,7 +454,6 @@ def serve(
     pools: Pools,
     embeddings: Embeddings,
     remote: Remote,
-    model: OptionalModelArgument = None,
     length_log: Annotated[
         Path | None,
         typer.Option(

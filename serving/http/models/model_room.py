@@ -25,7 +25,7 @@ class Resident:
 
     @property
     def ends_s(self) -> float:
-        """When it goes if nobody uses it before; infinite while somebody does."""
+        """The time at which it goes if nobody uses it before; infinite while somebody does."""
         return math.inf if self.n_users else self.used_s + self.keep_s
 
 
@@ -84,5 +84,5 @@ class ModelRoom:
 
     @property
     def next_end_s(self) -> float:
-        """When the next one is overdue; infinite: none will be."""
+        """The time at which the next one is overdue; infinite: none will be."""
         return min((one.ends_s for one in self.residents.values()), default=math.inf)

@@ -62,7 +62,7 @@ class WhileLoading:
             making.cancel()
 
     async def send(self, message: Message) -> None:
-        """What the route sends."""
+        """A message of the route."""
         if not self._has_begun:
             await self._send(message)
         elif message["type"] == "http.response.start":

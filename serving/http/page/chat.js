@@ -18,7 +18,7 @@ export function startChat(model) {
     field.value = sessionStorage.getItem(`phasewise-${name}`) || "";
     field.addEventListener("change", () => sessionStorage.setItem(`phasewise-${name}`, field.value));
   }
-  const sampling = model.default_sampling;
+  const sampling = model.default_sampling || { temperature: "", top_p: "", min_p: "" }; // not loaded yet
   byId("temperature").placeholder = sampling.temperature;
   byId("top-p").placeholder = sampling.top_p;
   byId("min-p").placeholder = sampling.min_p;

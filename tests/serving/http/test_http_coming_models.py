@@ -22,6 +22,7 @@ FOUR = {"a": 10, "b": 10, "c": 10, "d": 10}
 QUICK = HttpLimits(sign_of_life_s=0.05)
 
 
+@pytest.mark.slow
 def test_drawn_requests_get_their_models_within_the_budget() -> None:
     """Fifty sequences over four models under a budget for two, from several clients at a time."""
     for seed in range(n_examples(50)):
