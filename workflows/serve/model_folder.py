@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.report import Report
 from phasewise.workflows.serve.opened_models import open_sized, sized
@@ -88,7 +89,7 @@ def model_folder(settings: ServeSettings, report: Report) -> ModelFolder:
         if name in paths:
             raise UsageError(f"--models {folder}: {paths[name].name} and {path.name} are both called {name}")
         paths[name] = path
-    report(f"{len(paths)} models in {folder}, loaded when requests name them")
+    report(f"{counted(len(paths), 'model')} in {folder}, loaded when requests name them")
     budget = coming.models_memory
     if budget is None and (free := available_bytes()) is not None:
         budget = int(free * SHARE_OF_FREE_MEMORY)
