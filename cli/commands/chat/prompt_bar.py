@@ -6,7 +6,7 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from phasewise._words import number
+from phasewise._words import counted, number
 from phasewise.cli.status_line import StatusLine, status_line
 
 if TYPE_CHECKING:
@@ -48,6 +48,5 @@ def bar_text(progress: Progress) -> str:
     n_done, n_left = progress.n_computed - progress.n_cached, progress.n_prompt - progress.n_computed
     left_s = progress.took_ns / 1e9 * n_left / max(1, n_done)
     bar = "#" * n_full + "." * (_WIDTH - n_full)
-    return (
-        f"prompt [{bar}] {progress.n_computed} of {progress.n_prompt} tokens, {number(round(left_s))} s left"
-    )
+    of_all = f"{progress.n_computed} of {counted(progress.n_prompt, 'token')}"
+    return f"prompt [{bar}] {of_all}, {number(round(left_s))} s left"
