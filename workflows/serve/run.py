@@ -77,7 +77,10 @@ def serve_folder(settings: ServeSettings, report: Report = silent) -> None:
         read_keys=reader_of_keys(settings.accepting, report),
     )
     with address_of(settings.listening, tls) as address:
+        _check_prefixes(settings)
         folder = model_folder(settings, report)
+        for line in _prefix_lines(settings.prefixes):
+            report(line)
         warn_of_strangers(settings.listening, limits, report)
         run_folder_service(folder, service, address, report)
 
