@@ -78,7 +78,8 @@ class GroupedCommand(TyperCommand):
         def model_makes_vectors() -> bool:
             from phasewise.workflows.serve.embedding import makes_vectors
 
-            return makes_vectors(given["MODEL"].value, str(given["--format"].value), note)
+            model = given["MODEL"].value
+            return model is not None and makes_vectors(model, str(given["--format"].value), note)
 
         unused = unused_options(command, given, model_makes_vectors)
         for flag, _ in unused:

@@ -67,6 +67,15 @@ ModelArgument = Annotated[
         autocompletion=_complete_model,
     ),
 ]
+OptionalModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="a known name, a GGUF file, a Hugging Face directory or a hub name",
+        autocompletion=_complete_model,
+        show_default=False,
+    ),
+]
 FormatOption = Annotated[
     WeightFormat, typer.Option("--format", envvar="PHASEWISE_FORMAT", help="weight format in memory")
 ]
@@ -179,6 +188,14 @@ def parse_budget(text: str) -> float:
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([smh]?)\s*", text)
     if match is None or float(match[1]) == 0:
         raise typer.BadParameter(f"a budget is written like 90s, 10m or 1h, not {text!r:.40}")
+    return float(match[1]) * UNITS_S[match[2]]
+
+
+def parse_time(text: str) -> float:
+    """`0`, `30s`, `5m` or `1h` in seconds; a usage error otherwise."""
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([smh]?)\s*", text)
+    if match is None:
+        raise typer.BadParameter(f"a time is written like 30s, 5m or 1h, not {text!r:.40}")
     return float(match[1]) * UNITS_S[match[2]]
 
 

@@ -34,7 +34,7 @@ from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.monitoring.access_log import NOT_LOGGED, Logging, open_log
 from phasewise.serving.http.monitoring.energy import PhaseEnergy
 from phasewise.serving.http.monitoring.live import MachineFacts
-from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
+from phasewise.serving.http.monitoring.metrics import Gauges, Metrics, ModelCounts
 from phasewise.serving.http.requests.lengths import LengthObserver, RealisedLength
 from phasewise.serving.http.routes.app import Surroundings, create_app
 from phasewise.serving.http.routes.batch_runner import BatchRunner
@@ -52,10 +52,10 @@ from phasewise.serving.text.chat import Conversation
 from phasewise.serving.tools.dialect import Dialect, dialect_of
 from phasewise.topology.energy import EnergyCounters
 
-_SWITCH_INTERVAL_S = 0.0005
+SWITCH_INTERVAL_S = 0.0005
 """Python lets a thread run 5 ms before another may, longer than a decode step: HTTP would stall it."""
 
-_LAST_STEP_S = 2.0
+LAST_STEP_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def run_service(
     """Serve until a signal ends it. EngineLost where the engine has given up before. embedding: served
     beside. others: models that the same host answers for, by `Submit.model`.
     """
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     with ExitStack() as stack:
         client = EngineClient(lambda message: host.send(message), settings.limits)
         host = open_host(client.deliver, lambda: server.end(at_once=True))
@@ -142,22 +142,18 @@ def run_service(
             stack.enter_context(log)
         first = OtherModel(opened, settings.names, settings.sampling, settings.predictor)
         for model in (first, *others):
-            if log is not None:
-                client.observe(LengthObserver(partial(log.put, model.opened.model.name), model.names[0]))
-            if model.predictor is not None:
-                client.observe(
-                    LengthObserver(stack.enter_context(_learning(model.predictor)), model.names[0])
-                )
+            for observer in observers_of(model, log, stack):
+                client.observe(observer)
         life = Lifecycle(host)
         ids = [settings.names[0], *(other.names[0] for other in others)]
         lines, access = stack.enter_context(open_log(settings.logging, report))
-        gauges = _gauges(client, host, life, (lines, log), lambda: len(connections.open), settings.products)
+        gauges = gauges_of(client, host, life, (lines, log), lambda: len(connections.open), settings.products)
         metrics = Metrics(gauges, ids)
         connections = Connections(settings.limits, metrics)
         guides = stack.enter_context(closing(_guides(opened)))
         if opened.text.has_template:
             stack.enter_context(closing(opened.text.conversations))
-        further = [stack.enter_context(_opened_beside(other, settings, host)) for other in others]
+        further = [stack.enter_context(opened_beside(other, settings, host)) for other in others]
         surroundings = Surroundings(settings.cors_origins, access, settings.page)
         folder, most_bytes = settings.batch_dir, settings.batch_bytes
         batches = BatchRunner(folder, most_bytes, opened.size.limits.max_sequences, life, report)
@@ -179,17 +175,17 @@ def run_service(
             life,
             connections,
             report,
-            on_hangup(_files(lines, settings, log), app.state.keys, settings.read_keys),
+            on_hangup(reopened_files(lines, settings, log), app.state.keys, settings.read_keys),
             partial(batches.begin, app),
         )
         server = HttpServer(service, address, settings.tls)
         stack.enter_context(allocator_headroom())
-        stack.enter_context(_settled())
+        stack.enter_context(settled())
         host.start()
         try:
             server.run()
         finally:
-            stopped = host.stop(_LAST_STEP_S)
+            stopped = host.stop(LAST_STEP_S)
             if stopped:
                 client.close()
     if host.lost is not None:
@@ -199,8 +195,16 @@ def run_service(
         os._exit(0)  # a step cannot be interrupted, and no client waits for it any more
 
 
+def observers_of(model: OtherModel, log: LengthLog | None, stack: ExitStack) -> Iterator[LengthObserver]:
+    """Observers of the lengths of a model's answers; `stack` ends them."""
+    if log is not None:
+        yield LengthObserver(partial(log.put, model.opened.model.name), model.names[0])
+    if model.predictor is not None:
+        yield LengthObserver(stack.enter_context(_learning(model.predictor)), model.names[0])
+
+
 @contextmanager
-def _opened_beside(other: OtherModel, settings: ServiceSettings, host: EngineHost) -> Iterator[ServedModel]:
+def opened_beside(other: OtherModel, settings: ServiceSettings, host: EngineHost) -> Iterator[ServedModel]:
     """HTTP's view of a further model, until its processes end."""
     with ExitStack() as stack:
         guides = stack.enter_context(closing(_guides(other.opened)))
@@ -210,7 +214,9 @@ def _opened_beside(other: OtherModel, settings: ServiceSettings, host: EngineHos
         yield _served(other.opened, own, guides, host)
 
 
-def _files(lines: LineLog, settings: ServiceSettings, log: LengthLog | None) -> Iterator[Callable[[], None]]:
+def reopened_files(
+    lines: LineLog, settings: ServiceSettings, log: LengthLog | None
+) -> Iterator[Callable[[], None]]:
     """Yield the functions that open them anew."""
     if settings.logging.path is not None:
         yield lines.reopen
@@ -219,7 +225,7 @@ def _files(lines: LineLog, settings: ServiceSettings, log: LengthLog | None) -> 
 
 
 @contextmanager
-def _settled() -> Iterator[None]:
+def settled() -> Iterator[None]:
     """Freeze the objects of the start: they stay until the end, so no collection of cycles need look at them.
 
     One that does (a vocabulary alone is some 100,000 objects) takes 40 to 100 ms, and nothing else runs in
@@ -247,14 +253,16 @@ def _learning(predictor: Predictor) -> Iterator[Callable[[RealisedLength], None]
         executor.shutdown(cancel_futures=True)
 
 
-def _gauges(
+def gauges_of(
     client: EngineClient,
     host: EngineHost,
     life: Lifecycle,
     logs: tuple[LineLog, LengthLog | None],
     n_connections: Callable[[], int],
     products: Mapping[str, Mapping[str, int]],
+    models: Callable[[], ModelCounts | None] = lambda: None,
 ) -> Gauges:
+    """The gauges of a server's metrics. models: counts of those that come and go."""
     lines, lengths = logs
     energy = PhaseEnergy(EnergyCounters())
     client.observe(energy)
@@ -268,6 +276,7 @@ def _gauges(
         n_access_lines_lost=lambda: lines.n_lost,
         joules=energy.by_zone,
         phase_joules=energy.by_phase,
+        models=models,
         products=products,
     )
 

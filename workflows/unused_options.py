@@ -154,6 +154,21 @@ _CANONICAL = Way(
 )
 
 _SERVE = (
+    Way(
+        "with --models",
+        (
+            *("MODEL", "--also", "--served-model-name", "--explain", *_POOLS, "--spread", *_DIVIDING),
+            *("--embed-model", *_EMBEDDING, *_REMOTE),
+        ),
+        when=("--models",),
+        instead="models come and go one by one, on the cores of this process; leave that out",
+    ),
+    Way(
+        "without --models",
+        ("--models-memory", "--keep-alive"),
+        unless=("--models",),
+        instead="MODEL stays; name a folder of models, or leave that out",
+    ),
     Way("where MODEL makes vectors and generates no text", _GENERATING, makes_vectors=True),
     _OF_K_QUANTS,
     _CANONICAL,

@@ -18,19 +18,21 @@ from phasewise.cli.options import (
     ExplainOption,
     FormatOption,
     KvFormatOption,
-    ModelArgument,
+    OptionalModelArgument,
     RanksOption,
     SparseOption,
     ThreadsOption,
     TilePromptsOption,
     parse_bytes,
+    parse_time,
 )
 from phasewise.cli.present import note
+from phasewise.workflows.errors import UsageError
 from phasewise.workflows.opening.first_start import Remote
 from phasewise.workflows.opening.open_model import Weights
 from phasewise.workflows.serve.embedding import Embeddings
 from phasewise.workflows.serve.pools import Pools
-from phasewise.workflows.serve.run import serve_model
+from phasewise.workflows.serve.run import serve_folder, serve_model
 from phasewise.workflows.serve.settings import (
     Accepting,
     Answering,
@@ -39,6 +41,7 @@ from phasewise.workflows.serve.settings import (
     Listening,
     Logged,
     Prefixes,
+    Residency,
     Running,
     ServeSettings,
 )
@@ -195,6 +198,33 @@ _RUNNING = option_set(
         kind=list[str] | None,
         metavar="MODEL",
         envvar="PHASEWISE_ALSO",
+    ),
+)
+
+_COMING = option_set(
+    Residency,
+    "Models that come and go",
+    models=_in_sight(
+        "in place of MODEL: serve the GGUF files and Hugging Face directories of this folder, each "
+        "loaded when a request names it",
+        envvar="PHASEWISE_MODELS",
+        metavar="DIR",
+    ),
+    models_memory=opt(
+        "most memory of all loaded models, weights and KV caches together; the least recently used one goes "
+        "first [default: three quarters of the free memory]",
+        "--models-memory",
+        parser=parse_bytes,
+        envvar="PHASEWISE_MODELS_MEMORY",
+        metavar="BYTES",
+    ),
+    keep_alive=opt(
+        "unload a model that was not used for so long; 0: at once",
+        "--keep-alive",
+        parser=parse_time,
+        envvar="PHASEWISE_KEEP_ALIVE",
+        metavar="TIME",
+        written="5m",
     ),
 )
 
@@ -419,6 +449,7 @@ _EMBEDDINGS = option_set(
     accepting=_ACCEPTING,
     weights=_WEIGHTS,
     running=_RUNNING,
+    coming=_COMING,
     kv=_KV,
     prefixes=_PREFIXES,
     answering=_ANSWERING,
@@ -429,11 +460,13 @@ _EMBEDDINGS = option_set(
     batches=_BATCHES,
 )
 def serve(
-    model: ModelArgument,
+    *,
+    model: OptionalModelArgument = None,
     listening: Listening,
     accepting: Accepting,
     weights: Weights,
     running: Running,
+    coming: Residency,
     kv: KeysAndValues,
     prefixes: Prefixes,
     answering: Answering,
@@ -454,7 +487,7 @@ def serve(
     db: DbOption = None,
     explain: ExplainOption = False,
 ) -> None:
-    """Serve MODEL through the OpenAI API.
+    """Serve MODEL, or the models of a folder, through the OpenAI API.
 
     Completions and chat, or embeddings and reranking where MODEL is made
     for that; /v1/models, /health, /ready, and /metrics for
@@ -476,24 +509,26 @@ def serve(
             "warning: the command line showed the API key to everybody on this machine until now; "
             "PHASEWISE_API_KEY or --api-key-file does not"
         )
-    serve_model(
-        model,
-        ServeSettings(
-            listening,
-            accepting,
-            weights,
-            running,
-            kv,
-            prefixes,
-            answering,
-            logged,
-            pools,
-            embeddings,
-            length_log=length_log,
-            remote=remote,
-            batches=batches,
-            db=db,
-        ),
-        note,
-        explain=(lambda uses: note(uses_text(uses))) if explain else None,
+    settings = ServeSettings(
+        listening,
+        accepting,
+        weights,
+        running,
+        kv,
+        prefixes,
+        answering,
+        logged,
+        pools,
+        embeddings,
+        length_log=length_log,
+        remote=remote,
+        batches=batches,
+        db=db,
+        coming=coming,
     )
+    if coming.models is not None:
+        serve_folder(settings, note)
+        return
+    if model is None:
+        raise UsageError("give a MODEL to serve, or --models DIR: a folder of models")
+    serve_model(model, settings, note, explain=(lambda uses: note(uses_text(uses))) if explain else None)

@@ -406,7 +406,12 @@ class Front:
                 self._forget(attempt)
                 self._drop(attempt)
                 outs.append(failed.to_failure(attempt.request.request_id))
-        self._deliver(Delivery(tuple(outs), told.stats, self._load()))
+        progress = tuple(
+            one._replace(request_id=self._attempts[one.request_id].request.request_id)
+            for one in told.progress
+            if one.request_id in self._attempts
+        )
+        self._deliver(Delivery(tuple(outs), told.stats, self._load(), progress=progress))
 
     def _take_answer(self, attempt: _Attempt, answer: Answer, member: InstanceMember) -> Answer:
         attempt.has_begun = attempt.has_begun or bool(answer.text or answer.tokens or answer.prompt)
@@ -516,7 +521,14 @@ class Front:
             steps_over_tpot=sum(load.steps_over_tpot for load in loads),
             step_over_tpot_ms=max((load.step_over_tpot_ms for load in loads), default=0),
             stored=summed([load.stored for load in loads if load.stored is not None]),
+            prompt_token_ns=_together_ns([load.prompt_token_ns for load in loads]),
         )
+
+
+def _together_ns(times_ns: Sequence[float]) -> float:
+    """Time a token of those that compute prompts at the same time; 0: none has computed one."""
+    known = [one for one in times_ns if one > 0]
+    return 1 / sum(1 / one for one in known) if known else 0.0
 
 
 def _expected_tokens(request: Submit) -> int:

@@ -274,6 +274,7 @@ class _Instance:
             delivery.placed,
             delivery.computed,
             delivery.arrived,
+            delivery.progress,
         )
         self._put(told)
 

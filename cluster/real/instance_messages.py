@@ -9,7 +9,15 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from phasewise.serving import errors
 from phasewise.serving.engine.fingerprint import Fingerprint
-from phasewise.serving.engine.messages import Answer, EngineLoad, Failure, Placed, StepStats, Submit
+from phasewise.serving.engine.messages import (
+    Answer,
+    EngineLoad,
+    Failure,
+    Placed,
+    Progress,
+    StepStats,
+    Submit,
+)
 from phasewise.serving.errors import RequestError, ServingError, StepFailed
 from phasewise.serving.grammar.guides import Guide, GuideRecipe
 from phasewise.serving.pools.contract import Estimate, Placement
@@ -173,6 +181,7 @@ class Told:
     placed: tuple[Placed, ...] = ()
     computed: tuple[str, ...] = ()
     arrived: tuple[str, ...] = ()
+    progress: tuple[Progress, ...] = ()
     kind: Literal["told"] = "told"
 
 

@@ -22,9 +22,11 @@ from phasewise.serving.engine.messages import (
     Evidence,
     Failure,
     Placed,
+    Progress,
     StepStats,
     Submit,
 )
+from phasewise.serving.engine.prompt_progress import PromptProgress
 from phasewise.serving.engine.prompt_scores import PromptScores, forward_scored
 from phasewise.serving.errors import RankLost, RanksError, RequestError, ServingError, StepFailed
 from phasewise.serving.processes.restarts import MOST_RERUNS
@@ -152,6 +154,7 @@ class Engine:
         """Expected requests that `Delivery.placed` has not named yet."""
         self._pool_stats: tuple[int, PoolStats] | None = None
         self._has_told_pace = False
+        self._progress = PromptProgress()
 
     @property
     def has_work(self) -> bool:
@@ -162,6 +165,7 @@ class Engine:
         live = self._checked(message)
         self.scheduler.add(live.request)
         self._live[message.request_id] = live
+        self._progress.expect(message.request_id, len(message.prompt_token_ids))
 
     def expect(self, message: Submit) -> None:
         """Take on a request whose prompt is computed elsewhere. `submit`'s errors."""
@@ -176,6 +180,7 @@ class Engine:
         live = self._checked(message)
         self.scheduler.add(replace(live.request, max_tokens=1, estimate=None, prefill_only=True))
         self._prompts[message.request_id] = message
+        self._progress.expect(message.request_id, len(message.prompt_token_ids))
 
     def aimed(self, request_id: str) -> None:
         """The engine that answers has a block for it: its keys and values may leave as they are computed.
@@ -240,7 +245,7 @@ class Engine:
                 self.ranks.copy_kv(*copy)
             return Delivery((), None, self.load(), self._newly_placed())
         outs: tuple[Answer | Failure, ...]
-        computed = self._prompts_that_end(batch)
+        computed, progress = self._prompts_that_end(batch), tuple[Progress, ...]()
         try:
             for copy in batch.copies:
                 self.ranks.copy_kv(*copy)
@@ -256,11 +261,12 @@ class Engine:
         except Exception as error:
             outs, computed = self._fail(batch, error), ()
         else:
+            progress = self._progress.of(batch, started_ns, time.perf_counter_ns())
             outs = self._commit(batch, runs)
             self._rest_prompts(passing)
         stats = StepStats(batch.phase, len(batch.slices), batch.n_tokens, time.perf_counter_ns() - started_ns)
         self._observe(stats, batch.n_in_shadow)
-        return Delivery(outs, stats, self.load(), self._newly_placed(), computed)
+        return Delivery(outs, stats, self.load(), self._newly_placed(), computed, progress=progress)
 
     def recover(self, lost: RankLost) -> Delivery:
         """Keys and values are lost. Answers that have begun end with `lost`, the others are queued again.
@@ -279,6 +285,7 @@ class Engine:
             again.n_reruns = live.n_reruns + 1
             self.scheduler.requeue(again.request)
             self._live[live.message.request_id] = again
+            self._progress.expect(live.message.request_id, len(live.message.prompt_token_ids))
         return Delivery(tuple(failures), None, self.load())
 
     def fail_everything(self, error: Exception) -> Delivery:
@@ -309,6 +316,7 @@ class Engine:
             steps_over_tpot=0 if self.pacing is None else self.pacing.n_over_promise,
             step_over_tpot_ms=0 if self.pacing is None else math.ceil(self.pacing.over_promise_ns / 1e6),
             stored=None if self.prefixes is None else self.prefixes.counts,
+            prompt_token_ns=self.pacing.prompt_token_ns(scheduler.n_answering) if self.pacing else 0.0,
         )
 
     def close(self) -> None:
@@ -544,6 +552,7 @@ class Engine:
         if self.prefixes is not None:
             self.prefixes.cancel(request_id)
         self._live.pop(request_id, None)
+        self._progress.forget(request_id)
         self._unplaced.discard(request_id)
         if self._prompts.pop(request_id, None) is not None:
             assert self.outbox is not None

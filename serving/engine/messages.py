@@ -150,6 +150,19 @@ class Failure(NamedTuple):
     error: Exception
 
 
+class Progress(NamedTuple):
+    """The part of a prompt that is computed by now."""
+
+    request_id: str
+    n_prompt: int
+    n_cached: int
+    """Tokens that were taken over, and not computed for this request."""
+    n_computed: int
+    """Tokens with keys and values, those taken over included."""
+    took_ns: int
+    """Time since its first step began."""
+
+
 class StepStats(NamedTuple):
     """One step, for metrics."""
 
@@ -191,6 +204,8 @@ class EngineLoad(NamedTuple):
     """Counts of the store of prefixes; None where there is none."""
     n_in_shadow: int = 0
     """Requests of batches, which are not counted among those that wait or run."""
+    prompt_token_ns: float = 0.0
+    """Time that a prompt goes on for each of its tokens, of late; 0: no prompt was computed yet."""
 
 
 class Placed(NamedTuple):
@@ -211,3 +226,5 @@ class Delivery(NamedTuple):
     """Requests whose prompts are computed here and answered elsewhere."""
     arrived: tuple[str, ...] = ()
     """Expected requests that run now."""
+    progress: tuple[Progress, ...] = ()
+    """The state of each prompt that the step computed some of."""

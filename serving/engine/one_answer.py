@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from phasewise.serving.engine.engine import Engine
-from phasewise.serving.engine.messages import Answer, DraftCounts, Submit
+from phasewise.serving.engine.messages import Answer, DraftCounts, Progress, Submit
 
 
 @dataclass(slots=True)
@@ -27,13 +27,22 @@ class OneAnswer:
     n_generated: int = 0
     drafts: DraftCounts | None = None
     """None where drafts are off."""
+    progress: Progress | None = None
+    """The newest of its prompt; None before its first step, and once the answer has begun."""
 
-    def pieces(self, engine: Engine) -> Iterator[str]:
-        """Run it, yielding text as it is made. Raises what the engine says if it fails."""
+    def pieces(self, engine: Engine, *, with_steps: bool = False) -> Iterator[str]:
+        """Run it, yielding text as it is made. Raises what the engine says if it fails.
+
+        with_steps: an empty text after each step of the prompt, whose `progress` is told then.
+        """
         self.sent_ns = time.perf_counter_ns()
         engine.submit(self.request)
         while engine.has_work:
-            for out in engine.step().outs:
+            delivery = engine.step()
+            self.progress = delivery.progress[-1] if delivery.progress and not delivery.outs else None
+            if with_steps and self.progress is not None:
+                yield ""
+            for out in delivery.outs:
                 if not isinstance(out, Answer):
                     raise out.error
                 self._add(out)

@@ -58,11 +58,11 @@ class SeveralEngines:
     def __init__(
         self, opens: Mapping[str, OpenEngineHost], deliver: Deliver, on_lost: Callable[[], None]
     ) -> None:
-        turns = Turns()
+        self._turns = Turns()
         self._deliver = deliver
         self._loads: dict[str, EngineLoad] = {}
-        self._hosts = {
-            name: opens_one(partial(self._deliver_of, name), on_lost, turns)
+        self._hosts: Mapping[str, EngineHost] = {
+            name: opens_one(partial(self._deliver_of, name), on_lost, self._turns)
             for name, opens_one in opens.items()
         }
 
@@ -114,8 +114,71 @@ class SeveralEngines:
         self._deliver(delivery._replace(stats=stats, load=_sum(dict(self._loads))))
 
 
+class ChangingEngines(SeveralEngines):
+    """Engines that are put in and taken out while it runs, from any thread but their own.
+
+    One that is lost for good is taken out by whoever put it in, and ends no other.
+    """
+
+    def __init__(self, deliver: Deliver) -> None:
+        super().__init__({}, deliver, lambda: None)
+        self._has_started = False
+        self._n_replaced_before = self._n_rerun_before = 0
+        """By engines that were taken out."""
+        self._changing = threading.Lock()
+
+    @property
+    def state(self) -> EngineState:
+        return "running" if self._has_started else "starting"
+
+    @property
+    def is_alive(self) -> bool:
+        return self._has_started
+
+    @property
+    def lost(self) -> EngineLost | None:
+        return None
+
+    @property
+    def n_ranks_replaced(self) -> int:
+        return self._n_replaced_before + super().n_ranks_replaced
+
+    @property
+    def n_requests_rerun(self) -> int:
+        return self._n_rerun_before + super().n_requests_rerun
+
+    def fingerprint(self, model: str = "") -> Fingerprint | None:
+        """None where the model has gone."""
+        host = self._hosts.get(model)
+        return None if host is None else host.fingerprint()
+
+    def start(self) -> None:
+        self._has_started = True
+
+    def put(self, name: str, opens_one: OpenEngineHost, on_lost: Callable[[], None]) -> None:
+        """Start an engine; requests for this model may be sent from now on."""
+        host = opens_one(partial(self._deliver_of, name), on_lost, self._turns)
+        with self._changing:
+            self._hosts = {**self._hosts, name: host}
+        host.start()
+
+    def take_out(self, name: str) -> None:
+        """Stop an engine, however long its step takes: nothing of it runs once this returns."""
+        host = self._hosts[name]
+        while not host.stop():
+            pass
+        with self._changing:
+            self._hosts = {other: each for other, each in self._hosts.items() if other != name}
+            self._loads.pop(name, None)
+        self._n_replaced_before += host.n_ranks_replaced
+        self._n_rerun_before += host.n_requests_rerun
+        self._deliver(Delivery((), None, _sum(dict(self._loads))))
+
+
 def _sum(by_model: Mapping[str, EngineLoad]) -> EngineLoad:
     loads = list(by_model.values())
+    if not loads:
+        return EngineLoad(0, 0, 0, 0, by_model={})
     numbers = {
         name: sum(getattr(load, name) for load in loads)
         for name in EngineLoad._fields

@@ -114,6 +114,19 @@ class Pacing:
         """The time of a decode step of late, where that alone is longer than the promise; else 0."""
         return 0 if self.is_kept else round(self._decode_ns)
 
+    def prompt_token_ns(self, n_answering: int) -> float:
+        """Time that a prompt goes on for each of its tokens while so many answers run; 0: none was computed.
+
+        Decode steps have what they take of the promise, or what `PROMPT_SHARE` leaves where it is not kept.
+        """
+        if not self._prefill_tokens:
+            return 0.0
+        alone_ns = self._prefill_ns / self._prefill_tokens
+        left_ns = self.promise_ns - self._decode_ns
+        if not n_answering:
+            return alone_ns
+        return alone_ns / (left_ns / self.promise_ns if left_ns >= self._decode_ns else self._share)
+
     def pace(self, n_answering: int, *, is_all_shadow: bool = False) -> PacedStep:
         """Bounds of the next step, while so many answers wait for their next token.
 

@@ -91,6 +91,7 @@ class Boundary:
         set_("phasewise.serving.embedding_service.run_embedding_service", self._serve_embeddings)
         set_("phasewise.serving.engine.open_engine.open_engine", self._engine)
         set_("phasewise.serving.service.run_service", self._serve)
+        set_("phasewise.serving.folder_service.run_folder_service", self._serve_folder)
         set_("phasewise.workflows.opening.first_start.pull_what_fits", self._pull)
         set_("phasewise.workflows.receipt_keys.signing_key", lambda path: path)
         set_("phasewise.workflows.serve.length_estimator.open_predictor", self._predictor)
@@ -229,6 +230,17 @@ class Boundary:
         self.keep("service", dataclasses.replace(settings, length_log=None))
         self.keep("length log", None if log is None else log.path)
         self.keep("others", [(one.names, one.sampling, one.predictor) for one in others])
+
+    def _serve_folder(self, folder: Any, settings: Any, _address: Any, _report: Any) -> None:
+        """One model of it is opened."""
+        self.keep("folder", (folder.budget_bytes, folder.keep_s))
+        log = settings.length_log
+        self.keep("service", dataclasses.replace(settings, length_log=None))
+        self.keep("length log", None if log is None else log.path)
+        name = next(iter(folder.files()))
+        with contextlib.ExitStack() as stack:
+            model, _host = folder.measure(name).open(stack)
+        self.keep("others", [(model.names, model.sampling, model.predictor)])
 
     def serve(self, *arguments: object, **environment: str) -> Run:
         """Run the command in this process."""

@@ -37,6 +37,8 @@ class Places:
     other: Path
     encoder: Path
     keys: Path
+    models: Path
+    """A folder of models."""
     plans: Path
     """A database in which the prefill plan has more cores than the decode plan; the encoder has one."""
     folder: Path
@@ -57,7 +59,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     keep_embedding_plan(plans, xeon(), "bert@native", range(6))
     for phase in PHASES:
         keep_plan(folder / "ranks.db", xeon(), "tiny@native", phase, range(4), range(20, 24))
-    return Places(*models, write_encoder(folder / "bert", "bert"), keys, plans, folder)
+    (folder / "models").mkdir()
+    (folder / "models" / "tiny.gguf").write_bytes(models[0].read_bytes())
+    return Places(*models, write_encoder(folder / "bert", "bert"), keys, folder / "models", plans, folder)
 
 
 @pytest.fixture
@@ -79,6 +83,7 @@ def ways(places: Places) -> Mapping[str, list[object]]:
         "mixed pools": [places.model, "--mixed-pool", "0-3", "--mixed-pool", "4-7"],
         "cluster": [places.model, "--cluster", "auto", "--prompt", "1x4", "--token", "1x4"],
         "further models": [places.model, "--also", places.other],
+        "a folder of models": ["--models", places.models],
         "an embedding model": [places.encoder],
         "embeddings beside": [places.model, "--embed-model", places.encoder],
         "embeddings beside pools": [places.model, *pools, "--embed-model", places.encoder],
@@ -93,6 +98,7 @@ NAMES = (
     "mixed pools",
     "cluster",
     "further models",
+    "a folder of models",
     "an embedding model",
     "embeddings beside",
     "embeddings beside pools",
@@ -142,6 +148,9 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--tpot": one("--tpot", 50),
         "--draft": one("--draft", "lookup"),
         "--also": one("--also", places.other),
+        "--models": one("--models", places.models),
+        "--models-memory": one("--models-memory", "2G"),
+        "--keep-alive": one("--keep-alive", "7m"),
         "--kv-budget": one("--kv-budget", "8M"),
         "--kv-format": one("--kv-format", "int8"),
         "--kv-policy": one("--kv-policy", "static"),
@@ -198,6 +207,7 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
 CHOOSES_THE_WAY = {
     "cluster": {"--cluster"},
     "further models": {"--also"},
+    "a folder of models": {"--models"},
     "embeddings beside": {"--embed-model"},
     "embeddings beside pools": {"--embed-model"},
     "a Unix socket": {"--unix-socket"},
@@ -264,6 +274,18 @@ def test_the_arithmetic_of_all_cpus_is_of_cpus_without_tiles(places: Places, bou
         run = boundary.serve(places.model, "--embed-model", places.encoder, "--arithmetic", "canonical", flag)
         assert (run.exit_code, run.opened) == (2, {})
         assert f"{flag.partition('=')[0]} has no effect with --arithmetic canonical" in run.said
+
+
+def test_there_is_a_model_or_a_folder_of_them_and_not_both(places: Places, boundary: Boundary) -> None:
+    neither = boundary.serve()
+    assert neither.exit_code == 2
+    assert "give a MODEL to serve, or --models DIR" in neither.said
+    both = boundary.serve(places.model, "--models", places.models)
+    assert (both.exit_code, both.opened) == (2, {})
+    assert "MODEL has no effect with --models" in both.said
+    none = boundary.serve("--models", places.folder / "nothing")
+    assert none.exit_code == 2
+    assert "there is no such folder" in none.said
 
 
 def test_a_model_is_served_once(places: Places, boundary: Boundary) -> None:

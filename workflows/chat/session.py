@@ -8,7 +8,7 @@ from typing import Any
 
 from phasewise._words import counted
 from phasewise.serving.engine.engine_size import EngineSize
-from phasewise.serving.engine.messages import Submit
+from phasewise.serving.engine.messages import Progress, Submit
 from phasewise.serving.engine.one_answer import OneAnswer
 from phasewise.serving.engine.open_engine import ModelText, open_engine
 from phasewise.serving.errors import ContextLengthExceeded
@@ -51,6 +51,8 @@ class ChatSession:
         self.defaults = loaded.model.sampling
         self.context_tokens = size.limits.context_length
         self.messages: list[Message] = []
+        self.progress: Progress | None = None
+        """The state of the prompt that is being computed; None once its answer has begun."""
 
     def __enter__(self) -> ChatSession:
         return self
@@ -72,6 +74,7 @@ class ChatSession:
     ) -> Iterator[str]:
         """Say `text` and stream the answer. `is_interrupted` ends it after a token; its beginning is kept.
 
+        An empty text comes after each step of the prompt: `progress` tells how far it is.
         ContextLengthExceeded, the conversation unchanged, where it leaves no room for an answer.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
@@ -87,11 +90,13 @@ class ChatSession:
         self.messages = asked
         engine = self._opened.engine
         try:
-            for piece in answer.pieces(engine):
+            for piece in answer.pieces(engine, with_steps=True):
+                self.progress = answer.progress
                 yield piece
                 if is_interrupted():
                     break
         finally:
+            self.progress = None
             if answer.finish_reason is None:
                 engine.abort(request.request_id)
             self.messages.append({"role": "assistant", "content": answer.text})

@@ -80,7 +80,7 @@ def open_models(
         ]
     budgets = _budgets(opened, settings.kv)
     return [
-        _open_one(ref, model, kv_bytes, settings, stack, report)
+        open_sized(sized(ref, model, kv_bytes, settings, report), settings, stack, report)
         for ref, model, kv_bytes in zip(refs, opened, budgets, strict=True)
     ]
 
@@ -97,29 +97,52 @@ def _fought(
     return fight_first(opened, plans, settings.weights, settings.db, machine, seconds, report)
 
 
-def _open_one(
-    ref: str,
-    opened: OpenModel,
-    kv_bytes: int | None,
-    settings: ServeSettings,
-    stack: ExitStack,
-    report: Report,
-) -> OpenedModel:
-    """Its engine or its pools, which `stack` closes. kv_bytes: for keys and values; None: a default."""
+@dataclass(frozen=True)
+class SizedModel:
+    """A model whose engine is not open yet. `drafts`: where drafts of answers come from; None: nowhere."""
+
+    ref: str
+    found: OpenModel
+    drafts: DraftSource | None
+    size: EngineSize
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of its weights and its draft's, and of keys and values."""
+        from phasewise.serving.models.forward import kv_bytes_by_reach, kv_bytes_per_slot
+
+        kv, model = self.size.kv, self.found.model
+        seen_by_all, windowed = kv_bytes_by_reach(model, kv.format)
+        n_bytes = model.weight_bytes + kv.slots * seen_by_all + (kv.ring_slots or kv.slots) * windowed
+        if self.drafts is not None and self.drafts.model is not None:
+            draft = self.drafts.model
+            n_bytes += draft.weight_bytes + kv.slots * kv_bytes_per_slot(draft, kv.format)
+        return n_bytes
+
+
+def sized(
+    ref: str, opened: OpenModel, kv_bytes: int | None, settings: ServeSettings, report: Report
+) -> SizedModel:
+    """The size of its engine. kv_bytes: for keys and values; None: a default."""
+    from phasewise.workflows.opening.drafts import find_drafts
+
+    drafts = find_drafts(settings.running.draft, opened, settings.db, report)
+    return SizedModel(ref, opened, drafts, _size(opened, kv_bytes, settings, drafts))
+
+
+def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, report: Report) -> OpenedModel:
+    """Its engine or its pools, which `stack` closes."""
     from phasewise.serving.engine.engine_thread import EngineThread
     from phasewise.serving.engine.open_engine import ModelText
-    from phasewise.workflows.opening.drafts import find_drafts
     from phasewise.workflows.serve.instance_process import InstanceSpec
     from phasewise.workflows.serve.length_estimator import open_predictor
     from phasewise.workflows.serve.pools import open_pools
 
-    running, db = settings.running, settings.db
+    running, db, opened, size = settings.running, settings.db, model.found, model.size
     text = ModelText(opened.model, allow_special=settings.accepting.allow_special)
-    drafts = find_drafts(running.draft, opened, db, report)
     predictor = open_predictor(running.predictor, opened.model.name, report, text.tokenizer.decode)
-    size = _size(opened, kv_bytes, settings, drafts)
     prefixes = settings.prefixes.for_engines()
-    spec = InstanceSpec(ref, settings.weights, size, None, db, prefixes=prefixes)
+    spec = InstanceSpec(model.ref, settings.weights, size, None, db, prefixes=prefixes)
     pooled = stack.enter_context(
         open_pools(settings.pools, opened, text, spec, running.context_tokens, report)
     )
@@ -127,7 +150,7 @@ def _open_one(
         return OpenedModel(
             spec, opened, pooled, pooled.host, predictor, pooled.lines, pooled.cores, pooled.instances
         )
-    alone = stack.enter_context(_open_engine(opened, size, text, drafts, prefixes))
+    alone = stack.enter_context(_open_engine(opened, size, text, model.drafts, prefixes))
     host = partial(EngineThread, alone.engine)
     lines = [plan.describe() for plan in opened.plans.values()]
     cores = frozenset(core for plan in opened.plans.values() for core in plan.cores)

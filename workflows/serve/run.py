@@ -46,6 +46,46 @@ _FEW_CONNECTIONS = 1024
 Explain = Callable[[list["ScheduleUse"]], None]
 
 
+def serve_folder(settings: ServeSettings, report: Report = silent) -> None:
+    """Serve the models of a folder, each loaded when a request names it, until a signal ends it.
+
+    Raises as `serve_model`; what is wrong with one model is told to whoever asks for it.
+    """
+    from phasewise.serving.processes.headroom import use_one_heap
+
+    use_one_heap()  # before numpy's threads are there
+    from phasewise.serving.folder_service import run_folder_service
+    from phasewise.serving.http.length_log import LengthLog
+    from phasewise.serving.http.monitoring.live import MachineFacts
+    from phasewise.serving.service import ServiceSettings
+    from phasewise.workflows.serve.model_folder import model_folder
+
+    limits = http_limits(settings.listening, settings.accepting, report)
+    tls = tls_of(settings.listening, report)
+    answering = settings.answering
+    service = ServiceSettings(
+        names=(),
+        limits=limits,
+        tls=tls,
+        max_prompt_tokens=settings.accepting.max_prompt_tokens,
+        length_log=None if settings.length_log is None else LengthLog(settings.length_log, report),
+        cors_origins=_cors_origins(settings),
+        logging=_logging(settings),
+        tool_format=answering.tool_format,
+        receipts=answering.receipts,
+        sign_receipt=_sign_receipt(answering),
+        page=None if answering.no_page else MachineFacts(),
+        read_keys=reader_of_keys(settings.accepting, report),
+    )
+    with address_of(settings.listening, tls) as address:
+        _check_prefixes(settings)
+        folder = model_folder(settings, report)
+        for line in _prefix_lines(settings.prefixes):
+            report(line)
+        warn_of_strangers(settings.listening, limits, report)
+        run_folder_service(folder, service, address, report)
+
+
 def serve_model(
     model: str,
     settings: ServeSettings,

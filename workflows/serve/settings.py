@@ -77,6 +77,17 @@ class Running:
 
 
 @dataclass(frozen=True)
+class Residency:
+    """Models that come and go. `models`: their folder; None: MODEL stays. `models_memory`: bytes of all that
+    are loaded; None: three quarters of what is free. `keep_alive`: seconds that one stays unused.
+    """
+
+    models: Path | None = None
+    models_memory: int | None = None
+    keep_alive: float = 300
+
+
+@dataclass(frozen=True)
 class KeysAndValues:
     """The memory for keys and values, and how requests get parts of it."""
 
@@ -179,3 +190,4 @@ class ServeSettings:
     remote: Remote = NO_REMOTE
     batches: Batches = NO_BATCHES
     db: str | None = None
+    coming: Residency = Residency()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phasewise._words import counted
+from phasewise.cli.commands.chat.prompt_bar import PromptBar
 from phasewise.cli.commands.chat.slash_commands import (
     HELP,
     ChatCommandError,
@@ -116,8 +117,9 @@ def _answer(session: ChatSession, message: str, sampling: SamplingChoice, n_toke
     from phasewise.serving.errors import RequestError
 
     try:
-        with _until_interrupted() as is_interrupted:
+        with _until_interrupted() as is_interrupted, PromptBar() as bar:
             for piece in session.answer(message, sampling, n_tokens, is_interrupted):
+                bar.show(session.progress)
                 write_text(piece)
     except RequestError as error:
         note(f"{error}; /clear begins a new one")

@@ -18,15 +18,18 @@ from phasewise.serving.engine.messages import (
     EngineLoad,
     Failure,
     Message,
+    Progress,
     StepStats,
     Submit,
 )
 from phasewise.serving.errors import QueueFull, RequestError, ServingError, Stopping
 from phasewise.serving.http.answers.loop_wakeup import LoopWakeup
 from phasewise.serving.http.answers.places import displaced
+from phasewise.serving.http.answers.prompt_work import PromptWork
 from phasewise.serving.http.http_settings import HttpLimits, RequestFacts
 
-Pieces = list[tuple[int, Answer]]
+Out = Answer | Failure | Progress
+Pieces = list[tuple[int, Answer | Progress]]
 """(Index of the request among those sent, piece)."""
 
 _RATE_OF_LAST = 64
@@ -52,9 +55,13 @@ class AnswerStream:
         most_unread: int | None = None,
         on_overflow: Callable[[], None] = lambda: None,
         owner: str = "",
+        *,
+        tells_progress: bool = False,
     ) -> None:
         self.owner = owner
         self.in_shadow = False
+        self.tells_progress = tells_progress
+        """True if the progress of its prompts is among its pieces."""
         self.has_begun = False
         """True if a piece of it has come, or it has ended."""
         self.n_bytes = 0
@@ -62,12 +69,12 @@ class AnswerStream:
         self._client = client
         self._index = {request.request_id: index for index, request in enumerate(requests)}
         self._open = set(self._index)
-        self._arrived: deque[Answer | Failure] = deque()
+        self._arrived: deque[Out] = deque()
         self._something = asyncio.Event()
         """Cleared only while a task waits in `take`."""
         self._most_unread = most_unread
         self._on_overflow = on_overflow
-        self.at_once: Callable[[Iterable[Answer | Failure]], bool] | None = None
+        self.at_once: Callable[[Iterable[Out]], bool] | None = None
         """Offered what has come while a task waits in `take`; True: it has passed all of it on."""
         self.closed = self._is_refused = False
 
@@ -76,11 +83,16 @@ class AnswerStream:
         """Its choices, each of which holds a place from its beginning to its end."""
         return len(self._index)
 
-    def put(self, out: Answer | Failure) -> None:
+    def put(self, out: Out) -> None:
         """After the last of a delivery, `wake`."""
         if self.closed or self._is_refused:
             return
-        self.has_begun = True
+        if isinstance(out, Progress):
+            last = self._arrived[-1] if self._arrived else None
+            if isinstance(last, Progress) and last.request_id == out.request_id:
+                self._arrived.pop()  # its reader is behind
+        else:
+            self.has_begun = True
         if self._most_unread is not None and len(self._arrived) >= self._most_unread:
             self.close()
             self._on_overflow()
@@ -137,7 +149,7 @@ class AnswerStream:
                 self._open.discard(out.request_id)
                 raise out.error
             self._arrived.popleft()
-            if out.finish_reason is not None:
+            if isinstance(out, Answer) and out.finish_reason is not None:
                 self._open.discard(out.request_id)
             pieces.append((self._index[out.request_id], out))
         if self._most_unread is not None:
@@ -154,12 +166,16 @@ class AnswerStream:
         if self.closed:
             return
         self.closed = True
-        ended = {out.request_id for out in self._arrived if isinstance(out, Failure) or out.finish_reason}
+        ended = {out.request_id for out in self._arrived if _is_last(out)}
         self._arrived.clear()
         self._release()
         self._client.forget(self, self._index, self._open - ended)
         self._open = set()
         self._something.set()
+
+
+def _is_last(out: Out) -> bool:
+    return isinstance(out, Failure) or (isinstance(out, Answer) and out.finish_reason is not None)
 
 
 def _bytes_of(piece: Answer) -> int:
@@ -199,6 +215,7 @@ class EngineClient:
         self._delivered: deque[Delivery] = deque()
         self._wakeup: LoopWakeup | None = None
         self._observers: list[Observer] = []
+        self._prompts = PromptWork()
         self.load: EngineLoad | None = None
         """The engine's, as it said last."""
 
@@ -228,8 +245,12 @@ class EngineClient:
             self._wakeup = None
 
     def observe(self, observer: Observer) -> None:
-        """`observer` sees all that is sent and delivered, on the event loop."""
-        self._observers.append(observer)
+        """`observer` sees all that is sent and delivered, on the event loop. From any thread."""
+        self._observers = [*self._observers, observer]
+
+    def leave_alone(self, observer: Observer) -> None:
+        """`observer` sees no more. From any thread, one at a time with `observe`."""
+        self._observers = [other for other in self._observers if other is not observer]
 
     def open(
         self,
@@ -237,6 +258,8 @@ class EngineClient:
         facts: Sequence[RequestFacts],
         on_overflow: Callable[[], None] | None = None,
         owner: str = "",
+        *,
+        tells_progress: bool = False,
     ) -> AnswerStream:
         """Send requests to the engine, `facts` being what is known of each. QueueFull: not now.
 
@@ -251,7 +274,9 @@ class EngineClient:
             stream = AnswerStream(self, requests, owner=owner)
         else:
             most_unread = self._limits.max_pieces_unread * len(requests)
-            stream = AnswerStream(self, requests, most_unread, on_overflow, owner)
+            stream = AnswerStream(
+                self, requests, most_unread, on_overflow, owner, tells_progress=tells_progress
+            )
         stream.in_shadow = in_shadow
         if in_shadow:
             self._n_in_shadow += len(requests)
@@ -267,8 +292,15 @@ class EngineClient:
                 self._started_s[request.request_id] = now_s
             for observer in self._observers:
                 observer.sent(request, request_facts)
+            self._prompts.sent(request, owner)
             self._send(replace(request, client=owner))
         return stream
+
+    def expected_ttft_s(self, request: Submit, owner: str) -> float | None:
+        """Seconds until the first token of a request that is to be sent; None: nothing is known yet."""
+        n_waiting = 0 if self.load is None else self.load.n_waiting
+        wait_s = self.retry_after_s(n_waiting) if n_waiting and len(self._ends_s) > 1 else 0.0
+        return self._prompts.seconds_until_first_token(request, owner, self.load, wait_s)
 
     def holds(self, stream: AnswerStream, n_bytes: int) -> None:
         """`stream` holds `n_bytes` more, or fewer. Where it, or all, hold too much, the largest ends."""
@@ -378,7 +410,16 @@ class EngineClient:
     def _route_delivered(self) -> None:
         while self._delivered:
             delivery = self._delivered.popleft()
+            self._route_progress(delivery.progress)
             self._route(delivery.outs, delivery.stats)
+
+    def _route_progress(self, progress: Sequence[Progress]) -> None:
+        for one in progress:
+            self._prompts.goes_on(one)
+            stream = self._streams.get(one.request_id)
+            if stream is not None and stream.tells_progress and not stream.has_begun:
+                stream.put(one)
+                stream.wake()
 
     def _route(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
         for observer in self._observers:
@@ -386,6 +427,7 @@ class EngineClient:
         told: dict[AnswerStream, None] = {}
         for out in outs:
             stream = self._streams.get(out.request_id)
+            self._prompts.ended(out.request_id)
             if isinstance(out, Failure) or out.finish_reason is not None:
                 self._end(out.request_id)
             if stream is not None:
@@ -405,6 +447,7 @@ class EngineClient:
             self._n_in_shadow -= 1
         if stream is None or stream.in_shadow:
             return False
+        self._prompts.ended(request_id)
         self._n_of_owner[stream.owner] -= 1
         if not self._n_of_owner[stream.owner]:
             del self._n_of_owner[stream.owner]

@@ -110,6 +110,8 @@ def _opened(part: Part, name: str, call_id: Callable[[], str]) -> Json:
 class MessageEvents(PartEvents):
     """The events of one message. The first waits for a token: only then is it known what was cached."""
 
+    sign_of_life = b'event: ping\ndata: {"type":"ping"}\n\n'
+
     def __init__(self, messaging: Messaging) -> None:
         super().__init__(messaging)
         self._messaging = messaging

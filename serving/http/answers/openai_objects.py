@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
-from phasewise.serving.engine.messages import Answer, DraftCounts, Evidence, Failure, Submit
+from phasewise.serving.engine.messages import Answer, DraftCounts, Evidence, Failure, Progress, Submit
 from phasewise.serving.engine.receipts import FinishReason
 from phasewise.serving.http.answers.scoring import NOT_SCORED, Echo, Scoring, text_offsets
 from phasewise.serving.http.errors import ApiError
@@ -79,6 +79,10 @@ class Rendering(Protocol):
         """None: there is nothing to say yet."""
         ...
 
+    def waiting(self, index: int) -> Json:
+        """The choice of an event that tells the progress of its prompt: no text yet."""
+        ...
+
     def whole(self, index: int, choice: Choice) -> Json: ...
 
     def rest(self, choices: Sequence[Choice]) -> Json:
@@ -89,15 +93,20 @@ class Rendering(Protocol):
 class EventWriter(Protocol):
     """Writes the events of one stream."""
 
+    @property
+    def sign_of_life(self) -> bytes:
+        """Bytes that its readers skip."""
+        ...
+
     def opening(self) -> bytes:
         """Before the first piece."""
         ...
 
-    def of(self, pieces: Iterable[tuple[int, Answer]]) -> bytes:
+    def of(self, pieces: Iterable[tuple[int, Answer | Progress]]) -> bytes:
         """The answer's parts from pieces, each with the index of its request."""
         ...
 
-    def of_text(self, outs: Iterable[Answer | Failure]) -> bytes | None:
+    def of_text(self, outs: Iterable[Answer | Failure | Progress]) -> bytes | None:
         """The same, quickly, where each has text and nothing else to say; None: ask `of`."""
         ...
 
@@ -116,7 +125,7 @@ class Form(NamedTuple):
     whole: Callable[[Sequence[Choice]], bytes]
     events: Callable[[], EventWriter]
     media_type: str = EVENT_STREAM
-    """The type of a stream; only server-sent events may have comments."""
+    """The type of a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +140,8 @@ class Reply:
     include_usage: bool
     continuous_usage: bool = False
     """The usage so far in every event."""
+    tells_progress: bool = False
+    """Events tell how much of each prompt is computed."""
     form: Form | None = None
     """The form in which it is written out; None: as choices of a completion or a chat."""
     receipt: Callable[[Submit, Evidence, FinishReason], Json] | None = None
@@ -279,6 +290,9 @@ class CompletionRendering(_Fixed):
             text = echo.text + text
         return self._choice(index, text, _joined(said), piece.finish_reason)
 
+    def waiting(self, index: int) -> Json:
+        return self._choice(index, "", None, None)
+
     def whole(self, index: int, choice: Choice) -> Json:
         echo = self._scoring.echo(index)
         said, text = [self._generated(index, choice.tokens, choice.finish_reason, 0)], choice.text
@@ -371,6 +385,9 @@ class ChatRendering(_Fixed):
             if not content and not logprobs and reason is None:
                 return None
         return _chat_choice(index, "delta", content, logprobs, reason)
+
+    def waiting(self, index: int) -> Json:
+        return _chat_choice(index, "delta", {"role": "assistant", "content": None}, None, None)
 
     def whole(self, index: int, choice: Choice) -> Json:
         message: Json = {"role": "assistant", "content": choice.text, "refusal": None}

@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from phasewise.serving.engine.messages import Answer, Failure
+from phasewise.serving.engine.messages import Answer, Failure, Progress
 from phasewise.serving.http.answers.openai_objects import AnswerReading, Choice
+from phasewise.serving.http.answers.signs_of_life import COMMENT
 from phasewise.serving.tools.parts import Part, PlainReader, Reader
 
 
@@ -31,6 +32,8 @@ class KnownBefore:
 class PartEvents(ABC):
     """The events of one answer, written from its parts as its text is read."""
 
+    sign_of_life = COMMENT
+
     def __init__(self, facts: KnownBefore) -> None:
         self._reader = facts.open()
         self._choice = Choice()
@@ -39,10 +42,12 @@ class PartEvents(ABC):
         """Nothing comes before the first piece."""
         return b""
 
-    def of(self, pieces: Iterable[tuple[int, Answer]]) -> bytes:
-        """(0, piece)."""
+    def of(self, pieces: Iterable[tuple[int, Answer | Progress]]) -> bytes:
+        """(0, piece); these forms have no word for the progress of a prompt."""
         out: list[str] = []
         for _, piece in pieces:
+            if isinstance(piece, Progress):
+                continue
             self._choice.add(piece)
             self._choice.text = ""  # it has been said
             self._choice.tokens.clear()
@@ -52,7 +57,7 @@ class PartEvents(ABC):
             out += self._written(piece, parts)
         return "".join(out).encode()
 
-    def of_text(self, outs: Iterable[Answer | Failure]) -> bytes | None:
+    def of_text(self, outs: Iterable[Answer | Failure | Progress]) -> bytes | None:
         """None: events are numbered or have their time, so every piece goes the long way."""
         return None
 

@@ -10,18 +10,21 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from phasewise.serving.engine.messages import Answer, Failure
+from phasewise.serving.engine.messages import Answer
 from phasewise.serving.errors import RankLost, ServingError
-from phasewise.serving.http.answers.client import AnswerStream, EngineClient, Pieces
+from phasewise.serving.http.answers.client import AnswerStream, EngineClient, Out, Pieces
 from phasewise.serving.http.answers.openai_objects import EVENT_STREAM, Choice, EventWriter, Reply, Used
+from phasewise.serving.http.answers.signs_of_life import (
+    SignsOfLife,
+    SpacedJson,
+    bears_whitespace,
+    minds_signs,
+)
 from phasewise.serving.http.answers.sse_events import Events, encode
 from phasewise.serving.http.errors import ClientLeft, from_engine
 from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.http.transport.connection import Connection, connection_of
 
-COMMENTS_HEADER = "X-Stream-Comments"
-"""`off`: a request's stream has no comments, and its head waits for the first token."""
-_COMMENT = b": keep-alive\n\n"
 _TOKENS_WORTH_A_THREAD = 256
 """Writing out the log-probabilities of more takes longer than other answers may wait."""
 
@@ -40,12 +43,12 @@ async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Res
         reply.facts,
         connection.cut if connection else lambda: None,
         client_of(request.scope).name,
+        tells_progress=reply.tells_progress,
     )
     leaving = _closing_when_gone(stream, request)
     first = asyncio.ensure_future(stream.take())
     media_type = reply.form.media_type if reply.form else EVENT_STREAM
-    is_silent = media_type != EVENT_STREAM or request.headers.get(COMMENTS_HEADER) == "off"
-    every_s = None if is_silent else client.sign_of_life_s
+    every_s = None if minds_signs(request) else client.sign_of_life_s
     try:
         # Headers wait for the first piece, so that an early failure still gets its own status; but no longer
         # than clients wait for a sign of life.
@@ -64,6 +67,19 @@ async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Res
 
 
 async def _whole(client: EngineClient, reply: Reply, request: Request) -> Response:
+    making = asyncio.ensure_future(_body(client, reply, request))
+    try:
+        if bears_whitespace(request):
+            await asyncio.wait((making,), timeout=client.sign_of_life_s)
+            if not making.done():
+                return SpacedJson(making, client.sign_of_life_s, request.url.path)
+        return Response(await making, media_type="application/json")
+    except BaseException:
+        making.cancel()
+        raise
+
+
+async def _body(client: EngineClient, reply: Reply, request: Request) -> bytes:
     try:
         choices = await _choices(client, reply, request)
     except RankLost:  # nothing of it was sent, so it may run again, from the start
@@ -71,10 +87,8 @@ async def _whole(client: EngineClient, reply: Reply, request: Request) -> Respon
     n_scored = sum(len(choice.tokens) for choice in choices if choice.tokens and choice.tokens[0].top)
     n_scored += sum(len(choice.prompt) for choice in choices if choice.prompt is not None)
     if n_scored > _TOKENS_WORTH_A_THREAD:
-        body = await asyncio.to_thread(_written, reply, choices)
-    else:
-        body = _written(reply, choices)
-    return Response(body, media_type="application/json")
+        return await asyncio.to_thread(_written, reply, choices)
+    return _written(reply, choices)
 
 
 async def _choices(client: EngineClient, reply: Reply, request: Request) -> list[Choice]:
@@ -84,7 +98,8 @@ async def _choices(client: EngineClient, reply: Reply, request: Request) -> list
     try:
         while pieces := await stream.take():
             for index, piece in pieces:
-                choices[index].add(piece)
+                if isinstance(piece, Answer):
+                    choices[index].add(piece)
         if stream.closed:
             raise ClientLeft
     finally:
@@ -121,7 +136,7 @@ class _EventStream(Response):
         every_s: float | None,
         media_type: str,
     ) -> None:
-        """every_s: says a comment where it has said nothing for so long; None: never."""
+        """every_s: gives a sign of life where it has said nothing for so long; None: never."""
         self.status_code = 200
         self.background = None
         self.media_type = media_type
@@ -140,7 +155,8 @@ class _EventStream(Response):
             connection = connection_of(scope)
             if connection is not None and connection.sends_chunks:
                 if self._every_s is not None:
-                    signs = _SignsOfLife(connection, self._every_s, has_spoken=self._has_spoken)
+                    sign = self._events.sign_of_life
+                    signs = SignsOfLife(connection, sign, self._every_s, has_spoken=self._has_spoken)
                 at_once = partial(_write_at_once, self._events, connection, signs)
             async for said in _said(self._events, self._take_first(), self._stream, at_once):
                 if signs is not None:
@@ -162,33 +178,11 @@ class _EventStream(Response):
         return pieces
 
 
-class _SignsOfLife:
-    """Comments in a stream that says nothing else, before twice `every_s` are over. On the event loop."""
-
-    def __init__(self, connection: Connection, every_s: float, *, has_spoken: bool) -> None:
-        self.has_spoken = has_spoken
-        """True if the stream has said something since this looked last."""
-        self._connection = connection
-        self._every_s = every_s
-        self._loop = asyncio.get_running_loop()
-        self._look()
-
-    def end(self) -> None:
-        """No more of them: the stream has ended."""
-        self._timer.cancel()
-
-    def _look(self) -> None:
-        if not self.has_spoken and self._connection.sends_chunks:
-            self._connection.write_chunk(_COMMENT)
-        self.has_spoken = False
-        self._timer = self._loop.call_later(self._every_s, self._look)
-
-
 def _write_at_once(
     events: EventWriter,
     connection: Connection,
-    signs: _SignsOfLife | None,
-    outs: Iterable[Answer | Failure],
+    signs: SignsOfLife | None,
+    outs: Iterable[Out],
 ) -> bool:
     """Past every layer between here and the connection; False: the long way, please."""
     said = events.of_text(outs)
@@ -203,7 +197,7 @@ async def _said(
     events: EventWriter,
     first: Awaitable[Pieces],
     stream: AnswerStream,
-    at_once: Callable[[Iterable[Answer | Failure]], bool] | None,
+    at_once: Callable[[Iterable[Out]], bool] | None,
 ) -> AsyncIterator[bytes]:
     """Events of all pieces that have come in one write: a reader that is behind costs no more than one.
 

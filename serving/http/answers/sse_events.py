@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from phasewise.serving.engine.messages import Answer, DraftCounts, Failure
+from phasewise.serving.engine.messages import Answer, DraftCounts, Failure, Progress
 from phasewise.serving.http.answers.openai_objects import Json, Reply, Used
+from phasewise.serving.http.answers.signs_of_life import COMMENT
 from phasewise.serving.http.errors import ApiError
 
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -39,6 +40,8 @@ class _Frame(NamedTuple):
 class Events:
     """Those of one stream, made of its pieces as they come."""
 
+    sign_of_life = COMMENT
+
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
         self._head = encode(reply.rendering.head(streamed=True))[:-1]
@@ -58,11 +61,11 @@ class Events:
         openings = [self._reply.rendering.opening(index) for index in range(len(self._said))]
         return "".join([self._event(opening) for opening in openings if opening is not None]).encode()
 
-    def of(self, pieces: Iterable[tuple[int, Answer]]) -> bytes:
+    def of(self, pieces: Iterable[tuple[int, Answer | Progress]]) -> bytes:
         """(Index of the request, piece)."""
-        return "".join([self._delta(index, piece) for index, piece in pieces]).encode()
+        return "".join([self._of_piece(index, piece) for index, piece in pieces]).encode()
 
-    def of_text(self, outs: Iterable[Answer | Failure]) -> bytes | None:
+    def of_text(self, outs: Iterable[Answer | Failure | Progress]) -> bytes | None:
         """The same, quickly, where each has text and nothing else to say; None: ask `of`.
 
         Nothing is counted: the last piece of a choice tells its tokens, and who wants characters gets no
@@ -71,7 +74,9 @@ class Events:
         said: list[str] = []
         for out in outs:
             frame = self._frames.get(out.request_id)
-            if frame is None or isinstance(out, Failure) or out.finish_reason is not None or not out.text:
+            if frame is None or not isinstance(out, Answer):
+                return None
+            if out.finish_reason is not None or not out.text:
                 return None
             said += frame.before, encode(out.text), frame.after
         return "".join(said).encode() or None
@@ -89,6 +94,22 @@ class Events:
         if not self._reply.include_usage:
             return b""
         return f'data: {self._head},"choices":[],"usage":{encode(self._usage())}}}\n\n'.encode()
+
+    def _of_piece(self, index: int, piece: Answer | Progress) -> str:
+        return self._delta(index, piece) if isinstance(piece, Answer) else self._progress(index, piece)
+
+    def _progress(self, index: int, progress: Progress) -> str:
+        """As llama-server tells it; of a prompt's first choice, for the others take it over."""
+        if index % self._reply.n_choices_per_prompt:
+            return ""
+        said = {
+            "total": progress.n_prompt,
+            "cache": progress.n_cached,
+            "processed": progress.n_computed,
+            "time_ms": progress.took_ns // 1_000_000,
+        }
+        choice = encode(self._reply.rendering.waiting(index))
+        return f'data: {self._head},"choices":[{choice}],"prompt_progress":{encode(said)}}}\n\n'
 
     def _delta(self, index: int, piece: Answer) -> str:
         said = self._said[index]

@@ -31,6 +31,18 @@ class LocalHistogram:
         family.add_metric(labels, list(zip(names, accumulate(self._counts), strict=True)), self._sum)
 
 
+class HistogramsByLabels(dict[tuple[str, ...], LocalHistogram]):
+    """Histograms by the values of labels; one that is asked for first is made."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        super().__init__()
+        self._bounds = bounds
+
+    def __missing__(self, labels: tuple[str, ...]) -> LocalHistogram:
+        made = self[labels] = LocalHistogram(self._bounds)
+        return made
+
+
 class LocalHistograms(Collector):
     """One metric of several histograms, which are keyed by the values of the labels `label_names`."""
 

@@ -33,7 +33,7 @@ from phasewise.serving.engine.messages import (
 )
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import RequestFacts
-from phasewise.serving.http.monitoring.histogram import LocalHistogram, LocalHistograms
+from phasewise.serving.http.monitoring.histogram import HistogramsByLabels, LocalHistogram, LocalHistograms
 from phasewise.serving.processes.headroom import malloc_bytes_in_use
 from phasewise.tuner.plans import PHASES
 
@@ -60,8 +60,22 @@ class Gauges:
     joules: Callable[[], Mapping[str, float]] = dict
     phase_joules: Callable[[], Mapping[str, float]] = dict
     """Energy since the start, by zone of the machine; empty where it cannot be read."""
+    models: Callable[[], ModelCounts | None] = lambda: None
+    """Models that come and go; None where all stay."""
     products: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """By model: how many products the tuning database knows, by state, as they were at the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCounts:
+    """Models of a folder: those in memory now, and counts since the start."""
+
+    loaded: int
+    n_bytes: int
+    loads: int
+    failures: int
+    unloads: int
+    load_seconds: float
 
 
 @dataclass(slots=True)
@@ -77,16 +91,16 @@ class _Life:
 class Metrics:
     """Observes the traffic with the engine; `http` counts the answers, `gauges` gives the rest.
 
-    models: ids of those that are served. Where they are several, what is counted of requests, tokens, steps
-    and KV slots has the label `model`.
+    models: ids of those that are served; None: they come and go. But for a single one, what is counted of
+    requests, tokens, steps and KV slots has the label `model`.
     """
 
-    def __init__(self, gauges: Gauges, models: Sequence[str] = ()) -> None:
+    def __init__(self, gauges: Gauges, models: Sequence[str] | None = ()) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second, unused line for each count
-        self._is_by_model = len(models) > 1
+        self._is_by_model = models is None or len(models) > 1
         self._model: Labels = ("model",) if self._is_by_model else ()
         """The names of the labels that tell models apart."""
-        self._of_models = [self._labels(model) for model in models] if self._is_by_model else [()]
+        self._of_models = [self._labels(model) for model in models or ()] if self._is_by_model else [()]
         self.registry = registry = CollectorRegistry()
         registry.register(_Read(gauges, self._model))
         ProcessCollector(registry=registry)
@@ -149,15 +163,14 @@ class Metrics:
         return Counter(f"phasewise_{name}", meaning, labels, registry=self.registry)
 
     def _histograms(self, name: str, meaning: str, bounds: Sequence[float]) -> Histograms:
-        by_labels = {labels: LocalHistogram(bounds) for labels in self._of_models}
+        by_labels = _histograms(bounds, self._of_models)
         self.registry.register(LocalHistograms(f"phasewise_{name}", meaning, self._model, by_labels))
         return by_labels
 
     def _by_phase(self, name: str, meaning: str, bounds: Sequence[float]) -> Histograms:
         """By model and phase."""
-        by_labels = {
-            (*labels, phase): LocalHistogram(bounds) for labels in self._of_models for phase in PHASES
-        }
+        of_phases = [(*labels, phase) for labels in self._of_models for phase in PHASES]
+        by_labels = _histograms(bounds, of_phases)
         names = (*self._model, "phase")
         self.registry.register(LocalHistograms(f"phasewise_{name}", meaning, names, by_labels))
         return by_labels
@@ -192,6 +205,13 @@ class Metrics:
         self._sequences[labels].observe(stats.n_sequences)
         self._tokens[labels].observe(stats.n_tokens)
         self._seconds[labels].observe(stats.duration_ns / 1e9)
+
+
+def _histograms(bounds: Sequence[float], at_first: Sequence[Labels]) -> Histograms:
+    by_labels = HistogramsByLabels(bounds)
+    for labels in at_first:
+        by_labels[labels] = LocalHistogram(bounds)
+    return by_labels
 
 
 def _child(counter: Counter, labels: Labels) -> Counter:
@@ -229,6 +249,9 @@ class _Read(Collector):
                 family.add_metric((phase,), spent)
             yield family
         yield _gauge("energy_measured", "1 where the machine's energy counters can be read", bool(joules))
+        models = gauges.models()
+        if models is not None:
+            yield from _of_models(models)
         if gauges.products:
             yield self._of_products(gauges.products)
         yield _count("lengths_lost", "lines the length log does not have", gauges.n_lengths_lost())
@@ -332,6 +355,15 @@ def _families(rows: Sequence[Row], states: Mapping[Labels, object], names: Label
         for labels, state in states.items():
             family.add_metric(labels, getattr(state, read_from))
         yield family
+
+
+def _of_models(counts: ModelCounts) -> Iterator[Family]:
+    yield _gauge("models_loaded", "models in memory", counts.loaded)
+    yield _gauge("models_bytes", "bytes that they take of --models-memory", counts.n_bytes)
+    yield _count("model_loads", "models loaded", counts.loads)
+    yield _count("model_load_failures", "models that could not be loaded", counts.failures)
+    yield _count("model_unloads", "models unloaded", counts.unloads)
+    yield _count("model_load_seconds", "time of all loads", counts.load_seconds)
 
 
 def _of_hand_overs(counts: HandOverCounts) -> Iterator[Family]:

@@ -18,7 +18,7 @@ export function startChat(model) {
     field.value = sessionStorage.getItem(`phasewise-${name}`) || "";
     field.addEventListener("change", () => sessionStorage.setItem(`phasewise-${name}`, field.value));
   }
-  const sampling = model.default_sampling;
+  const sampling = model.default_sampling || { temperature: "", top_p: "", min_p: "" }; // not loaded yet
   byId("temperature").placeholder = sampling.temperature;
   byId("top-p").placeholder = sampling.top_p;
   byId("min-p").placeholder = sampling.min_p;
@@ -100,8 +100,16 @@ async function answer() {
   let reason = "";
   try {
     for await (const event of chatEvents(body(), running.signal)) {
+      if (event.prompt_progress) {
+        progress(event.prompt_progress);
+        continue;
+      }
       const choice = event.choices[0];
       if (choice) {
+        if (!first) {
+          progress(null);
+          byId("status").textContent = "";
+        }
         first = first || performance.now();
         said.content += choice.delta.content || "";
         said.thought += choice.delta.reasoning_content || "";
@@ -115,6 +123,7 @@ async function answer() {
     else failed(error.message);
   }
   running = null;
+  progress(null);
   if (said.content || said.thought) {
     conversation.push(said);
     fill(element, said);
@@ -123,6 +132,17 @@ async function answer() {
   }
   keep();
   buttons();
+}
+
+// The bar while a prompt is computed; null: it is, or was given up.
+function progress(prompt) {
+  byId("prompt-bar").hidden = !prompt;
+  if (!prompt) return;
+  byId("prompt-bar").max = prompt.total;
+  byId("prompt-bar").value = prompt.processed;
+  const done = prompt.processed - prompt.cache;
+  const left = done ? (prompt.time_ms / 1000) * ((prompt.total - prompt.processed) / done) : 0;
+  byId("status").textContent = `prompt: ${prompt.processed} of ${prompt.total} tokens, ${Math.round(left)} s left`;
 }
 
 function status(usage, began, first, reason) {

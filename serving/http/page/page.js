@@ -14,8 +14,10 @@ function show(view) {
 
 async function start() {
   try {
-    const [model] = (await (await ask("/v1/models")).json()).data;
-    byId("model").textContent = `${model.id}, context ${model.max_model_len} tokens`;
+    const models = (await (await ask("/v1/models")).json()).data;
+    const model = models.find((one) => one.state === "loaded") || models[0];
+    if (!model) throw new Error("there is no model in the server's folder");
+    byId("model").textContent = model.max_model_len ? `${model.id}, context ${model.max_model_len} tokens` : `${model.id}, ${model.state}`;
     startChat(model);
     byId("show-chat").addEventListener("click", () => show("chat"));
     byId("show-live").addEventListener("click", () => show("live"));

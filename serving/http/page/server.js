@@ -31,7 +31,7 @@ export async function* chatEvents(body, signal) {
   const answer = await ask("/v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+    body: JSON.stringify({ ...body, stream: true, return_progress: true, stream_options: { include_usage: true } }),
     signal,
   });
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();

@@ -1,17 +1,19 @@
 """The requests of Ollama's API (`/api/chat`, `/api/generate`, `/api/show`), and the requests that they mean.
 
-Images, suffixes and templates of a request's own are refused by name; `keep_alive` and `num_ctx` say nothing
-here.
+Images, suffixes and templates of a request's own are refused by name; `num_ctx` says nothing here, nor
+`keep_alive` of models that stay.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from phasewise.serving.http.errors import bad_request
 from phasewise.serving.http.requests.schemas import (
@@ -71,6 +73,30 @@ class OllamaMessage(Strict):
     tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True, max_length=128)] | None = None
 
 
+def _seconds(text: str | float) -> float:
+    """ValueError where it is no time."""
+    if isinstance(text, str) and not (_DURATION.fullmatch(text) or _NUMBER.fullmatch(text)):
+        raise ValueError("it is a number of seconds, or a time such as 30s, 5m or 1h30m")
+    if isinstance(text, str) and not _NUMBER.fullmatch(text):
+        sign = -1 if text.startswith("-") else 1
+        parts = re.findall(r"([0-9.]+)(ms|[hms])", text)
+        seconds = sign * sum(float(amount) * _UNITS_S[unit] for amount, unit in parts)
+    else:
+        seconds = float(text)
+    return math.inf if seconds < 0 else seconds
+
+
+def _checked(given: str | float) -> str | float:
+    _seconds(given)
+    return given
+
+
+KeepAlive = Annotated[str | float, AfterValidator(_checked)]
+_UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+_DURATION = re.compile(r"-?(?:[0-9]{1,9}(?:\.[0-9]{1,9})?(?:ms|[hms]))+")
+_NUMBER = re.compile(r"-?[0-9]{1,12}(?:\.[0-9]{1,9})?")
+
+
 class _Asked(AnswerRequest):
     not_offered = ("images", "suffix", "template", "receipt")
 
@@ -79,7 +105,21 @@ class _Asked(AnswerRequest):
     format: Literal["", "json"] | dict[str, Any] | None = Field(None, description="json, or a schema")
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
-    keep_alive: str | float | None = Field(None, description="ignored: models stay")
+    keep_alive: KeepAlive | None = Field(
+        None,
+        description="with --models: how long the model stays unused, in seconds or as 5m; 0: not at all, "
+        "negative: until others need its room",
+    )
+
+    @property
+    def keep_alive_s(self) -> float | None:
+        """Seconds; infinite for a negative time, None where nothing is said."""
+        return None if self.keep_alive is None else _seconds(self.keep_alive)
+
+    @property
+    def streams(self) -> bool:
+        """True if the answer is a stream."""
+        return self.stream is not False
 
     @property
     def most_tokens(self) -> int | None:

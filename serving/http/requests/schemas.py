@@ -187,7 +187,7 @@ class AnswerRequest(Strict):
 
 
 class GenerationRequest(AnswerRequest):
-    """The fields that completions and chat share. The last nine fields are extensions."""
+    """The fields that completions and chat share. The last ten fields are extensions."""
 
     not_offered = (
         *("functions", "function_call", "audio", "web_search_options", "prediction", "suffix"),
@@ -224,6 +224,10 @@ class GenerationRequest(AnswerRequest):
     cache_salt: CacheSalt | None = None
     receipt: bool = Field(
         False, description="each choice comes with a receipt that `phasewise replay` checks"
+    )
+    return_progress: bool = Field(
+        False,
+        description="llama-server's: events of a stream with `prompt_progress` while the prompt is computed",
     )
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = Field(
         None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -27,6 +27,9 @@ from phasewise.serving.http.answers.scoring import Scoring, echoes_of
 from phasewise.serving.http.errors import naming, unknown_model
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from phasewise.serving.http.lifecycle import Lifecycle
+from phasewise.serving.http.models.model_shelf import ModelShelf
+from phasewise.serving.http.models.served_models import ComingModels, KeptModels, Models
+from phasewise.serving.http.models.while_loading import HoldModels
 from phasewise.serving.http.monitoring.access_log import AccessLog, NameRequests
 from phasewise.serving.http.monitoring.live import MachineFacts
 from phasewise.serving.http.monitoring.metrics import Metrics
@@ -91,7 +94,9 @@ _IN_RESPONSES = {
 """The names in these requests of the fields of the others that they are made into."""
 NamedCard = tuple[tuple[str, ...], Callable[[], dict[str, Any]]]
 """The names that requests may use for a model, and what /v1/models says of it."""
-_EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "X-Step-Over-TPOT", "Retry-After")
+Cards = Callable[[], Awaitable[list[NamedCard]]]
+"""The models as they are now."""
+_EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "X-Step-Over-TPOT", "X-Estimated-TTFT", "Retry-After")
 
 
 @dataclass(frozen=True)
@@ -126,15 +131,51 @@ def create_app(
     """The application that serves one model and perhaps others, and may embed with another. Clients must be
     attached to the loop that runs it.
     """
+    kept = KeptModels((model, *others), None if embeddings is None else embeddings.model)
+    app = _generating_app(kept, client, limits, life, metrics, surroundings)
+    if batches is not None:
+        add_batches(app, batches, app.state.bodies)
+    cards: list[Cards] = [_cards_of(kept)]
+    if embeddings is not None:
+        names = frozenset(name for each in (model, *others) for name in each.names)
+        cards.append(_add_embeddings(app, embeddings, limits, life, metrics, names))
+    _add_models(app, cards)
+    openapi.describe(app, embeds=embeddings is not None)
+    return app
+
+
+def create_folder_app(
+    shelf: ModelShelf,
+    client: EngineClient,
+    limits: HttpLimits,
+    life: Lifecycle,
+    metrics: Metrics,
+    surroundings: Surroundings = Surroundings(),
+) -> FastAPI:
+    """The application that serves models which come and go."""
+    models = ComingModels(shelf, limits.sign_of_life_s)
+    app = _generating_app(models, client, limits, life, metrics, surroundings, [Middleware(HoldModels)])
+    _add_models(app, [_cards_of(models)])
+    openapi.describe(app, embeds=False)
+    return app
+
+
+def _generating_app(
+    models: Models,
+    client: EngineClient,
+    limits: HttpLimits,
+    life: Lifecycle,
+    metrics: Metrics,
+    surroundings: Surroundings,
+    inner: Sequence[Middleware] = (),
+) -> FastAPI:
+    """With every route that generates text. inner: layers within all others."""
     client.observe(metrics)
     log = surroundings.log
     if log is not None:
         client.observe(log)
-    app = _new_app(limits, life, metrics, surroundings)
-    embedder = None if embeddings is None else embeddings.model
-    service = GenerationService(
-        (model, *others), client, app.state.bodies, Preparation(), life, log, embedder
-    )
+    app = _new_app(limits, life, metrics, surroundings, inner)
+    service = GenerationService(models, client, app.state.bodies, Preparation(), life, log)
     _add_completions(app, service)
     _add_chat(app, service)
     _add_responses(app, service)
@@ -142,16 +183,8 @@ def create_app(
     add_ollama(app, service)
     _add_receipts(app, service)
     _add_tokens(app, service)
-    if batches is not None:
-        add_batches(app, batches, app.state.bodies)
-    cards: list[NamedCard] = [(each.names, partial(_card, each)) for each in (model, *others)]
-    if embeddings is not None:
-        names = frozenset(name for each in (model, *others) for name in each.names)
-        cards.append(_add_embeddings(app, embeddings, limits, life, metrics, names))
-    _add_models(app, cards)
     if surroundings.page is not None:
         add_page(app, client, life, surroundings.page)
-    openapi.describe(app, embeds=embeddings is not None)
     return app
 
 
@@ -169,12 +202,18 @@ def create_embedding_app(
     return app
 
 
-def _new_app(limits: HttpLimits, life: Lifecycle, metrics: Metrics, surroundings: Surroundings) -> FastAPI:
+def _new_app(
+    limits: HttpLimits,
+    life: Lifecycle,
+    metrics: Metrics,
+    surroundings: Surroundings,
+    inner: Sequence[Middleware] = (),
+) -> FastAPI:
     """With what every application has; `app.state.bodies` reads bodies, `app.state.keys` are its API keys."""
     keys = ApiKeys(limits.api_keys)
     app = FastAPI(
         title="phasewise",
-        middleware=_layers(limits, metrics, surroundings, keys),
+        middleware=[*_layers(limits, metrics, surroundings, keys), *inner],
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -193,14 +232,19 @@ def _add_embeddings(
     life: Lifecycle,
     metrics: Metrics,
     generating: frozenset[str] = frozenset(),
-) -> NamedCard:
+) -> Cards:
     """The model's names and card. generating: names of models that generate text beside it."""
     metrics.registry.register(EmbeddingMetrics(embeddings.client.lanes))
     routes = EmbeddingRoutes(
         embeddings.model, embeddings.client, app.state.bodies, life, limits.max_response_bytes, generating
     )
     add_embedding_routes(app, routes)
-    return embeddings.model.names, embeddings.model.card
+    model = embeddings.model
+
+    async def cards() -> list[NamedCard]:
+        return [(model.names, model.card)]
+
+    return cards
 
 
 def _layers(
@@ -259,30 +303,28 @@ def _add_health(app: FastAPI, life: Lifecycle, metrics: Metrics) -> None:
             return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _card(model: ServedModel) -> dict[str, Any]:
-    return {
-        "id": model.model_id,
-        "object": "model",
-        "created": model.created_s,
-        "owned_by": "phasewise",
-        "max_model_len": model.context_length,
-        "default_sampling": model.sampling.to_json(),
-        "system_fingerprint": model.system_fingerprint,
-        "arithmetic": model.arithmetic,
-    }
+def _cards_of(models: Models) -> Cards:
+    async def cards() -> list[NamedCard]:
+        return [(model.names, model.card) for model in await models.listed()]
+
+    return cards
 
 
-def _add_models(app: FastAPI, cards: Sequence[NamedCard]) -> None:
-    """cards: of each model the names that requests may use, and what /v1/models says of it."""
+def _add_models(app: FastAPI, sources: Sequence[Cards]) -> None:
+    """sources: of the models' names and cards."""
+
+    async def named_cards() -> list[NamedCard]:
+        return [card for cards in sources for card in await cards()]
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         """The models that are served."""
-        return {"object": "list", "data": [card() for _, card in cards]}
+        return {"object": "list", "data": [card() for _, card in await named_cards()]}
 
     @app.get("/v1/models/{name:path}")
     async def show_model(name: str) -> dict[str, Any]:
         """The model, by its id or by the name it was started with."""
+        cards = await named_cards()
         for names, card in cards:
             if name in names:
                 return card()
@@ -294,7 +336,7 @@ def _add_completions(app: FastAPI, service: GenerationService) -> None:
     async def completions(request: Request) -> Response:
         """Continue a text, or several."""
         body = await service.read(request, CompletionRequest)
-        model = service.model_of(body.model)
+        model = await service.models.hold(request, body.model, streams=bool(body.stream))
         requests, facts = await service.preparation.prepare(request, body, completion_requests, model)
         scoring = Scoring(body.prompt_logprobs, echoes_of(body, requests, model))
         rendering = CompletionRendering(response_id_of(requests), model, scoring)
@@ -307,7 +349,7 @@ def _add_chat(app: FastAPI, service: GenerationService) -> None:
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
         body = await service.read(request, ChatRequest)
-        model = service.model_of(body.model)
+        model = await service.models.hold(request, body.model, streams=bool(body.stream))
         with naming(_IN_CHAT):
             requests, facts = await service.preparation.prepare(request, body, chat_requests, model)
             reading = reading_of(body, model, requests[0])
@@ -327,7 +369,7 @@ def _add_responses(app: FastAPI, service: GenerationService) -> None:
         client = client_of(request.scope).name
         previous = body.previous_response_id
         before = [] if previous is None else store.conversation(client, previous)
-        model = service.model_of(body.model)
+        model = await service.models.hold(request, body.model, streams=bool(body.stream))
         with naming(_IN_RESPONSES):
             chat = await service.bodies.convert(request, lambda: chat_of(body, before))
             requests, facts = await service.preparation.prepare(request, chat, chat_requests, model)
@@ -380,20 +422,20 @@ def _add_tokens(app: FastAPI, service: GenerationService) -> None:
     async def tokenize(request: Request) -> Response:
         """The tokens of a text, or of a conversation as the model's template writes it out."""
         body = await service.read(request, TokenizeRequest)
-        model = service.model_of(body.model)
+        model = await service.models.hold(request, body.model)
         make = partial(tokenized, body, model)
         tokens = await service.preparation.tokenize(request, make, is_text=body.messages is None)
         return Response(tokens, media_type="application/json")
 
     @app.get("/tokenizer_info")
-    async def tokenizer_info() -> dict[str, str | None]:
-        """The control tokens that a prompt's text can spell; of the first model, as /tokenize without one."""
-        return control_texts(service.models[0])
+    async def tokenizer_info(request: Request, model: str | None = None) -> dict[str, str | None]:
+        """The control tokens that a prompt's text can spell; without a model of the first one."""
+        return control_texts(await service.models.hold(request, model))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, str]:
         """The text that tokens spell, control tokens included."""
         body = await service.read(request, DetokenizeRequest)
-        model = service.model_of(body.model)
+        model = await service.models.hold(request, body.model)
         check_token_ids(body.tokens, model)
         return {"prompt": b"".join(map(model.piece, body.tokens)).decode("utf-8", "replace")}

@@ -16,9 +16,10 @@ from phasewise.serving.http.answers.openai_objects import Rendering, Reply
 from phasewise.serving.http.answers.receipt_store import ReceiptStore
 from phasewise.serving.http.answers.send_answer import respond
 from phasewise.serving.http.answers.sse_events import encode
-from phasewise.serving.http.errors import ApiError, from_engine, other_purpose, unknown_model
+from phasewise.serving.http.errors import ApiError, from_engine
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
 from phasewise.serving.http.lifecycle import Lifecycle
+from phasewise.serving.http.models.served_models import Models
 from phasewise.serving.http.monitoring.access_log import AccessLog, record_of
 from phasewise.serving.http.requests.body import BodyReader
 from phasewise.serving.http.requests.request_threads import Preparation
@@ -34,7 +35,6 @@ from phasewise.serving.http.requests.schemas import (
     GenerationRequest,
     Strict,
 )
-from phasewise.serving.http.routes.embeddings import EmbeddingModel
 from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.http.transport.connection import connection_of
 
@@ -45,14 +45,12 @@ Body = TypeVar("Body", bound=Strict)
 class GenerationService:
     """The services that the routes which generate text need."""
 
-    models: tuple[ServedModel, ...]
+    models: Models
     client: EngineClient
     bodies: BodyReader
     preparation: Preparation
     life: Lifecycle
     log: AccessLog | None
-    embedder: EmbeddingModel | None = None
-    """Served beside."""
     receipts: ReceiptStore = field(default_factory=ReceiptStore)
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
@@ -80,6 +78,7 @@ class GenerationService:
     async def answer(self, reply: Reply, request: Request, ignored: tuple[str, ...] = ()) -> Response:
         """`ignored`: fields of the body that say nothing to this server; the answer's header names them."""
         self.refuse_unless_open()
+        ttft_s = self.client.expected_ttft_s(reply.requests[0], client_of(request.scope).name)
         record = record_of(request.scope)
         if record is not None and self.log is not None:
             record.ignored = ignored
@@ -90,6 +89,8 @@ class GenerationService:
             raise from_engine(error) from error
         if ignored:
             response.headers["X-Ignored-Fields"] = ",".join(ignored)
+        if ttft_s is not None:
+            response.headers["X-Estimated-TTFT"] = f"{ttft_s:.1f} s"
         step_ms = self._step_over_tpot_ms(reply.requests[0].model)
         if step_ms:
             response.headers["X-Step-Over-TPOT"] = f"{step_ms} ms"
@@ -124,16 +125,6 @@ class GenerationService:
 
         return await self.preparation.prepare(request, body, make, model)
 
-    def model_of(self, name: str | None) -> ServedModel:
-        """The one that a request names; without a name the first. ApiError where there is none."""
-        model = next((model for model in self.models if name is None or name in model.names), None)
-        if model is None and self.embedder is not None and name in self.embedder.names:
-            path = "/v1/rerank" if self.embedder.scores else "/v1/embeddings"
-            raise other_purpose(str(name), "makes vectors and no text", path)
-        if model is None:
-            raise unknown_model(str(name), ", ".join(model.model_id for model in self.models))
-        return model
-
     def refuse_unless_open(self) -> None:
         refusal = self.life.refusal()
         if refusal is not None:
@@ -151,6 +142,7 @@ def reply_of(
         rendering=rendering,
         streamed=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        tells_progress=bool(body.stream) and body.return_progress,
         continuous_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
     )
 

@@ -38,7 +38,7 @@ def add_messages(app: FastAPI, service: GenerationService) -> None:
     async def messages(request: Request) -> Response:
         """Answer a conversation."""
         body = await service.read(request, MessagesRequest)
-        model = service.model_of(body.model)
+        model = await service.models.hold(request, body.model, streams=bool(body.stream))
         with naming(_NAMES):
             chat = await service.bodies.convert(request, lambda: chat_of(body))
             requests, facts = await service.prepare_within(request, chat, body.max_tokens, model)
@@ -59,7 +59,7 @@ def add_messages(app: FastAPI, service: GenerationService) -> None:
     async def count_tokens(request: Request) -> dict[str, Any]:
         """Count the tokens of a conversation as the model's template writes it out."""
         body = await service.read(request, CountTokensRequest)
-        model = service.model_of(body.model)
+        model = await service.models.hold(request, body.model)
         with naming(_NAMES):
             chat = await service.bodies.convert(request, lambda: chat_of(body))
             tokens = await service.preparation.tokenize(request, partial(conversation_tokens, chat, model))

@@ -16,6 +16,8 @@ from phasewise.serving.http.answers.ollama_lines import MEDIA_TYPE, OllamaAnswer
 from phasewise.serving.http.answers.openai_objects import ChatRendering, Form
 from phasewise.serving.http.errors import naming
 from phasewise.serving.http.http_settings import ServedModel
+from phasewise.serving.http.models.served_models import ListedModel
+from phasewise.serving.http.models.while_loading import keep_for
 from phasewise.serving.http.requests.calls import reading_of
 from phasewise.serving.http.requests.ollama_schemas import (
     OllamaChatRequest,
@@ -46,17 +48,21 @@ def add_ollama(app: FastAPI, service: GenerationService) -> None:
         """The version of this server."""
         return {"version": version("phasewise")}
 
-    async def models() -> Json:
-        """The models that are served. All are loaded."""
-        return {"models": [_listed(model) for model in service.models]}
+    @app.get("/api/tags")
+    async def tags() -> Json:
+        """The models that are served."""
+        return {"models": [_listed(model) for model in await service.models.listed()]}
 
-    app.add_api_route("/api/tags", models, methods=["GET"])
-    app.add_api_route("/api/ps", models, methods=["GET"])
+    @app.get("/api/ps")
+    async def ps() -> Json:
+        """Those of them that are loaded."""
+        loaded = [model for model in await service.models.listed() if model.served is not None]
+        return {"models": [{**_listed(model), **_running(model)} for model in loaded]}
 
     @app.post("/api/show")
     async def show(request: Request) -> Json:
         """The kind of a model, and what it can do."""
-        model = _model_of(service, (await service.read(request, OllamaShowRequest)).model)
+        model = await _hold(service, request, (await service.read(request, OllamaShowRequest)).model)
         can = ["completion", *(["tools"] if model.dialect.knows_tools else [])]
         return {
             "details": _DETAILS,
@@ -73,9 +79,10 @@ def add_ollama(app: FastAPI, service: GenerationService) -> None:
         """Answer a conversation."""
         began_ns = time.perf_counter_ns()
         body = await service.read(request, OllamaChatRequest)
-        model = _model_of(service, body.model)
+        keep_for(request, body.keep_alive_s)
+        model = await _hold(service, request, body.model, streams=body.streams and bool(body.messages))
         if not body.messages:
-            return _loaded(model, {"message": {"role": "assistant", "content": ""}})
+            return _loaded(model, body, {"message": {"role": "assistant", "content": ""}})
         with naming(_IN_CHAT):
             chat = await service.bodies.convert(request, lambda: chat_of(body))
             return await _answer(service, request, body, chat, model, began_ns)
@@ -85,9 +92,10 @@ def add_ollama(app: FastAPI, service: GenerationService) -> None:
         """Continue a text, or answer one."""
         began_ns = time.perf_counter_ns()
         body = await service.read(request, OllamaGenerateRequest)
-        model = _model_of(service, body.model)
+        keep_for(request, body.keep_alive_s)
+        model = await _hold(service, request, body.model, streams=body.streams and bool(body.prompt))
         if not body.prompt:
-            return _loaded(model, {"response": ""})
+            return _loaded(model, body, {"response": ""})
         has_template = model.encode_chat is not None
         with naming({} if body.raw or not has_template else _IN_GENERATE):
             prompt = prompt_of(body, has_template=has_template)
@@ -118,22 +126,41 @@ async def _answer(
     return await service.answer(reply, request, body.ignored())
 
 
-def _model_of(service: GenerationService, name: str) -> ServedModel:
+async def _hold(
+    service: GenerationService, request: Request, name: str, *, streams: bool = False
+) -> ServedModel:
     """Names may have a tag: `latest` is the one that every model has here."""
-    return service.model_of(name.removesuffix(":latest"))
+    return await service.models.hold(request, name.removesuffix(":latest"), streams=streams)
 
 
-def _loaded(model: ServedModel, said: Json) -> Response:
-    """The answer to an empty prompt, by which clients have a model loaded."""
+def _loaded(model: ServedModel, body: OllamaChatRequest | OllamaGenerateRequest, said: Json) -> Response:
+    """The answer to an empty prompt, by which clients have a model loaded, or unloaded."""
     head = {"model": model.model_id, "created_at": datetime.now(UTC).isoformat()}
-    return JSONResponse({**head, **said, "done": True, "done_reason": "load"})
+    reason = "unload" if body.keep_alive_s == 0 else "load"
+    return JSONResponse({**head, **said, "done": True, "done_reason": reason})
 
 
-def _listed(model: ServedModel) -> Json:
-    fingerprint = model.system_fingerprint or ""
-    names = {"name": model.model_id, "model": model.model_id}
-    return {**names, "modified_at": _at(model), "size": 0, "digest": fingerprint, "details": _DETAILS}
+def _listed(model: ListedModel) -> Json:
+    fingerprint = model.served.system_fingerprint if model.served else None
+    return {
+        "name": model.model_id,
+        "model": model.model_id,
+        "modified_at": _time(model.created_s),
+        "size": model.n_bytes,
+        "digest": fingerprint or "",
+        "details": _DETAILS,
+    }
+
+
+def _running(model: ListedModel) -> Json:
+    expires = {} if model.ends_s is None else {"expires_at": _time(model.ends_s)}
+    context = model.served.context_length if model.served else 0
+    return {**expires, "size_vram": 0, "context_length": context}
 
 
 def _at(model: ServedModel) -> str:
-    return datetime.fromtimestamp(model.created_s, UTC).isoformat()
+    return _time(model.created_s)
+
+
+def _time(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat()

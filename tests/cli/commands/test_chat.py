@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from phasewise.cli.commands.chat.prompt_bar import bar_text
 from phasewise.cli.commands.chat.slash_commands import ChatCommandError, applied_setting, save_conversation
+from phasewise.serving.engine.messages import Progress
 from tests.cli import command
 
 pytest.importorskip(
@@ -92,6 +94,17 @@ def test_a_conversation_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("n_computed", "left"), [(100, "8"), (256, "2"), (300, "0")])
+def test_the_bar_of_a_prompt_grows_and_tells_the_rest_of_the_time(n_computed: int, left: str) -> None:
+    """At the rate since the tokens that were reused."""
+    n_cached, token_ns = 50, 40_000_000
+    text = bar_text(Progress("r", 300, n_cached, n_computed, (n_computed - n_cached) * token_ns))
+    assert text.count("#") == 24 * n_computed // 300
+    assert text.count("#") + text.count(".") == 24
+    assert text.endswith(f"{n_computed} of 300 tokens, {left} s left")
+    assert len(text) < 80
+
+
 def test_ctrl_c_ends_the_answer_and_not_the_program(roomy: Path) -> None:
     """On a real terminal: an endless answer is interrupted, then the conversation goes on and ends."""
     parent, child = pty.openpty()

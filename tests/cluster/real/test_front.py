@@ -19,8 +19,9 @@ from phasewise.cluster.real.instance_messages import (
     HandOverFailed,
     PromptBegun,
     Take,
+    Told,
 )
-from phasewise.serving.engine.messages import Abort, Answer, EngineLoad, Failure, Submit
+from phasewise.serving.engine.messages import Abort, Answer, EngineLoad, Failure, Progress, Submit
 from phasewise.serving.errors import EngineLost, RankLost, StepFailed
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from tests.support.servers.scripted_instances import (
@@ -312,6 +313,23 @@ def test_what_cannot_be_read_ends_the_instance_and_nothing_else() -> None:
         assert other.index == first.index
         server.front.send(REQUEST)
         assert second.hear(Take).part == "whole"
+
+
+def test_the_progress_of_prompts_and_their_pace_reach_whoever_asked() -> None:
+    """Instances that compute prompts at the same time are together as fast as the sum of their rates."""
+    with scripted_front() as server:
+        prompt, token = running(server)
+        attempt = divided(server, prompt, token)
+        prompt.tell(progress=[Progress("gone@7", 9, 0, 4, 5), Progress(attempt, 100, 0, 64, 5)])
+        server.wait_until(lambda: bool(server.progress))
+
+        assert server.progress == [Progress("r", 100, 0, 64, 5)]
+        for instance, token_ns in ((prompt, 3e6), (token, 6e6)):
+            load = EngineLoad(0, 0, 0, 1024, prompt_token_ns=token_ns)
+            instance.say(Told((), (), None, load))
+        server.wait_until(lambda: server.load is not None and 0 < server.load.prompt_token_ns < 3e6)
+        assert server.load is not None
+        assert server.load.prompt_token_ns == pytest.approx(2e6)
 
 
 def test_at_the_end_every_request_is_told() -> None:

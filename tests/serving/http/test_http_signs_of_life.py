@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import threading
 from collections.abc import Iterator
+from typing import Any
 
+import anthropic
 import httpx
+import ollama
 import openai
 import pytest
 
 from phasewise.serving.errors import StepFailed
 from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.scheduling.pacing import Pacing
 from tests.support.servers.fake_server import FakeServer, fake_server
 from tests.support.servers.rude_clients import until
 
@@ -155,3 +160,142 @@ def test_openais_client_goes_on() -> None:
         texts = asyncio.run(ask(server, gate))
     assert len(texts[0]) == 5
     assert texts[0] == texts[1]
+
+
+# ---- signs in the forms of other APIs --------------------------------------------------------------------
+
+PING = 'data: {"type":"ping"}'
+CHAT = [{"role": "user", "content": "abc"}]
+
+
+def test_messages_have_pings_and_the_official_client_goes_on() -> None:
+    asked = {"model": "fake", "max_tokens": 5, "messages": CHAT}
+    with held() as (server, gate):
+        with httpx.stream("POST", f"{server.url}/v1/messages", json={**asked, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            for _ in range(2):
+                assert PING in lines
+            gate.open.set()
+            assert 'data: {"type":"message_stop"}' in lines
+        gate.open.clear()
+        with anthropic.Anthropic(base_url=server.url, api_key="any", max_retries=0) as api:
+            threading.Timer(5 * LIMITS.sign_of_life_s, gate.open.set).start()
+            greedy = {"extra_body": {"temperature": 0}}
+            with api.messages.stream(**asked, **greedy) as stream:  # type: ignore[arg-type]
+                text = "".join(stream.text_stream)
+            whole = api.messages.create(**asked, **greedy)  # type: ignore[call-overload]
+    assert text == whole.content[0].text
+    assert len(text) == 5
+
+
+def test_ollamas_lines_have_spaces_before_them_and_the_official_client_goes_on() -> None:
+    options = {"num_predict": 5, "temperature": 0}
+    with held() as (server, gate):
+        asked = {"model": "fake", "messages": CHAT, "options": options}
+        with httpx.stream("POST", f"{server.url}/api/chat", json=asked, timeout=20) as answer:
+            parts = answer.iter_raw()
+            assert [next(parts), next(parts)] == [b" ", b" "]
+            gate.open.set()
+            assert [json.loads(line) for line in b"".join(parts).splitlines()][-1]["done"]
+        gate.open.clear()
+        client = ollama.Client(host=server.url)
+        threading.Timer(5 * LIMITS.sign_of_life_s, gate.open.set).start()
+        pieces = client.chat("fake", CHAT, options=options, stream=True)
+        text = "".join(piece.message.content or "" for piece in pieces)
+        whole = client.chat("fake", CHAT, options=options)
+    assert text == whole.message.content
+    assert len(text) == 5
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/api/chat"])
+def test_spaces_before_json_come_where_they_are_asked_for(path: str) -> None:
+    more = {"prompt": "abc"} if path == "/v1/completions" else {"messages": CHAT}
+    asked = {"model": "fake", "temperature": 0, "max_tokens": 5, "stream": False, **more}
+    asked |= {"options": {"num_predict": 5, "temperature": 0}} if path == "/api/chat" else {}
+    on = {"X-Json-Whitespace": "on"}
+    with held() as (server, gate):
+        threading.Timer(5 * LIMITS.sign_of_life_s, gate.open.set).start()
+        late = httpx.post(f"{server.url}{path}", json=asked, headers=on)
+        soon = httpx.post(f"{server.url}{path}", json=asked, headers=on)
+        gate.open.clear()
+        threading.Timer(5 * LIMITS.sign_of_life_s, gate.open.set).start()
+        server.ranks.fail_with = StepFailed("the step failed")
+        failed = httpx.post(f"{server.url}{path}", json=asked, headers=on)
+    assert late.text.startswith("  ")
+    assert not soon.text.startswith(" ")
+    assert sorted(late.json()) == sorted(soon.json())
+    assert failed.status_code == 200
+    assert "the step failed" in json.dumps(failed.json()["error"])
+
+
+# ---- the progress of prompts -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_events_tell_the_progress_of_a_prompt_to_its_end(path: str) -> None:
+    long = "abcdefghij" * 40
+    chat = [{"role": "user", "content": long}]
+    fields: dict[str, object] = {"prompt": long} if path == "/v1/completions" else {"messages": chat}
+    with fake_server() as server:
+        server.ranks.before_step = lambda: threading.Event().wait(0.02)
+        plain = httpx.post(f"{server.url}{path}", json=body(path, **fields)).text
+        asked = body(path, **fields, return_progress=True, n=2, cache_salt="another")
+        told = httpx.post(f"{server.url}{path}", json=asked)
+    assert "prompt_progress" not in plain
+    assert "x-ignored-fields" not in told.headers
+    chunks = [json.loads(line[6:]) for line in told.text.splitlines() if line.startswith("data: {")]
+    steps = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
+    assert len(steps) > 3
+    assert {step["total"] for step in steps} == {steps[0]["total"]}
+    assert {step["cache"] for step in steps} == {0}
+    assert steps[-1]["processed"] == steps[-1]["total"]
+    processed, times = [step["processed"] for step in steps], [step["time_ms"] for step in steps]
+    assert processed == sorted(set(processed))
+    assert times == sorted(times)
+    first_word = next(at for at, chunk in enumerate(chunks) if has_text(chunk))
+    assert not any("prompt_progress" in chunk for chunk in chunks[first_word:])
+
+
+def has_text(chunk: dict[str, Any]) -> bool:
+    return any(choice.get("text") or choice.get("delta", {}).get("content") for choice in chunk["choices"])
+
+
+def test_openais_client_reads_the_progress() -> None:
+    with held() as (server, gate), openai.OpenAI(base_url=f"{server.url}/v1", api_key="any") as api:
+        gate.open.set()
+        asked = body("/v1/chat/completions")
+        chunks = list(api.chat.completions.create(**asked, extra_body={"return_progress": True}))  # type: ignore[call-overload]
+    told = [chunk.model_extra["prompt_progress"] for chunk in chunks if chunk.model_extra]
+    assert [step["processed"] == step["total"] for step in told] == [True]
+    assert len("".join(chunk.choices[0].delta.content or "" for chunk in chunks)) == 5
+
+
+def test_a_client_that_leaves_in_its_prompt_is_gone_within_one_step() -> None:
+    """No more of a prompt of many steps is computed than the step under way when the client left."""
+    with fake_server(LIMITS) as server:
+        steps = threading.Semaphore(0)
+        server.ranks.before_step = lambda: steps.acquire(timeout=20)
+        asked = body("/v1/completions", prompt="abcdefghij" * 40)
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=20) as answer:
+            lines = answer.iter_lines()  # one that is dropped closes the connection
+            assert COMMENT in lines
+            steps.release(3)
+            until(lambda: len(server.ranks.batches) == 3, "three steps are not done")
+        until(lambda: server.client.n_live == 0, "it is still waited for")
+        steps.release(100)
+        server.wait_until_idle()
+        assert len(server.ranks.batches) <= 4
+
+
+# ---- the expected time -----------------------------------------------------------------------------------
+
+
+def test_a_header_tells_the_time_until_the_first_token_once_one_was_seen() -> None:
+    with fake_server() as server:
+        server.engine.pacing = Pacing(10**8, 512)
+        fields = {"prompt": "abc", "max_tokens": 2, "stream": True}
+        first = server.post("/v1/completions", **fields)
+        server.wait_until_idle()
+        second = server.post("/v1/completions", **fields)
+    assert "x-estimated-ttft" not in first.headers
+    assert re.fullmatch(r"[0-9]+\.[0-9] s", second.headers["x-estimated-ttft"])

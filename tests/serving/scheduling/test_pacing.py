@@ -150,3 +150,22 @@ def test_a_machine_that_gets_slower_gets_smaller_chunks() -> None:
         pacing.observe("prefill", 80, 160 * MS)
 
     assert chunk(pacing) < 0.6 * before
+
+
+@given(
+    promise_ms=st.floats(10, 500),
+    decode_ms=st.floats(0.1, 600),
+    token_ms=st.floats(0.01, 5),
+    n_answering=st.integers(1, 64),
+)
+def test_answers_slow_a_prompt_down_and_never_below_their_share(
+    promise_ms: float, decode_ms: float, token_ms: float, n_answering: int
+) -> None:
+    pacing = seen(promise_ms, decode_ms, token_ms)
+    alone = pacing.prompt_token_ns(0)
+    beside = pacing.prompt_token_ns(n_answering)
+    assert alone == pytest.approx(token_ms * MS, rel=1e-3)
+    assert alone <= beside <= 2 * alone
+    if not pacing.is_kept:
+        assert beside == pytest.approx(alone / PROMPT_SHARE)
+    assert Pacing(1, 16).prompt_token_ns(n_answering) == 0

@@ -26,7 +26,7 @@ from phasewise.cluster.real.instance_messages import (
 from phasewise.cluster.real.supervisor import FrontSettings
 from phasewise.cluster.routing import Role
 from phasewise.serving.engine.fingerprint import Fingerprint
-from phasewise.serving.engine.messages import Answer, Delivery, EngineLoad, Failure, Placed
+from phasewise.serving.engine.messages import Answer, Delivery, EngineLoad, Failure, Placed, Progress
 from phasewise.serving.pools.contract import Placement
 from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.ranks.kv_share import KvPlace, KvShape
@@ -64,8 +64,10 @@ class ScriptedInstance:
         placed: Sequence[Placed] = (),
         computed: Sequence[str] = (),
         arrived: Sequence[str] = (),
+        progress: Sequence[Progress] = (),
     ) -> None:
-        self.say(Told(outs, (), None, LOAD, tuple(placed), tuple(computed), tuple(arrived)))
+        parts = tuple(placed), tuple(computed), tuple(arrived), tuple(progress)
+        self.say(Told(outs, (), None, LOAD, *parts))
 
     def place(self, attempt_id: str) -> None:
         self.tell(placed=[Placed(attempt_id, Placement(0, 64))])
@@ -125,11 +127,13 @@ class ScriptedServer:
     def __init__(self, front: Front, launcher: ScriptedLauncher) -> None:
         self.front, self.launcher = front, launcher
         self.outs: queue.Queue[Answer | Failure] = queue.Queue()
+        self.progress: list[Progress] = []
         self.load: EngineLoad | None = None
         self.is_lost = False
 
     def deliver(self, delivery: Delivery) -> None:
         self.load = delivery.load
+        self.progress += delivery.progress
         for out in delivery.outs:
             self.outs.put(out)
 

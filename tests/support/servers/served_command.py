@@ -59,10 +59,16 @@ def own_places(home: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def serving(
-    model: Path, environment: dict[str, str], *arguments: object, exec_anew: bool = False, hangup: bool = True
+    model: Path | None,
+    environment: dict[str, str],
+    *arguments: object,
+    exec_anew: bool = False,
+    hangup: bool = True,
 ) -> Iterator[Server]:
-    """exec_anew: a process whose command line and environment /proc shows. hangup: SIGHUP is not ignored."""
-    command = ("serve", str(model), *map(str, arguments))
+    """model: None: `arguments` name a folder. exec_anew: a process whose command line and environment /proc
+    shows. hangup: SIGHUP is not ignored.
+    """
+    command = ("serve", *([] if model is None else [str(model)]), *map(str, arguments))
     surroundings = {"PHASEWISE_KV_BUDGET": "256M", **environment}
     said, stderr = os.pipe()
     process: Forked | subprocess.Popen[bytes]

@@ -1,0 +1,327 @@
+"""Models of a folder, loaded when a request names one and unloaded when nobody does: on the event loop.
+
+One model at a time is loaded or unloaded, on a thread of its own. A request holds its model from before its
+tokens are made until its answer is sent, and a model that is held is never unloaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, TypeVar
+
+from phasewise.serving.errors import ServingError
+from phasewise.serving.http.errors import ApiError, unknown_model
+from phasewise.serving.http.http_settings import ServedModel
+from phasewise.serving.http.models.model_room import ModelRoom
+
+FAILED_S = 5.0
+"""The time for which a model that could not be loaded is not tried again."""
+_FIRST_LOAD_S = 5.0
+"""Expected of a load before any was seen."""
+
+ModelState = Literal["loaded", "loading", "unloading", "unloaded", "failed"]
+Made = TypeVar("Made")
+log = logging.getLogger("phasewise.models")
+
+
+class ModelFile(NamedTuple):
+    """A model on disk, as a listing tells it."""
+
+    n_bytes: int
+    modified_s: int
+
+
+class LoadedModel(Protocol):
+    """A model in memory. `close` gives its memory back; nobody uses it then."""
+
+    @property
+    def served(self) -> ServedModel: ...
+
+    def close(self) -> None: ...
+
+
+class MeasuredModel(Protocol):
+    """A model that is known and not in memory yet. `open` takes `n_bytes`, and may raise ServingError."""
+
+    @property
+    def n_bytes(self) -> int: ...
+
+    def open(self, on_lost: Callable[[], None]) -> LoadedModel: ...
+
+
+@dataclass(frozen=True)
+class ModelsOnDisk:
+    """The folder. `files`: by the names that requests use, as they are now. `measure`: of a name in it; it
+    takes no memory to speak of, and may raise ServingError. Both are called on threads.
+    """
+
+    files: Callable[[], Mapping[str, ModelFile]]
+    measure: Callable[[str], MeasuredModel]
+
+
+@dataclass(slots=True)
+class ShelfCounts:
+    """Counts since the start. They never fall."""
+
+    loads: int = 0
+    failures: int = 0
+    unloads: int = 0
+    load_seconds: float = 0.0
+
+
+class ModelShelf:
+    """The models of one folder. keep_s: the time that a model stays unused."""
+
+    def __init__(
+        self, source: ModelsOnDisk, budget_bytes: int | None, keep_s: float, report: Callable[[str], None]
+    ) -> None:
+        self.keep_s = keep_s
+        self.counts = ShelfCounts()
+        self.room = ModelRoom(budget_bytes)
+        self._source = source
+        self._report = report
+        self._loaded: dict[str, LoadedModel] = {}
+        self._failed: dict[str, tuple[float, ApiError]] = {}
+        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
+        """Requests that wait for a model, by its name."""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """Loads under way or in line, by name."""
+        self._refused: set[str] = set()
+        """Models that were asked for by requests that do not wait."""
+        self._lost: set[str] = set()
+        """Loaded models whose engines have given up."""
+        self._fresh: LoadedModel | None = None
+        """Opened, and not known to the event loop yet."""
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="phasewise-models")
+        self._one_at_a_time = asyncio.Lock()
+        self._freed = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+
+    # ---- what is there -----------------------------------------------------------------------------------
+
+    async def files(self) -> Mapping[str, ModelFile]:
+        """The folder, as it is now."""
+        return await asyncio.to_thread(self._source.files)
+
+    def state(self, name: str) -> ModelState:
+        """The state of a model of the folder."""
+        resident = self.room.residents.get(name)
+        if resident is not None:
+            return "unloading" if resident.is_leaving and not resident.n_users else "loaded"
+        if name in self._tasks:
+            return "loading"
+        failed = self._failed.get(name)
+        return "failed" if failed is not None and time.monotonic() < failed[0] else "unloaded"
+
+    def served(self, name: str) -> ServedModel | None:
+        """A loaded model, to be looked at before anything else happens."""
+        loaded = self._loaded.get(name)
+        return None if loaded is None or self.state(name) != "loaded" else loaded.served
+
+    # ---- holding -----------------------------------------------------------------------------------------
+
+    async def hold(self, name: str, *, waits: bool = True) -> ServedModel:
+        """The model, loaded, until `release`. ApiError: there is none, it cannot be loaded, or it is not
+        loaded yet and the request does not wait.
+        """
+        resident = self.room.residents.get(name)
+        if resident is not None and not resident.is_leaving:
+            resident.n_users += 1
+            return self._loaded[name].served
+        files = await self.files()
+        if name not in files:
+            raise unknown_model(name, ", ".join(files) or "an empty folder")
+        self._refuse_failed(name)
+        if not waits:
+            self._refused.add(name)
+            self._begin_loading(name)
+            after_s = self._expected_load_s
+            message = f"the model {name} is being loaded; try again in {after_s} s"
+            raise ApiError(503, message, code="model_loading", retry_after_s=after_s)
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(name, []).append(waiter)
+        self._begin_loading(name)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self.release(name)
+            raise
+        return self._loaded[name].served
+
+    def release(self, name: str, keep_s: float | None = None) -> None:
+        """The answer is sent. keep_s: as its request asks, in place of the server's."""
+        self.room.end(name, time.monotonic(), self.keep_s if keep_s is None else keep_s)
+        self._freed.set()
+        self._look()
+
+    @property
+    def _expected_load_s(self) -> int:
+        counts = self.counts
+        return max(1, math.ceil(counts.load_seconds / counts.loads if counts.loads else _FIRST_LOAD_S))
+
+    def _refuse_failed(self, name: str) -> None:
+        until_s, error = self._failed.get(name, (0.0, None))
+        if error is not None and time.monotonic() < until_s:
+            raise error
+
+    # ---- loading -----------------------------------------------------------------------------------------
+
+    def _begin_loading(self, name: str) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = asyncio.ensure_future(self._load(name))
+
+    async def _load(self, name: str) -> None:
+        try:
+            async with self._one_at_a_time:
+                await self._unload_lost(name)
+                if name not in self.room.residents:
+                    await self._bring(name)
+        except Exception as error:
+            self._tell_failure(name, error)
+        else:
+            self._hand_out(name)
+        finally:
+            del self._tasks[name]
+            self._refused.discard(name)
+            for resident in self.room.residents.values():  # room enough was made
+                resident.is_leaving = resident.name in self._lost
+        self._look()
+
+    async def _unload_lost(self, name: str) -> None:
+        """One that is here and takes no requests goes first."""
+        while (resident := self.room.residents.get(name)) is not None and resident.is_leaving:
+            await self._when_unused([name])
+
+    async def _bring(self, name: str) -> None:
+        began_s = time.monotonic()
+        measured = await self._on_worker(lambda: self._source.measure(name))
+        n_bytes = measured.n_bytes
+        if not self.room.holds_alone(n_bytes):
+            raise ServingError(
+                f"it takes {_mib(n_bytes)}, and all models together may take "
+                f"{_mib(self.room.budget_bytes or 0)}: raise --models-memory, or lower --kv-budget"
+            )
+        while not self.room.fits(n_bytes):
+            if not self._is_wanted(name):
+                return
+            leaving = self.room.makes_way(n_bytes)
+            for resident in leaving:
+                resident.is_leaving = True
+            await self._when_unused([resident.name for resident in leaving])
+        loop = asyncio.get_running_loop()
+
+        def on_lost() -> None:
+            with suppress(RuntimeError):  # the loop has closed
+                loop.call_soon_threadsafe(self._lose, name)
+
+        def opened() -> LoadedModel:
+            self._fresh = measured.open(on_lost)
+            return self._fresh
+
+        loaded = await self._on_worker(opened)
+        self._fresh = None
+        took_s = time.monotonic() - began_s
+        self.room.enter(name, n_bytes, time.monotonic(), self.keep_s)
+        self._loaded[name] = loaded
+        self._failed.pop(name, None)
+        self.counts.loads += 1
+        self.counts.load_seconds += took_s
+        self._report(f"{name} is loaded, in {took_s:.1f} s: {_mib(n_bytes)}")
+
+    def _is_wanted(self, name: str) -> bool:
+        waiters = self._waiting.get(name, [])
+        return name in self._refused or any(not waiter.done() for waiter in waiters)
+
+    def _hand_out(self, name: str) -> None:
+        """Everybody who waits holds it from now on, so that it is not unloaded before they come to it."""
+        for waiter in self._waiting.pop(name, []):
+            if not waiter.done():
+                self.room.residents[name].n_users += 1
+                waiter.set_result(None)
+
+    def _tell_failure(self, name: str, error: Exception) -> None:
+        if not isinstance(error, ServingError):
+            log.error("the model %s could not be loaded", name, exc_info=error)
+        told = str(error) if isinstance(error, ServingError) else f"{type(error).__name__}: {error}"
+        line = " ".join(f"the model {name} could not be loaded: {told}".split())
+        self.counts.failures += 1
+        self._report(line)
+        failure = ApiError(500, line, param="model", code="model_not_loaded")
+        self._failed[name] = (time.monotonic() + FAILED_S, failure)
+        for waiter in self._waiting.pop(name, []):
+            if not waiter.done():
+                waiter.set_exception(failure)
+
+    # ---- unloading ---------------------------------------------------------------------------------------
+
+    async def _when_unused(self, names: list[str]) -> None:
+        """Unload those of `names` that nobody uses; where all are used, wait until one may be free."""
+        unused = [name for name in names if not self.room.residents[name].n_users]
+        for name in unused:
+            await self._unload(name)
+        if not unused:
+            self._freed.clear()
+            await self._freed.wait()
+
+    async def _unload(self, name: str) -> None:
+        """Its bytes count until they are given back."""
+        self.room.residents[name].is_leaving = True
+        await self._on_worker(lambda: self._loaded.pop(name).close())
+        self.room.leave(name)
+        self._lost.discard(name)
+        self.counts.unloads += 1
+        self._report(f"{name} is unloaded")
+
+    def _look(self) -> None:
+        """Unload what is overdue, and look again when the next one is."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        next_s = self.room.next_end_s
+        if next_s == math.inf:
+            return
+        left_s = next_s - time.monotonic()
+        if left_s > 0:
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._look)
+            return
+        task = asyncio.ensure_future(self._unload_overdue())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _unload_overdue(self) -> None:
+        async with self._one_at_a_time:
+            for resident in self.room.overdue(time.monotonic()):
+                if resident.ends_s <= time.monotonic():  # nobody has come while others were unloaded
+                    await self._unload(resident.name)
+        self._look()
+
+    def _lose(self, name: str) -> None:
+        """Its engine has given up: it takes no more requests, and the next one loads it anew."""
+        resident = self.room.residents.get(name)
+        if resident is not None:
+            self._lost.add(name)
+            resident.is_leaving, resident.keep_s = True, 0.0
+            self._look()
+
+    async def _on_worker(self, work: Callable[[], Made]) -> Made:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+    def close(self) -> None:
+        """Unload all, at the end: the event loop has ended. From any thread."""
+        self._worker.shutdown(cancel_futures=True)
+        for loaded in (*self._loaded.values(), *([self._fresh] if self._fresh else [])):
+            loaded.close()
+        self._loaded.clear()
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / (1 << 20):.0f} MiB"

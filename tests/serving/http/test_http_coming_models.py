@@ -1,0 +1,228 @@
+"""Models that come and go behind HTTP: whoever asks gets the model that they named, within the budget."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import anthropic
+import httpx
+import ollama
+import openai
+import pytest
+
+from phasewise.serving.http.http_settings import HttpLimits
+from tests.support.servers.fake_folder import FolderServer, fake_folder, said_by
+from tests.support.servers.rude_clients import until
+from tests.support.tiers import n_examples
+
+FOUR = {"a": 10, "b": 10, "c": 10, "d": 10}
+QUICK = HttpLimits(sign_of_life_s=0.05)
+
+
+@pytest.mark.slow
+def test_drawn_requests_get_their_models_within_the_budget() -> None:
+    """Fifty sequences over four models under a budget for two, from several clients at a time."""
+    for seed in range(n_examples(50)):
+        rng = random.Random(seed)
+        sizes = {name: rng.randrange(5, 11) for name in FOUR}
+        asked = [(rng.choice("abcd"), rng.choice("pqr"), rng.randrange(1, 30)) for _ in range(12)]
+        keep_s = rng.choice([0, 0.001, 300])
+        with fake_folder(sizes, 20, keep_s) as server:
+            folder = server.folder
+
+            def ask(one: tuple[str, str, int], server: FolderServer = server) -> str:
+                answer = server.complete(*one, stream=False)
+                assert answer.status_code == 200, answer.text
+                return str(answer.json()["choices"][0]["text"])
+
+            with ThreadPoolExecutor(rng.randrange(1, 5)) as clients:
+                texts = list(clients.map(ask, asked))
+            assert texts == [said_by(*one) for one in asked]
+            assert 0 < folder.most_bytes <= 20
+            assert folder.closed_while_computing == 0
+            counts = server.shelf.counts
+            until(lambda: counts.loads - counts.unloads == len(folder.opened), "a count is wrong")  # noqa: B023
+
+
+def test_the_least_recently_used_model_goes_first() -> None:
+    with fake_folder(FOUR, 20) as server:
+        for name in "aba":
+            server.complete(name, "a", 1)
+        server.complete("c", "a", 1)
+        assert server.states() == {"a": "loaded", "b": "unloaded", "c": "loaded", "d": "unloaded"}
+
+
+def test_a_model_that_answers_stays_and_whoever_waits_gets_its_room_then() -> None:
+    """Nor does a model wait for ever behind one that is asked for again and again."""
+    with fake_folder(FOUR, 10) as server:
+        gate = threading.Event()
+        server.complete("a", "a", 1)
+        server.folder.opened["a"].ranks.before_step = lambda: gate.wait(20)
+        with ThreadPoolExecutor(3) as clients:
+            first = clients.submit(server.complete, "a", "b", 5)
+            until(lambda: server.client.n_live == 1, "it does not run")
+            other = clients.submit(server.complete, "b", "c", 5)
+            until(lambda: server.states()["b"] == "loading", "it is not waited for")
+            again = clients.submit(server.complete, "a", "d", 5)
+            assert server.states()["a"] == "loaded"
+            assert list(server.folder.opened) == ["a"]
+            gate.set()
+            answers = [one.result().json()["choices"][0]["text"] for one in (first, other, again)]
+    assert answers == [said_by("a", "b", 5), said_by("b", "c", 5), said_by("a", "d", 5)]
+    assert server.folder.most_bytes == 10
+
+
+def test_who_does_not_wait_is_told_when_to_come_back() -> None:
+    with fake_folder(FOUR, 20) as server:
+        gate = threading.Event()
+        server.folder.before_open = lambda _name: gate.wait(20)
+        fields = {"model": "a", "prompt": "a", "max_tokens": 3}
+        told = server.post("/v1/completions", {"X-Model-Loading": "refuse"}, **fields)
+        assert told.status_code == 503
+        assert int(told.headers["retry-after"]) >= 1
+        assert told.json()["error"]["code"] == "model_loading"
+        assert server.states()["a"] == "loading"
+        gate.set()
+        until(lambda: server.states()["a"] == "loaded", "it is not loaded")
+        assert server.post("/v1/completions", {"X-Model-Loading": "refuse"}, **fields).status_code == 200
+
+
+def test_a_model_that_fails_is_told_in_one_line_and_the_server_lives() -> None:
+    sizes = {"a": 10, "xylo": 10, "large": 21}
+    with fake_folder(sizes, 20) as server:
+        for name, why in (("xylo", "it is damaged beyond repair"), ("large", "raise --models-memory")):
+            failed = server.complete(name, "a", 3)
+            assert failed.status_code == 500
+            error = failed.json()["error"]
+            assert error["code"] == "model_not_loaded"
+            assert why in error["message"]
+            assert "\n" not in error["message"]
+            assert server.states()[name] == "failed"
+        for name in ("../a", "a/../a", "/etc/passwd", "none"):
+            assert server.complete(name, "a", 3).status_code == 404
+        assert server.complete("a", "a", 3).json()["choices"][0]["text"] == said_by("a", "a", 3)
+        with pytest.raises(openai.InternalServerError, match="damaged beyond repair"):
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="any").completions.create(
+                model="xylo", prompt="a"
+            )
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/api/chat", "/v1/responses"])
+def test_a_stream_shows_life_while_its_model_is_loaded(path: str) -> None:
+    chat = [{"role": "user", "content": "abc"}]
+    fields: dict[str, object] = {
+        "/v1/completions": {"prompt": "abc", "max_tokens": 5},
+        "/v1/messages": {"messages": chat, "max_tokens": 5},
+        "/api/chat": {"messages": chat, "options": {"num_predict": 5}},
+        "/v1/responses": {"input": "abc", "max_output_tokens": 5},
+    }[path]  # type: ignore[assignment]
+    sign = {"/v1/messages": b"event: ping", "/api/chat": b" "}.get(path, b": keep-alive")
+    ends = {"/v1/messages": b"message_stop", "/api/chat": b'"done":true', "/v1/responses": b"response.incom"}
+    for name, last in (("a", ends.get(path, b"[DONE]")), ("x", b"it is damaged")):
+        with fake_folder({"a": 10, "x": 10}, 20, limits=QUICK) as server:
+            gate = threading.Event()
+            server.folder.before_measure = lambda one=gate: one.wait(20)  # type: ignore[misc]
+            asked = {"model": name, "stream": True, **fields}  # type: ignore[dict-item]
+            with httpx.stream("POST", f"{server.url}{path}", json=asked, timeout=20) as answer:
+                assert answer.status_code == 200
+                parts = answer.iter_raw()
+                assert next(parts).startswith(sign)
+                assert next(parts).startswith(sign)
+                gate.set()
+                rest = b"".join(parts)
+            assert last in rest
+
+
+def test_official_clients_wait_for_their_models() -> None:
+    chat = [{"role": "user", "content": "abc"}]
+    with fake_folder(FOUR, 10, limits=QUICK) as server:
+        server.folder.before_open = lambda _name: threading.Event().wait(0.3)
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as api:
+            assert [model.id for model in api.models.list()] == list(FOUR)
+            chunks = api.chat.completions.create(model="a", messages=chat, max_tokens=5, stream=True)  # type: ignore[arg-type]
+            texts = ["".join(chunk.choices[0].delta.content or "" for chunk in chunks)]
+        with (
+            anthropic.Anthropic(base_url=server.url, api_key="any", max_retries=0) as other,
+            other.messages.stream(model="b", max_tokens=5, messages=chat) as stream,  # type: ignore[arg-type]
+        ):
+            texts.append("".join(stream.text_stream))
+        client, options = ollama.Client(host=server.url), {"num_predict": 5}
+        pieces = client.chat("c:latest", chat, stream=True, options=options)
+        texts.append("".join(piece.message.content or "" for piece in pieces))
+    assert [len(text) for text in texts] == [5, 5, 5]
+
+
+def test_ollama_lists_what_is_loaded_and_says_how_long_it_stays() -> None:
+    with fake_folder(FOUR, 20) as server:
+        client = ollama.Client(host=server.url)
+        assert [model.model for model in client.list().models] == list(FOUR)
+        assert not client.ps().models
+        client.generate("a", "a", keep_alive="2h")
+        client.generate("b", "a", keep_alive=-1)
+        running = {model.model: model.expires_at for model in client.ps().models}
+        assert set(running) == {"a", "b"}
+        assert running["a"] is not None
+        assert running["b"] is None
+        client.generate("a", "", keep_alive=0)
+        until(lambda: server.states()["a"] == "unloaded", "it stays")
+        with pytest.raises(ollama.ResponseError, match="keep_alive"):
+            client.generate("a", "a", keep_alive="soon")
+
+
+def test_an_unused_model_goes_by_itself_and_its_memory_with_it() -> None:
+    with fake_folder(FOUR, 20, keep_s=0.05) as server:
+        server.complete("a", "a", 1)
+        until(lambda: server.states()["a"] == "unloaded", "it stays")
+        until(lambda: server.folder.open_bytes == 0, "its memory stays")
+        assert server.lines[-1] == "a is unloaded"
+
+
+def test_a_model_whose_engine_is_lost_is_loaded_anew() -> None:
+    with fake_folder(FOUR, 20, is_fragile=True) as server:
+        server.complete("a", "a", 1)
+        before = server.folder.opened["a"]
+        before.ranks.lose()
+        until(lambda: server.states()["a"] == "unloaded", "it stays")
+        assert server.complete("a", "a", 4).json()["choices"][0]["text"] == said_by("a", "a", 4)
+        assert server.folder.opened["a"] is not before
+        assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_client_that_leaves_the_line_gives_its_room_to_others() -> None:
+    with fake_folder(FOUR, 10) as server:
+        gate = threading.Event()
+        server.complete("a", "a", 1)
+        server.folder.opened["a"].ranks.before_step = lambda: gate.wait(20)
+        with ThreadPoolExecutor(2) as clients:
+            first = clients.submit(server.complete, "a", "b", 5)
+            until(lambda: server.client.n_live == 1, "it does not run")
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{server.url}/v1/completions", json={"model": "b", "prompt": "a"}, timeout=0.3)
+            gate.set()
+            assert first.result().status_code == 200
+        until(lambda: server.states()["b"] == "unloaded", "it is still loaded")
+        assert server.shelf.counts.loads == 1
+        assert server.states()["a"] == "loaded"
+
+
+def test_metrics_have_the_names_of_models_that_came() -> None:
+    with fake_folder(FOUR, 20) as server:
+        for name in "ab":
+            server.complete(name, "a", 3)
+        text = httpx.get(f"{server.url}/metrics").text
+    for name in "ab":
+        assert f'phasewise_generated_tokens_total{{model="{name}"}} 3.0' in text
+        assert f'phasewise_ttft_seconds_count{{model="{name}"}} 1.0' in text
+    assert 'model="c"' not in text
+
+
+def test_without_a_name_the_only_model_answers() -> None:
+    for sizes, status in (({"a": 10}, 200), (FOUR, 400)):
+        with fake_folder(sizes, None) as server:
+            assert server.post("/tokenize", prompt="abc").status_code == status
+            assert httpx.get(f"{server.url}/tokenizer_info").status_code == status
+            asked = httpx.get(f"{server.url}/tokenizer_info", params={"model": "a"})
+            assert json.loads(asked.text) == {"bos_token": None, "eos_token": None}

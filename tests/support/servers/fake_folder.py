@@ -1,0 +1,168 @@
+"""A real HTTP server over a folder of models that are none: each a fake engine with a step of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from phasewise.serving.engine.engine import Engine
+from phasewise.serving.engine.engine_thread import EngineThread
+from phasewise.serving.engine.several_engines import ChangingEngines
+from phasewise.serving.errors import ModelError
+from phasewise.serving.http.answers.client import EngineClient
+from phasewise.serving.http.http_settings import HttpLimits, ServedModel
+from phasewise.serving.http.lifecycle import Lifecycle
+from phasewise.serving.http.models.model_shelf import ModelFile, ModelShelf, ModelsOnDisk
+from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
+from phasewise.serving.http.routes.app import create_folder_app
+from phasewise.serving.http.transport.connections import Connections
+from phasewise.serving.http.transport.listening import TcpAddress
+from phasewise.serving.http.transport.server import HttpServer, Service
+from phasewise.serving.processes.restarts import Restarts
+from tests.support.servers.fake_engine import ALPHABET, END, VOCAB_SIZE, FakeRanks, encode, make_engine, piece
+from tests.support.servers.fake_server import CONTEXT, render_chat
+
+
+def step_of(name: str) -> int:
+    """The letters that the model of this name goes on by: what it says tells which one it is."""
+    return ALPHABET.index(name[0].encode()) + 1
+
+
+def said_by(name: str, prompt: str, n_tokens: int) -> str:
+    """The answer of the model of this name."""
+    at = ALPHABET.index(prompt[-1].encode())
+    return "".join(chr(ALPHABET[(at + step_of(name) * place) % 26]) for place in range(1, n_tokens + 1))
+
+
+class FakeModel:
+    """A model of the folder. `is_held`: says whether requests hold it, when it is closed."""
+
+    def __init__(self, folder: FakeFolder, name: str) -> None:
+        self.name = name
+        self.n_bytes = folder.sizes[name]
+        self._folder = folder
+        step = step_of(name)
+        self.ranks = FakeRanks(lambda token: ALPHABET[(ALPHABET.find(token) + step) % 26])
+        self.engine: Engine = make_engine(self.ranks, context_length=CONTEXT, kv_slots=4 * CONTEXT)
+        self.served = ServedModel(
+            (name,),
+            1_700_000_000,
+            CONTEXT,
+            VOCAB_SIZE,
+            frozenset({END}),
+            encode,
+            piece,
+            lambda chat, _patience: encode(render_chat(chat.messages)),
+        )
+
+    def open(self, on_lost: Callable[[], None]) -> FakeModel:
+        folder = self._folder
+        folder.before_open(self.name)
+        folder.open_bytes += self.n_bytes
+        folder.most_bytes = max(folder.most_bytes, folder.open_bytes)
+        folder.opened[self.name] = self
+
+        def thread(deliver: Any, lost: Any, turn: Any) -> EngineThread:
+            restarts = Restarts(most=0) if folder.is_fragile else None
+            return EngineThread(self.engine, deliver, lost, restarts, turn=turn)
+
+        folder.host.put(self.name, thread, on_lost)
+        return self
+
+    def close(self) -> None:
+        folder = self._folder
+        folder.closed_while_computing += self.engine.has_work
+        folder.host.take_out(self.name)
+        folder.open_bytes -= self.n_bytes
+        del folder.opened[self.name]
+
+
+@dataclass
+class FakeFolder:
+    """The folder, and what was open of it."""
+
+    sizes: dict[str, int]
+    host: ChangingEngines = field(init=False)
+    before_open: Callable[[str], object] = lambda _name: None
+    before_measure: Callable[[], object] = lambda: None
+    opened: dict[str, FakeModel] = field(default_factory=dict)
+    open_bytes: int = 0
+    most_bytes: int = 0
+    closed_while_computing: int = 0
+    is_fragile: bool = False
+    """Engines give up once their ranks die."""
+
+    def files(self) -> dict[str, ModelFile]:
+        return {name: ModelFile(n_bytes, 1_700_000_000) for name, n_bytes in self.sizes.items()}
+
+    def measure(self, name: str) -> FakeModel:
+        self.before_measure()
+        if name.startswith("x"):
+            raise ModelError("it is damaged\nbeyond repair")
+        return FakeModel(self, name)
+
+
+@dataclass
+class FolderServer:
+    """A running server."""
+
+    url: str
+    folder: FakeFolder
+    shelf: ModelShelf
+    client: EngineClient
+    lines: list[str]
+
+    def post(self, path: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=fields, headers=headers, timeout=60)
+
+    def complete(self, name: str, prompt: str, n_tokens: int, **fields: Any) -> httpx.Response:
+        asked = {"model": name, "prompt": prompt, "max_tokens": n_tokens, "temperature": 0}
+        return self.post("/v1/completions", **asked, **fields)
+
+    def states(self) -> dict[str, str]:
+        cards = httpx.get(f"{self.url}/v1/models").json()["data"]
+        return {card["id"]: card["state"] for card in cards}
+
+
+@contextlib.contextmanager
+def fake_folder(
+    sizes: dict[str, int],
+    budget: int | None,
+    keep_s: float = 300,
+    limits: HttpLimits | None = None,
+    *,
+    is_fragile: bool = False,
+) -> Iterator[FolderServer]:
+    """sizes: bytes of each model, by name; one that begins with x cannot be loaded."""
+    limits = limits or HttpLimits()
+    folder, lines = FakeFolder(sizes, is_fragile=is_fragile), list[str]()
+    client = EngineClient(lambda message: folder.host.send(message), limits)
+    folder.host = ChangingEngines(client.deliver)
+    shelf = ModelShelf(ModelsOnDisk(folder.files, folder.measure), budget, keep_s, lines.append)
+    life = Lifecycle(folder.host)
+    metrics = Metrics(Gauges(load=lambda: client.load), None)
+    connections = Connections(limits, metrics)
+    app = create_folder_app(shelf, client, limits, life, metrics)
+    with TcpAddress("127.0.0.1", 0) as place:
+        server = HttpServer(Service(app, client, life, connections, lines.append), place)
+        web = threading.Thread(target=server.run)
+        folder.host.start()
+        web.start()
+        while not server.started:
+            time.sleep(0.005)
+        try:
+            yield FolderServer(place.url, folder, shelf, client, lines)
+        finally:
+            server.end(at_once=True)
+            web.join(60)
+            shelf.close()
+            folder.host.stop()
+            client.close()
+            assert not web.is_alive()
+            assert not folder.opened

@@ -1,0 +1,139 @@
+"""`serve --models` over real engines: tokens as alone, a budget that is kept, memory that is given back."""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip(
+    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
+)
+
+from tests.support.models.tiny_models import TinyShape, tiny_gguf, write_tiny_hf
+from tests.support.servers.rude_clients import until
+from tests.support.servers.served_command import Server, own_places, serving
+from tests.support.tiers import n_examples
+
+NAMES = "abcd"
+KV = "4M"
+TIMEOUT_S = 120
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four models of random weights; without a template they need no process of their own for it."""
+    place = tmp_path_factory.mktemp("models")
+    shape, plain = TinyShape(context_length=256), {"tokenizer.chat_template": None}
+    for seed, name in enumerate(NAMES[:3]):
+        data = tiny_gguf(shape=shape, seed=seed, metadata=plain).to_bytes()
+        (place / f"{name}.gguf").write_bytes(data)
+    write_tiny_hf(place / NAMES[3], shape=shape, seed=7)
+    (place / "notes.txt").write_text("no model")
+    (place / ".hidden.gguf").write_text("no model")
+    return place
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return own_places(tmp_path_factory.mktemp("home"))
+
+
+def asked(server: Server, name: str, prompt: str, n_tokens: int) -> list[Any]:
+    """The tokens of an answer, by their numbers."""
+    body = {
+        "model": name,
+        "prompt": prompt,
+        "max_tokens": n_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 1,
+    }
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=TIMEOUT_S)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == name
+    return [answer.json()["choices"][0]["logprobs"]["token_logprobs"], answer.json()["choices"][0]["text"]]
+
+
+def metric(server: Server, name: str) -> float:
+    lines = httpx.get(f"{server.url}/metrics", timeout=TIMEOUT_S).text.splitlines()
+    return float(next(line.split()[-1] for line in lines if line.startswith(f"phasewise_{name} ")))
+
+
+@pytest.mark.slow
+def test_drawn_requests_get_the_tokens_of_their_model_alone(
+    folder: Path, environment: dict[str, str]
+) -> None:
+    requests = [(name, prompt, 6) for name in NAMES for prompt in ("abc", "hello there")]
+    alone: dict[tuple[str, str, int], list[Any]] = {}
+    size = 0.0
+    for name in NAMES:
+        path = folder / (name if name == "d" else f"{name}.gguf")
+        with serving(path, environment, "--kv-budget", KV, "--served-model-name", name) as server:
+            alone |= {one: asked(server, *one) for one in requests if one[0] == name}
+    with serving(None, environment, "--models", folder, "--kv-budget", KV) as server:
+        for name in NAMES:
+            asked(server, name, "abc", 1)
+        size = metric(server, "models_bytes") / 4
+        assert metric(server, "models_loaded") == 4
+    budget = int(2.5 * size)
+    memory = ("--kv-budget", KV, "--models-memory", budget)
+    with serving(None, environment, "--models", folder, *memory) as server:
+        rng = random.Random(5)
+        for _ in range(n_examples(50)):
+            for one in rng.sample(requests, 2):
+                assert asked(server, *one) == alone[one]
+            assert 0 < metric(server, "models_bytes") <= budget
+            assert metric(server, "models_loaded") <= 2
+        assert metric(server, "model_loads_total") - metric(server, "model_unloads_total") <= 2
+        assert server.end(signal.SIGTERM) == 0
+
+
+@pytest.mark.slow
+def test_what_is_unloaded_gives_its_memory_back(folder: Path, environment: dict[str, str]) -> None:
+    """Keys and values are touched when a model is loaded; 20 loads leave less than one of them takes."""
+    many = ("--kv-budget", "200M", "--max-sequences", 512, "--keep-alive", "0")
+    with serving(None, environment, "--models", folder, *many) as server:
+
+        def resident_mib() -> float:
+            lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+            return int(next(line.split()[1] for line in lines if line.startswith("VmRSS"))) / 1024
+
+        def load_and_leave(name: str) -> None:
+            asked(server, name, "abc", 2)
+            until(lambda: metric(server, "models_loaded") == 0, "it stays", 60)
+
+        card = httpx.post(f"{server.url}/api/generate", json={"model": "a", "keep_alive": 60}, timeout=60)
+        assert card.json()["done_reason"] == "load"
+        one_mib = metric(server, "models_bytes") / (1 << 20)
+        assert one_mib > 32
+        for name in NAMES:
+            load_and_leave(name)
+        before = resident_mib()
+        for _ in range(n_examples(20)):
+            load_and_leave("a")
+        assert resident_mib() - before < one_mib
+
+
+def test_names_come_from_files_and_a_folder_that_is_none_is_refused(
+    folder: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    from phasewise.workflows.errors import UsageError
+    from phasewise.workflows.serve.model_folder import model_folder
+    from phasewise.workflows.serve.settings import Residency, ServeSettings
+
+    found = model_folder(ServeSettings(coming=Residency(folder, 1 << 30)), lambda _line: None)
+    assert list(found.files()) == list(NAMES)
+    assert found.budget_bytes == 1 << 30
+    assert all(file.n_bytes > 1000 for file in found.files().values())
+    with pytest.raises(UsageError, match="there is no such folder"):
+        model_folder(ServeSettings(coming=Residency(tmp_path / "none")), lambda _line: None)
+    (tmp_path / "twice.gguf").write_bytes(b"x")
+    (tmp_path / "twice").mkdir()
+    (tmp_path / "twice" / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match="both called twice"):
+        model_folder(ServeSettings(coming=Residency(tmp_path)), lambda _line: None)

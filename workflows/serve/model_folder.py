@@ -1,0 +1,150 @@
+"""A folder of models for `serve --models`: their names, and each from its file to an engine.
+
+A GGUF file is called by its name without `.gguf` (of a split one, without the number of the part too), a
+Hugging Face directory by its own. Requests choose among these names; none becomes part of a path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phasewise._words import counted
+from phasewise.workflows.errors import UsageError, WorkflowError
+from phasewise.workflows.report import Report
+from phasewise.workflows.serve.opened_models import open_sized, sized
+from phasewise.workflows.serve.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from phasewise.serving.engine.several_engines import OpenEngineHost
+    from phasewise.serving.folder_service import ModelFolder
+    from phasewise.serving.http.models.model_shelf import ModelFile
+    from phasewise.serving.service import OtherModel
+    from phasewise.workflows.serve.opened_models import SizedModel
+
+SHARE_OF_FREE_MEMORY = 0.75
+"""The budget of all models where none is named."""
+KV_SHARE = 0.25
+"""The most of the budget that one model takes for keys and values, where --kv-budget names none."""
+
+
+@dataclass(frozen=True)
+class _FolderModel:
+    """A model of the folder that is mapped, and not in memory yet."""
+
+    name: str
+    found: SizedModel
+    settings: ServeSettings
+    report: Report
+
+    @property
+    def n_bytes(self) -> int:
+        return self.found.n_bytes
+
+    def open(self, stack: ExitStack) -> tuple[OtherModel, OpenEngineHost]:
+        from phasewise.serving.engine.engine_thread import EngineThread
+        from phasewise.serving.engine.open_engine import OpenEngine
+        from phasewise.serving.service import OtherModel
+
+        with _told_as_ours():
+            served = open_sized(self.found, self.settings, stack, self.report)
+        opened = served.opened
+        assert isinstance(opened, OpenEngine), "pools are refused"
+        answering = self.settings.answering
+        sampling = opened.model.sampling.with_overrides(
+            answering.temperature, answering.top_p, answering.min_p
+        )
+        model = OtherModel(opened, (self.name,), sampling, served.predictor)
+        return model, lambda deliver, on_lost, turn: EngineThread(opened.engine, deliver, on_lost, turn=turn)
+
+
+@contextmanager
+def _told_as_ours() -> Iterator[None]:
+    """Faults of a plan, of the database or of settings are the model's: whoever asked for it is told."""
+    from phasewise.kerneldb.errors import KernelDbError
+    from phasewise.serving.errors import ModelError
+    from phasewise.tuner.errors import TunerError
+
+    try:
+        yield
+    except (KernelDbError, TunerError, WorkflowError, OSError, MemoryError) as error:
+        raise ModelError(str(error) or type(error).__name__) from error
+
+
+def model_folder(settings: ServeSettings, report: Report) -> ModelFolder:
+    """The folder of `--models`. UsageError where it is none, or two models have one name."""
+    from phasewise.serving.folder_service import ModelFolder
+    from phasewise.serving.processes.memory import available_bytes
+
+    coming = settings.coming
+    assert coming.models is not None
+    folder = coming.models
+    if not folder.is_dir():
+        raise UsageError(f"--models {folder}: there is no such folder")
+    paths: dict[str, Path] = {}
+    for name, path in _models_in(folder):
+        if name in paths:
+            raise UsageError(f"--models {folder}: {paths[name].name} and {path.name} are both called {name}")
+        paths[name] = path
+    report(f"{counted(len(paths), 'model')} in {folder}, loaded when requests name them")
+    budget = coming.models_memory
+    if budget is None and (free := available_bytes()) is not None:
+        budget = int(free * SHARE_OF_FREE_MEMORY)
+    if budget is not None:
+        report(f"models in memory take at most {budget / (1 << 20):.0f} MiB together")
+
+    def measure(name: str) -> _FolderModel:
+        path = dict(reversed(list(_models_in(folder))))[name]
+        with _told_as_ours():
+            return _FolderModel(name, _sized(path, settings, budget, report), settings, report)
+
+    def files() -> Mapping[str, ModelFile]:
+        found = dict(reversed(list(_models_in(folder))))  # of two with one name the first
+        return {name: _file_of(found[name]) for name in sorted(found)}
+
+    return ModelFolder(files, measure, budget, coming.keep_alive)
+
+
+def _sized(path: Path, settings: ServeSettings, budget: int | None, report: Report) -> SizedModel:
+    from phasewise.serving.engine.engine_size import default_kv_bytes
+    from phasewise.serving.errors import ModelError
+    from phasewise.workflows.opening.open_model import open_model
+    from phasewise.workflows.serve.embedding import makes_vectors
+
+    weights, running = settings.weights, settings.running
+    if makes_vectors(str(path), weights.weight_format, report):
+        raise ModelError("it makes vectors and no text; serve it by itself, or with --embed-model")
+    opened = open_model(str(path), weights, running.threads, settings.db, report, running.ranks)
+    kv_bytes = settings.kv.kv_budget_bytes
+    if kv_bytes is None and budget is not None:
+        kv_bytes = min(default_kv_bytes(opened.model), int(budget * KV_SHARE))
+    return sized(str(path), opened, kv_bytes, settings, report)
+
+
+def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
+    """By their names; a later one of the same name than one before it is not reached."""
+    from phasewise.serving.loaders.formats.gguf_parts import part_paths, stem_of
+
+    try:
+        paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError:
+        return
+    for path in paths:
+        if path.suffix == ".gguf" and path.is_file():
+            if part_paths(path)[0] == path:
+                yield stem_of(path.name), path
+        elif (path / "config.json").is_file():
+            yield path.name, path
+
+
+def _file_of(path: Path) -> ModelFile:
+    from phasewise.serving.http.models.model_shelf import ModelFile
+    from phasewise.serving.loaders.formats.gguf_parts import part_paths
+
+    files = list(path.glob("*.safetensors")) if path.is_dir() else part_paths(path)
+    sizes = [file.stat() for file in files if file.exists()]
+    modified_s = max((stat.st_mtime for stat in sizes), default=0)
+    return ModelFile(sum(stat.st_size for stat in sizes), int(modified_s))
