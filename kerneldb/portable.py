@@ -32,23 +32,23 @@ from itertools import chain, islice
 from typing import Any, BinaryIO, TypeAlias, cast
 
 from phasewise._words import counted
-from phasewise.kerneldb.codec import KEYED, RecordField, as_tuples, parts, shared
+from phasewise.kerneldb.codec import RecordField, as_tuples, parts, shared
 from phasewise.kerneldb.errors import ExportFileError, RecordError
 from phasewise.kerneldb.records import (
     MachineKey,
     Measurement,
-    Origin,
     PlanRecord,
     Problem,
     Promotion,
-    Sample,
     Schedule,
     StepTime,
     StorageDuel,
 )
-from phasewise.kerneldb.store import Shared, Store
+from phasewise.kerneldb.rows import Shared
+from phasewise.kerneldb.store import Store
 from phasewise.kerneldb.summaries import summary_of
 from phasewise.kerneldb.user_kernels import UserProblem, UserPromotion, UserTiming
+from phasewise.kerneldb.written_rows import BESIDE, canonical, row_text
 
 Row: TypeAlias = Shared
 Refuse: TypeAlias = Callable[[int, str], None]
@@ -62,7 +62,7 @@ MAX_LINE_BYTES = 4 * 2**20
 MAX_SKIPPED_BYTES = 256 * 2**20
 """Twice a row with as many and as long samples as a record may have."""
 
-ROWS_AT_ONCE = 500
+ROWS_AT_ONCE = 2000
 """Are appended in one transaction, so that other writers need not wait long."""
 
 ROW_DIGITS = 16
@@ -81,9 +81,6 @@ KINDS: dict[str, type[Row]] = {
 ALL = frozenset({PlanRecord, StepTime, UserTiming, UserPromotion})
 """Rows that name something of their owner: models, or functions."""
 _WORDS = {record: word for word, record in KINDS.items()}
-
-_BESIDE = (Sample, Origin)
-"""Records whose fields stand in a file beside those of the row."""
 
 
 @dataclass(frozen=True)
@@ -168,13 +165,13 @@ def export_lines(groups: Iterable[Iterable[Row]]) -> Iterator[str]:
     """
     digest = hashlib.sha256()
     count = 0
-    for line in chain([_canonical({"file": FILE, "version": VERSION})], _row_lines(groups)):
+    for line in chain([canonical({"file": FILE, "version": VERSION})], _row_lines(groups)):
         if count > MAX_ROWS:
             raise ExportFileError(too_many(count))
         digest.update(f"{line}\n".encode())
         count += 1
         yield f"{line}\n"
-    yield _canonical({"rows": count - 1, "sha256": digest.hexdigest()}) + "\n"
+    yield canonical({"rows": count - 1, "sha256": digest.hexdigest()}) + "\n"
 
 
 def too_many(count: int) -> str:
@@ -215,44 +212,13 @@ def _numbers_of(problem: Problem | UserProblem) -> tuple[Any, ...]:
 
 def _row_line(row: Row) -> str:
     word = _WORDS[type(row)]
-    content = _canonical({word: _written(row)})
+    content = f'{{"{word}":{row_text(row)}}}'
     digest = f'"sha256":"{_digest_of(content)}"'
     return f"{content[:-1]},{digest}}}" if word < "sha256" else f"{{{digest},{content[1:]}"
 
 
-def _written(record: object) -> dict[str, Any]:
-    """The fields as in a file. A kernel's build stands beside a row's own fields, whatever record has it."""
-    written: dict[str, Any] = {}
-    for part in parts(type(record)):
-        value = getattr(record, part.name)
-        if part.record in _BESIDE:
-            written |= _written(value)
-        elif part.record in KEYED and value is not None:
-            written[part.name] = _written_once(value)
-        elif part.record is not None and value is not None:
-            inner = _written(value)
-            written |= {"kernel_abi": inner.pop("kernel_abi")} if "kernel_abi" in inner else {}
-            written[part.name] = inner
-        elif part.name != "verified":
-            written[part.name] = value
-    return written
-
-
-@lru_cache(maxsize=4096)
-def _written_once(record: object) -> dict[str, Any]:
-    """The fields of a record that many rows share; nobody may change them."""
-    return _written(record)
-
-
-_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def _canonical(value: Mapping[str, Any]) -> str:
-    return _ENCODER.encode(value)
-
-
 def _row_digest(row: Mapping[str, Any]) -> str:
-    return _digest_of(_canonical(row))
+    return _digest_of(canonical(row))
 
 
 def _digest_of(text: str) -> str:
@@ -371,9 +337,7 @@ def _check_end(content: Mapping[str, Any], rows: int, lines: _Lines, refuse: Ref
 def _parsed(line: bytes) -> dict[str, Any]:
     """A line's JSON object. Raises ValueError, or RecursionError where it nests too deeply."""
     try:
-        content = json.loads(
-            line.decode("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_constant
-        )
+        content = _DECODER.decode(line.decode("utf-8"))
     except RecordError:
         raise
     except ValueError as error:
@@ -392,6 +356,9 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> None:
     raise RecordError(f"{name} is not a number of JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_no_constant)
 
 
 def _row(content: dict[str, Any], line: bytes) -> Row:
@@ -424,15 +391,15 @@ def _names(record: Any) -> frozenset[str]:
     """The fields that a file has of a record."""
     names: set[str] = set()
     for part in parts(record):
-        names |= _names(part.record) if part.record in _BESIDE else {part.name}
+        names |= _names(part.record) if part.record in BESIDE else {part.name}
     return frozenset(names - {"verified", "kernel_abi"})
 
 
 @cache
 def _reader(record: Any) -> Callable[[Mapping[str, Any]], Any]:
     """The function that makes a record of the fields that a file has of it; unverified."""
-    readers = [(part.name, _value_reader(part)) for part in parts(record)]
-    return lambda fields: record(**{name: read(fields) for name, read in readers})
+    readers = [_value_reader(part) for part in parts(record)]
+    return lambda fields: record(*[read(fields) for read in readers])
 
 
 def _value_reader(part: RecordField) -> Callable[[Mapping[str, Any]], Any]:
@@ -441,7 +408,7 @@ def _value_reader(part: RecordField) -> Callable[[Mapping[str, Any]], Any]:
         return lambda _: False
     if record is None:
         return lambda fields: as_tuples(value) if type(value := fields.get(name)) is list else value
-    if record in _BESIDE:
+    if record in BESIDE:
         return _reader(record)
     called = "a schedule" if record is Schedule else f"a {name}"
     names, fields_of = _names(record), tuple(field.name for field in parts(record))

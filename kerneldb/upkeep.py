@@ -102,7 +102,9 @@ def preferred_of(store: Store, key: Key, standing: PreferenceReason) -> Preferre
 
 
 def _order_of(key: Key) -> tuple[object, ...]:
-    return (*astuple(key.problem), *astuple(key.machine), key.kernel_abi)
+    problem, machine = key.problem, key.machine
+    of_problem = (problem.family, problem.format, problem.n, problem.k, problem.m)
+    return (*of_problem, machine.core_sig, machine.placement_sig, key.kernel_abi)
 
 
 @dataclass(frozen=True)
