@@ -142,6 +142,7 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--tpot": one("--tpot", 50),
         "--draft": one("--draft", "lookup"),
         "--also": one("--also", places.other),
+        "--tune-idle": one("--tune-idle"),
         "--kv-budget": one("--kv-budget", "8M"),
         "--kv-format": one("--kv-format", "int8"),
         "--kv-policy": one("--kv-policy", "static"),

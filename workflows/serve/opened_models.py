@@ -109,6 +109,7 @@ def _open_one(
     from phasewise.serving.engine.engine_thread import EngineThread
     from phasewise.serving.engine.open_engine import ModelText
     from phasewise.workflows.opening.drafts import find_drafts
+    from phasewise.workflows.serve.idle_tuning import host_that_tunes
     from phasewise.workflows.serve.instance_process import InstanceSpec
     from phasewise.workflows.serve.length_estimator import open_predictor
     from phasewise.workflows.serve.pools import open_pools
@@ -128,7 +129,9 @@ def _open_one(
             spec, opened, pooled, pooled.host, predictor, pooled.lines, pooled.cores, pooled.instances
         )
     alone = stack.enter_context(_open_engine(opened, size, text, drafts, prefixes))
-    host = partial(EngineThread, alone.engine)
+    host: OpenHost = partial(EngineThread, alone.engine)
+    if running.tune_idle:
+        host = host_that_tunes(alone.engine, ref, opened, settings, report)
     lines = [plan.describe() for plan in opened.plans.values()]
     cores = frozenset(core for plan in opened.plans.values() for core in plan.cores)
     return OpenedModel(spec, opened, alone, host, predictor, lines, cores)
