@@ -74,11 +74,11 @@ def _json_or_none(text: str) -> Any:
     """A damaged value becomes None, which no record accepts; the row is then refused by name."""
     try:
         if isinstance(text, str):
-            value, end = _DECODER.scan_once(text, 0)
+            value, end = _DECODER.raw_decode(text)
             if end == len(text):
                 return value
         return json.loads(text)
-    except (StopIteration, ValueError, RecursionError, TypeError):
+    except (ValueError, RecursionError, TypeError):
         return None
 
 

@@ -455,9 +455,10 @@ class Store:
         with self._reading() as session:
             groups = row_groups.conditions(session, record, wanted, self._tell)
         known, model = SharedRecords(), KEPT[record].model
+        kind: Any = record
         for where in groups:
             with self._reading() as session:
-                query = narrow_rows_of(record).where(*where).order_by(model.id)
+                query = narrow_rows_of(kind).where(*where).order_by(model.id)
                 rows: Sequence[AnyRow] = session.connection().execute(query).all()
                 known.learn(session, record, rows)
             built = self._built(record, rows, known.record_of)

@@ -34,7 +34,8 @@ def canonical(value: Mapping[str, Any]) -> str:
 
 def row_text(row: object) -> str:
     """The fields of a row. A kernel's build stands beside a row's own fields, whatever record has it."""
-    return "{" + ",".join([name + write(row) for name, write in _writers(type(row))]) + "}"
+    kind: Any = type(row)
+    return "{" + ",".join([name + write(row) for name, write in _writers(kind)]) + "}"
 
 
 @cache

@@ -6,7 +6,7 @@ The program itself, and why its results do not depend on the batch, is in cython
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -297,7 +297,7 @@ class Linears:
     lookups: Sequence[ScheduleLookup]
     most_rows: int
     division: Division | None
-    placed: list[PlacedProduct]
+    placed: list[PlacedProduct] = field(default_factory=list)
 
     def add(self, parts: Parts, reads: dict[str, Any], source: Place, target: Place, **options: Any) -> None:
         """Program.linear, and what the lookups say about its weights."""
