@@ -66,6 +66,7 @@ def rehearsal(
             check = done.check
             yield {
                 "trace": name,
+                "tried": len(done.tried),
                 "proposed": " ".join(done.proposed.options(done.today)) or "nothing",
                 "expected gain": f"{done.expected.gain:.3f}",
                 "range": f"{done.expected.low:.3f} to {done.expected.high:.3f}",
