@@ -33,7 +33,6 @@ from phasewise.kerneldb.errors import (
     RecordError,
 )
 from phasewise.kerneldb.location import Location, locate
-from phasewise.kerneldb.missing_rows import missing_rows
 from phasewise.kerneldb.models import (
     MeasurementRow,
     ProblemRow,
@@ -59,6 +58,7 @@ from phasewise.kerneldb.rows import (
     Shared,
     SharedRecords,
     add_measurements,
+    missing_rows,
     narrow_rows_of,
     record_of,
     row_of,

@@ -20,8 +20,10 @@ from typing import Any, TypeVar
 from phasewise._version import __version__
 from phasewise.cython_kernels._native import compute_paths, kernel_abi
 from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.kerneldb.errors import KernelDbError
 from phasewise.kerneldb.records import MachineKey, Problem, Sample, Schedule
 from phasewise.kerneldb.store import Store, open_store
+from phasewise.serving.errors import ServingError
 from phasewise.serving.ranks.rank_teams import keeping_affinity
 from phasewise.serving.ranks.rank_worker import FOR_THE_ENGINE, end_with_parent
 from phasewise.topology import Machine, read_machine
@@ -262,12 +264,15 @@ def main() -> int:
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
     def tell(changed: int) -> None:
-        print(changed, flush=True)
+        os.write(sys.stdout.fileno(), f"{changed}\n".encode())
+
+    def report(line: str) -> None:
+        sys.stderr.write(f"{line}\n")
 
     try:
-        run_task(task, Stops().count, tell, lambda line: print(line, file=sys.stderr))
-    except (TunerError, OSError) as error:
-        print(f"tuning in idle time has ended: {error}", file=sys.stderr)
+        run_task(task, Stops().count, tell, report)
+    except (TunerError, KernelDbError, ServingError, OSError) as error:
+        report(f"tuning in idle time has ended: {error}")
         return 1
     return 0
 
