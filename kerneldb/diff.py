@@ -52,7 +52,7 @@ class OtherKind(StrEnum):
 
 @dataclass(frozen=True)
 class OtherDifference:
-    """What two databases say of anything else; None on the side that knows nothing of it."""
+    """The verdicts of two databases on anything else; None on the side that knows nothing of it."""
 
     kind: OtherKind
     of: str

@@ -37,7 +37,7 @@ CHECK = "PHASEWISE_CHECK"
 
 
 class IdleWork(Protocol):
-    """What may run while no request does. All is called on the engine's thread, and returns at once."""
+    """Work that may run while no request does. All is called on the engine's thread, and returns at once."""
 
     after_s: float
     """Seconds without any request before it goes on."""

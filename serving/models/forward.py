@@ -251,7 +251,7 @@ def room_of(model: PackedModel, capacity: Capacity) -> dict[str, int | str]:
 
 @dataclass(frozen=True, slots=True)
 class PlacedProduct:
-    """Where a program keeps the schedules of a product by one table, and of which weight they are."""
+    """The place of a product's schedules by one table in a program, and the weight that they are of."""
 
     op: int
     part: int

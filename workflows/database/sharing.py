@@ -132,7 +132,7 @@ def merge_database(other: str, db: str | None, report: Report = silent) -> Impor
 
 
 def compare_databases(other: str, db: str | None, report: Report = silent) -> Diff:
-    """What another database, or an export, and this one prefer, and where they differ."""
+    """The differences between what another database, or an export, and this one prefer."""
     from phasewise.kerneldb.diff import diff
 
     with _other_store(other, report) as there, existing_store(db, report) as here:

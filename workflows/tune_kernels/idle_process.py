@@ -75,7 +75,7 @@ class IdleTask:
 
     @classmethod
     def from_json(cls, text: str) -> IdleTask:
-        """What `to_json` of the same program wrote."""
+        """The task that `to_json` of the same program wrote."""
         fields: dict[str, Any] = json.loads(text)
         plans = {phase: ServicePlan.from_json(plan) for phase, plan in fields["plans"].items()}
         return cls(**{**fields, "weights": Weights(**fields["weights"]), "plans": plans})
