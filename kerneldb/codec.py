@@ -25,6 +25,8 @@ class RecordField:
     name: str
     record: type | None
     """The record that the field holds; None: a plain value."""
+    is_list: bool = False
+    """A plain value that JSON has as a list."""
 
     @property
     def is_flat(self) -> bool:
@@ -41,7 +43,8 @@ def parts(record: Any) -> tuple[RecordField, ...]:
 def _parts(record: Any) -> tuple[RecordField, ...]:
     hints = get_type_hints(record)
     return tuple(
-        RecordField(field.name, _record_in(hints[field.name])) for field in fields(cast(Any, record))
+        RecordField(field.name, _record_in(hints[field.name]), get_origin(hints[field.name]) is tuple)
+        for field in fields(cast(Any, record))
     )
 
 
@@ -59,8 +62,13 @@ def flattened(record: object) -> dict[str, Any]:
 
 def flat_names(record: Any) -> tuple[str, ...]:
     """The names that `flattened` gives to a record's values, in order."""
+    return tuple(part.name for part in flat_parts(record))
+
+
+def flat_parts(record: Any) -> tuple[RecordField, ...]:
+    """The flat fields of a record and of the records within it, in order."""
     return tuple(
-        name for part in parts(record) for name in ((part.name,) if part.is_flat else flat_names(part.record))
+        inner for part in parts(record) for inner in ((part,) if part.is_flat else flat_parts(part.record))
     )
 
 
@@ -83,14 +91,14 @@ def assembler(record: type[T], getter_of: Callable[[str], Getter]) -> Callable[[
 
     What it makes raises RecordError where the record can hold none of a row's values.
     """
-    fields_of = [
-        (part.name, getter_of(part.name) if part.is_flat else assembler(cast(type, part.record), getter_of))
+    getters = [
+        getter_of(part.name) if part.is_flat else assembler(cast(type, part.record), getter_of)
         for part in parts(record)
     ]
     kind: Any = record
     if all(part.record is None for part in parts(kind)) and not _has_lists(kind):
-        return lambda row: cast(T, shared(kind, *(get(row) for _, get in fields_of)))
-    return lambda row: record(**{name: get(row) for name, get in fields_of})
+        return lambda row: cast(T, shared(kind, *[get(row) for get in getters]))
+    return lambda row: record(*[get(row) for get in getters])
 
 
 def _has_lists(record: Any) -> bool:

@@ -63,6 +63,29 @@ MAX_REASON_CHARS = 160
 """Longest part of a driver's message that is shown: SQLite may quote the whole definition of a table."""
 
 
+def _json_of(value: Any) -> str:
+    """JSON text of a column. Of a list of whole numbers, which samples are, it is what Python prints."""
+    if isinstance(value, list | tuple) and set(map(type, value)) == {int}:
+        return repr([*value])
+    return json.dumps(value)
+
+
+def _json_or_none(text: str) -> Any:
+    """A damaged value becomes None, which no record accepts; the row is then refused by name."""
+    try:
+        if isinstance(text, str):
+            value, end = _DECODER.raw_decode(text)
+            if end == len(text):
+                return value
+        return json.loads(text)
+    except (ValueError, RecursionError, TypeError):
+        return None
+
+
+_DECODER = json.JSONDecoder()
+_JSON: dict[str, Any] = {"json_serializer": _json_of, "json_deserializer": _json_or_none}
+
+
 def engine_for(location: Location, read_only: bool) -> Engine:
     """An engine over the location; nothing is opened yet."""
     if location.file is None:
@@ -78,7 +101,7 @@ def engine_for(location: Location, read_only: bool) -> Engine:
             uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
 
-    engine = create_engine("sqlite://", creator=connect, poolclass=QueuePool, json_deserializer=_json_or_none)
+    engine = create_engine("sqlite://", creator=connect, poolclass=QueuePool, **_JSON)
     return _with_sqlite_habits(engine)
 
 
@@ -91,9 +114,7 @@ def _read_only_parameters(file: Path) -> str:
 def _memory_engine() -> Engine:
     """One connection for as long as the engine lives: the database is gone with it."""
     options = {"isolation_level": None, "check_same_thread": False}
-    engine = create_engine(
-        MEMORY_URL, poolclass=StaticPool, connect_args=options, json_deserializer=_json_or_none
-    )
+    engine = create_engine(MEMORY_URL, poolclass=StaticPool, connect_args=options, **_JSON)
     return _with_sqlite_habits(engine)
 
 
@@ -117,9 +138,7 @@ def server_limits(url: str) -> dict[str, Any]:
 
 def _server_engine(url: str, name: str) -> Engine:
     try:
-        return create_engine(
-            url, json_deserializer=_json_or_none, pool_pre_ping=True, connect_args=server_limits(url)
-        )
+        return create_engine(url, **_JSON, pool_pre_ping=True, connect_args=server_limits(url))
     except NoSuchModuleError as error:
         raise KernelDbError(f"database {name} is of an unknown kind: {error}") from None
     except ArgumentError:
@@ -345,14 +364,6 @@ def _translate(name: str, error: BaseException | None) -> KernelDbError:
     if code.startswith("SQLITE_READONLY"):
         return ReadOnlyDatabaseError(f"database {name} is read-only")
     return KernelDbError(f"database {name}: {text}")
-
-
-def _json_or_none(text: str) -> Any:
-    """A damaged value becomes None, which no record accepts; the row is then refused by name."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError, TypeError):
-        return None
 
 
 def _decode(raw: bytes) -> str:

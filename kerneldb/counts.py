@@ -11,7 +11,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from phasewise.kerneldb import queries
-from phasewise.kerneldb.codec import flat_names, shared
+from phasewise.kerneldb.codec import flat_names
 from phasewise.kerneldb.errors import RecordError
 from phasewise.kerneldb.models import (
     Base,
@@ -25,6 +25,7 @@ from phasewise.kerneldb.models import (
     UserKernelTimingRow,
 )
 from phasewise.kerneldb.records import SINGLE_CORE, MachineKey, Problem
+from phasewise.kerneldb.rows import made
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement
@@ -95,16 +96,8 @@ def problems_by_id(session: Session) -> dict[int, Problem | RecordError]:
     """Every problem; the reason instead of one that breaks its bounds."""
     columns = (getattr(ProblemRow, name) for name in flat_names(Problem))
     return {
-        number: _made(Problem, *values)
-        for number, *values in session.execute(select(ProblemRow.id, *columns))
+        number: made(Problem, *values) for number, *values in session.execute(select(ProblemRow.id, *columns))
     }
-
-
-def _made(record: Any, *values: Any) -> Any:
-    try:
-        return shared(record, *values)
-    except RecordError as error:
-        return error
 
 
 def count_by_key(session: Session, report: Report, *where: ColumnElement[bool]) -> Iterator[KeyCount]:
@@ -114,7 +107,7 @@ def count_by_key(session: Session, report: Report, *where: ColumnElement[bool]) 
     for *key, verified, count in session.execute(queries.counts_by_key(*where)):
         counts_by_key.setdefault(tuple(key), Counter())[bool(verified)] += count
     for (core, placement, abi, problem_id), counts in counts_by_key.items():
-        machine, problem = _made(MachineKey, core, placement), problems.get(problem_id)
+        machine, problem = made(MachineKey, core, placement), problems.get(problem_id)
         broken = [part for part in (machine, problem) if not isinstance(part, MachineKey | Problem)]
         if broken:
             report(f"timings of one problem are left out: {broken[0]}")
@@ -129,7 +122,7 @@ def promoted_keys(session: Session, verified: bool, *where: ColumnElement[bool])
         Key(problem, machine, abi)
         for core, placement, abi, problem_id in session.execute(queries.promoted_keys(verified, *where))
         if isinstance(problem := problems.get(problem_id), Problem)
-        and isinstance(machine := _made(MachineKey, core, placement), MachineKey)
+        and isinstance(machine := made(MachineKey, core, placement), MachineKey)
     }
 
 
@@ -173,7 +166,7 @@ def _by_machine(session: Session, model: type[ServicePlanRow | StepTimeRow]) -> 
 def plan_machines(session: Session) -> set[MachineKey]:
     """The kinds of machine that have plans or step times."""
     keys = [key for model in (ServicePlanRow, StepTimeRow) for key in _by_machine(session, model)]
-    return {machine for key in keys if isinstance(machine := _made(MachineKey, *key), MachineKey)}
+    return {machine for key in keys if isinstance(machine := made(MachineKey, *key), MachineKey)}
 
 
 def machines(session: Session) -> set[MachineKey]:
@@ -187,7 +180,7 @@ def machines(session: Session) -> set[MachineKey]:
     keys |= {
         (core, SINGLE_CORE) for model in users for core in session.scalars(select(model.core_sig).distinct())
     }
-    return {machine for key in keys if isinstance(machine := _made(MachineKey, *key), MachineKey)}
+    return {machine for key in keys if isinstance(machine := made(MachineKey, *key), MachineKey)}
 
 
 def _signatures(
@@ -197,7 +190,7 @@ def _signatures(
     report: Report,
 ) -> Iterator[SignatureCount]:
     for key in sorted({*measurements, *plans, *step_times}, key=repr):
-        machine = _made(MachineKey, *key)
+        machine = made(MachineKey, *key)
         if isinstance(machine, RecordError):
             report(f"rows of one machine are not counted: {machine}")
         else:

@@ -23,12 +23,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import cache, lru_cache
 from itertools import chain, islice
+from operator import attrgetter
 from typing import Any, BinaryIO, TypeAlias, cast
 
 from phasewise._words import counted
@@ -46,7 +48,8 @@ from phasewise.kerneldb.records import (
     StepTime,
     StorageDuel,
 )
-from phasewise.kerneldb.store import Shared, Store
+from phasewise.kerneldb.rows import Shared
+from phasewise.kerneldb.store import Store
 from phasewise.kerneldb.summaries import summary_of
 from phasewise.kerneldb.user_kernels import UserProblem, UserPromotion, UserTiming
 
@@ -62,7 +65,7 @@ MAX_LINE_BYTES = 4 * 2**20
 MAX_SKIPPED_BYTES = 256 * 2**20
 """Twice a row with as many and as long samples as a record may have."""
 
-ROWS_AT_ONCE = 500
+ROWS_AT_ONCE = 2000
 """Are appended in one transaction, so that other writers need not wait long."""
 
 ROW_DIGITS = 16
@@ -82,8 +85,16 @@ ALL = frozenset({PlanRecord, StepTime, UserTiming, UserPromotion})
 """Rows that name something of their owner: models, or functions."""
 _WORDS = {record: word for word, record in KINDS.items()}
 
-_BESIDE = (Sample, Origin)
+
+BESIDE = (Sample, Origin)
 """Records whose fields stand in a file beside those of the row."""
+
+SHARED = (*KEYED, MachineKey)
+"""Records of words and whole numbers, whose text is kept."""
+
+Write: TypeAlias = Callable[[Any], str]
+
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 @dataclass(frozen=True)
@@ -168,13 +179,13 @@ def export_lines(groups: Iterable[Iterable[Row]]) -> Iterator[str]:
     """
     digest = hashlib.sha256()
     count = 0
-    for line in chain([_canonical({"file": FILE, "version": VERSION})], _row_lines(groups)):
+    for line in chain([canonical({"file": FILE, "version": VERSION})], _row_lines(groups)):
         if count > MAX_ROWS:
             raise ExportFileError(too_many(count))
         digest.update(f"{line}\n".encode())
         count += 1
         yield f"{line}\n"
-    yield _canonical({"rows": count - 1, "sha256": digest.hexdigest()}) + "\n"
+    yield canonical({"rows": count - 1, "sha256": digest.hexdigest()}) + "\n"
 
 
 def too_many(count: int) -> str:
@@ -215,48 +226,83 @@ def _numbers_of(problem: Problem | UserProblem) -> tuple[Any, ...]:
 
 def _row_line(row: Row) -> str:
     word = _WORDS[type(row)]
-    content = _canonical({word: _written(row)})
+    content = f'{{"{word}":{row_text(row)}}}'
     digest = f'"sha256":"{_digest_of(content)}"'
     return f"{content[:-1]},{digest}}}" if word < "sha256" else f"{{{digest},{content[1:]}"
 
 
-def _written(record: object) -> dict[str, Any]:
-    """The fields as in a file. A kernel's build stands beside a row's own fields, whatever record has it."""
-    written: dict[str, Any] = {}
-    for part in parts(type(record)):
-        value = getattr(record, part.name)
-        if part.record in _BESIDE:
-            written |= _written(value)
-        elif part.record in KEYED and value is not None:
-            written[part.name] = _written_once(value)
-        elif part.record is not None and value is not None:
-            inner = _written(value)
-            written |= {"kernel_abi": inner.pop("kernel_abi")} if "kernel_abi" in inner else {}
-            written[part.name] = inner
-        elif part.name != "verified":
-            written[part.name] = value
-    return written
-
-
-@lru_cache(maxsize=4096)
-def _written_once(record: object) -> dict[str, Any]:
-    """The fields of a record that many rows share; nobody may change them."""
-    return _written(record)
-
-
-_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def _canonical(value: Mapping[str, Any]) -> str:
-    return _ENCODER.encode(value)
-
-
 def _row_digest(row: Mapping[str, Any]) -> str:
-    return _digest_of(_canonical(row))
+    return _digest_of(canonical(row))
 
 
 def _digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:ROW_DIGITS]
+
+
+# ---- a row as text: put together without an encoder, whose start takes longer than a row does --------------
+
+
+def canonical(value: Mapping[str, Any]) -> str:
+    """A JSON object as text; ValueError for a number that JSON has not."""
+    return _ENCODER.encode(value)
+
+
+def row_text(row: object) -> str:
+    """The fields of a row. A kernel's build stands beside a row's own fields, whatever record has it."""
+    kind: Any = type(row)
+    return "{" + ",".join([name + write(row) for name, write in _writers(kind)]) + "}"
+
+
+@cache
+def _writers(record: Any) -> tuple[tuple[str, Write], ...]:
+    """For each field of a file, in order, its name as it is written, and what writes it."""
+    return tuple((f'"{name}":', write) for name, write in sorted(_fields(record, ""), key=lambda own: own[0]))
+
+
+def _fields(record: Any, path: str) -> Iterator[tuple[str, Write]]:
+    for part in parts(record):
+        read = attrgetter(path + part.name)
+        if part.record in BESIDE:
+            yield from _fields(part.record, f"{path}{part.name}.")
+        elif part.record is not None:
+            if part.record not in KEYED and any(inner.name == "kernel_abi" for inner in parts(part.record)):
+                yield "kernel_abi", _written_by(attrgetter(f"{path}{part.name}.kernel_abi"), _value_text)
+            yield part.name, _written_by(read, _shared_text if part.record in SHARED else _record_text)
+        elif part.name != "verified":
+            yield part.name, _written_by(read, _value_text)
+
+
+def _written_by(read: Callable[[Any], Any], write: Write) -> Write:
+    return lambda row: write(read(row))
+
+
+def _record_text(record: object) -> str:
+    """Without its kernel's build, which stands beside it."""
+    if record is None:
+        return "null"
+    own = (part.name for part in parts(type(record)) if part.name != "kernel_abi")
+    return "{" + ",".join([f'"{name}":{_value_text(getattr(record, name))}' for name in sorted(own)]) + "}"
+
+
+_shared_text = lru_cache(maxsize=4096)(_record_text)
+_word_text = lru_cache(maxsize=1024)(_ENCODER.encode)
+
+
+def _value_text(value: Any) -> str:
+    kind = type(value)
+    if kind is str:
+        return _word_text(value)
+    if kind is int or (kind is float and math.isfinite(value)):
+        return repr(value)
+    if kind is tuple and set(map(type, value)) == {int}:
+        return repr([*value]).replace(" ", "")
+    if kind is dict:
+        pairs = [f"{_word_text(name)}:{_value_text(value[name])}" for name in sorted(value)]
+        return "{" + ",".join(pairs) + "}"
+    return _ENCODER.encode(value)
+
+
+# ---- into a database, and from a file ---------------------------------------------------------------------
 
 
 def import_rows(store: Store, rows: Iterable[Row]) -> Taken:
@@ -371,9 +417,7 @@ def _check_end(content: Mapping[str, Any], rows: int, lines: _Lines, refuse: Ref
 def _parsed(line: bytes) -> dict[str, Any]:
     """A line's JSON object. Raises ValueError, or RecursionError where it nests too deeply."""
     try:
-        content = json.loads(
-            line.decode("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_constant
-        )
+        content = _DECODER.decode(line.decode("utf-8"))
     except RecordError:
         raise
     except ValueError as error:
@@ -392,6 +436,9 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> None:
     raise RecordError(f"{name} is not a number of JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_no_constant)
 
 
 def _row(content: dict[str, Any], line: bytes) -> Row:
@@ -424,15 +471,15 @@ def _names(record: Any) -> frozenset[str]:
     """The fields that a file has of a record."""
     names: set[str] = set()
     for part in parts(record):
-        names |= _names(part.record) if part.record in _BESIDE else {part.name}
+        names |= _names(part.record) if part.record in BESIDE else {part.name}
     return frozenset(names - {"verified", "kernel_abi"})
 
 
 @cache
 def _reader(record: Any) -> Callable[[Mapping[str, Any]], Any]:
     """The function that makes a record of the fields that a file has of it; unverified."""
-    readers = [(part.name, _value_reader(part)) for part in parts(record)]
-    return lambda fields: record(**{name: read(fields) for name, read in readers})
+    readers = [_value_reader(part) for part in parts(record)]
+    return lambda fields: record(*[read(fields) for read in readers])
 
 
 def _value_reader(part: RecordField) -> Callable[[Mapping[str, Any]], Any]:
@@ -441,7 +488,7 @@ def _value_reader(part: RecordField) -> Callable[[Mapping[str, Any]], Any]:
         return lambda _: False
     if record is None:
         return lambda fields: as_tuples(value) if type(value := fields.get(name)) is list else value
-    if record in _BESIDE:
+    if record in BESIDE:
         return _reader(record)
     called = "a schedule" if record is Schedule else f"a {name}"
     names, fields_of = _names(record), tuple(field.name for field in parts(record))

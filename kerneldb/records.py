@@ -103,6 +103,9 @@ def _checked_numbers(name: str, numbers: object, most: int) -> dict[str, float]:
     """An own copy of a mapping of words to finite numbers."""
     if not isinstance(numbers, Mapping) or len(numbers) > most:
         raise RecordError(f"{name} must be a mapping of at most {most} words to numbers")
+    are_finite = set(map(type, numbers.values())) <= {float} and all(map(math.isfinite, numbers.values()))
+    if are_finite and set(map(type, numbers)) <= {str} and all(map(_is_word, numbers)):
+        return dict(numbers)
     for word, value in numbers.items():
         _check_word(f"a name in {name}", word)
         _check_finite(f"{word} in {name}", value)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from sqlalchemy import Column, Insert, Row, Table, bindparam, exists, insert, select, tuple_
@@ -12,7 +14,17 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from phasewise.kerneldb import queries
-from phasewise.kerneldb.codec import Getter, as_tuples, assembler, flat_names, flattened, shared
+from phasewise.kerneldb.codec import (
+    Getter,
+    RecordField,
+    as_tuples,
+    assembler,
+    flat_names,
+    flat_parts,
+    flattened,
+    shared,
+)
+from phasewise.kerneldb.errors import RecordError
 from phasewise.kerneldb.models import (
     Base,
     MeasurementRow,
@@ -43,6 +55,11 @@ if TYPE_CHECKING:
     AnyRow: TypeAlias = Row[*tuple[Any, ...]]
 
 T = TypeVar("T")
+Shared: TypeAlias = Measurement | Promotion | StorageDuel | StepTime | UserTiming | UserPromotion | PlanRecord
+"""The kinds of rows that databases may give to each other."""
+
+MOST_SHARED = 65_536
+"""Most problems, or schedules, that `SharedRecords` keeps in memory: some 20 MB."""
 
 KEYS_AT_ONCE = 100
 """Keys that one query asks for: a database has limits on its parameters."""
@@ -78,6 +95,97 @@ def rows_of(record: type) -> AnySelect:
     return queries.joined(select(*columns), kept.model, kept.keyed)
 
 
+@cache
+def narrow_rows_of(record: type) -> AnySelect:
+    """As `rows_of`, with ids in place of problems and schedules, for `SharedRecords.record_of`."""
+    kept = KEPT[record]
+    columns = [kept.model.id]
+    for name in flat_names(record):
+        columns += [getattr(kept.model, f"{name}_id")] if name in kept.keyed else _columns(kept, name)
+    return select(*columns)
+
+
+class SharedRecords:
+    """Problems and schedules by their ids, read once: many rows name the same."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[Any, dict[int, Any]] = {Problem: {}, Schedule: {}}
+        self._assemblers: dict[Any, Callable[[AnyRow], Any]] = {}
+
+    def learn(self, session: Session, record: type, rows: Iterable[AnyRow]) -> None:
+        """Read what these rows name and is not known yet."""
+        keyed = [(place, _kind_of(name)) for place, name in _keyed_places(KEPT[record], record)]
+        for kind in {kind for _, kind in keyed}:
+            known = self._by_id[kind]
+            places = [place for place, own in keyed if own is kind]
+            new = {row[place] for row in rows for place in places} - known.keys() - {None}
+            if len(known) + len(new) > MOST_SHARED:
+                known.clear()
+                new = {row[place] for row in rows for place in places} - {None}
+            model = ProblemRow if kind is Problem else ScheduleRow
+            for some in batched(sorted(new), KEYS_AT_ONCE):
+                for number, *values in session.connection().execute(_by_ids(model), {"ids": some}):
+                    known[number] = made(kind, *values)
+
+    def record_of(self, record: type[T], row: AnyRow) -> T:
+        """The record of a row of `narrow_rows_of`, of those that were learnt. RecordError as `record_of`."""
+        kind: Any = record
+        if kind not in self._assemblers:
+            self._assemblers[kind] = self._assembler(kind)
+        return cast(T, self._assemblers[kind](row))
+
+    def _assembler(self, record: Any) -> Callable[[AnyRow], Any]:
+        kept, place, getters = KEPT[record], 1, dict[str, Getter]()
+        for part in flat_parts(record):
+            if part.name in kept.keyed:
+                getters[part.name] = self._by_place(_kind_of(part.name), place)
+                place += 1
+            else:
+                n_columns = len(_columns(kept, part.name))
+                getters[part.name] = _getter(kept, part, place, place + n_columns)
+                place += n_columns
+        return assembler(record, getters.__getitem__)
+
+    def _by_place(self, kind: type, place: int) -> Getter:
+        by_id = self._by_id[kind]
+
+        def read(row: AnyRow) -> object:
+            number = row[place]
+            found = None if number is None else by_id.get(number)
+            if isinstance(found, RecordError):
+                raise found
+            return found
+
+        return read
+
+
+def made(record: Any, *values: Any) -> Any:
+    """The record of these values, or why there is none."""
+    try:
+        return shared(record, *values)
+    except RecordError as error:
+        return error
+
+
+def _kind_of(name: str) -> type:
+    return Problem if name == "problem" else Schedule
+
+
+def _keyed_places(kept: Kept, record: type) -> list[tuple[int, str]]:
+    """The places, among a narrow row's columns, of the ids of problems and schedules."""
+    place, places = 1, []
+    for name in flat_names(record):
+        if name in kept.keyed:
+            places.append((place, name))
+        place += 1 if name in kept.keyed else len(_columns(kept, name))
+    return places
+
+
+@cache
+def _by_ids(model: type[ProblemRow | ScheduleRow]) -> AnySelect:
+    return select(model.id, *_key_columns(model)).where(model.id.in_(bindparam("ids", expanding=True)))
+
+
 def _columns(kept: Kept, name: str) -> list[Any]:
     if name in kept.keyed:
         own = queries.KEYED[name]
@@ -100,22 +208,23 @@ def record_of(record: type[T], row: AnyRow) -> T:
 @cache
 def _assembler(record: Any) -> Callable[[AnyRow], Any]:
     kept, place, getters = KEPT[record], 1, dict[str, Getter]()
-    for name in flat_names(record):
-        n_columns = len(_columns(kept, name))
-        getters[name] = _getter(kept, name, place, place + n_columns)
+    for part in flat_parts(record):
+        n_columns = len(_columns(kept, part.name))
+        getters[part.name] = _getter(kept, part, place, place + n_columns)
         place += n_columns
     return assembler(record, getters.__getitem__)
 
 
-def _getter(kept: Kept, name: str, first: int, end: int) -> Getter:
+def _getter(kept: Kept, part: RecordField, first: int, end: int) -> Getter:
     """The function that reads the columns of a field, from `first` to before `end`."""
+    name = part.name
     if name in kept.keyed:
-        keyed = Problem if name == "problem" else Schedule
+        keyed = _kind_of(name)
         return lambda row: None if row[first] is None else shared(keyed, *row[first + 1 : end])
     if first == end:  # the same for all rows of the table
         constant = getattr(kept.model, name)
         return lambda row: constant
-    return lambda row: as_tuples(row[first])
+    return (lambda row: as_tuples(row[first])) if part.is_list else itemgetter(first)
 
 
 def row_of(session: Session, record: object) -> Base:
@@ -149,21 +258,31 @@ def _ids_of(
     session: Session, model: type[ProblemRow | ScheduleRow], records: Iterable[Problem | Schedule]
 ) -> dict[Problem | Schedule, int]:
     """The ids of their rows, inserted where they are new."""
-    distinct = list(dict.fromkeys(records))
-    _insert_new(session, model, distinct)
-    ids: dict[tuple[Any, ...], int] = {}
-    keys = {record: tuple(flattened(record).values()) for record in distinct}
-    for some in batched([*keys.values()], KEYS_AT_ONCE):
-        for number, *key in session.connection().execute(_ids_by_key(model), {"keys": some}):
-            ids[tuple(key)] = number
+    keys = {record: tuple(flattened(record).values()) for record in records}
+    ids = _found_ids(session, model, [*keys.values()])
+    new = [record for record, key in keys.items() if key not in ids]
+    if new:
+        _insert_new(session, model, new)
+        ids |= _found_ids(session, model, [keys[record] for record in new])
     return {record: ids[key] for record, key in keys.items()}
 
 
+def _found_ids(
+    session: Session, model: type[ProblemRow | ScheduleRow], keys: Sequence[tuple[Any, ...]]
+) -> dict[tuple[Any, ...], int]:
+    """The ids of those that have a row, by their values."""
+    ids: dict[tuple[Any, ...], int] = {}
+    for some in batched(keys, KEYS_AT_ONCE):
+        for number, *key in session.connection().execute(_ids_by_key(model), {"keys": some}):
+            ids[tuple(key)] = number
+    return ids
+
+
 def _insert_new(
-    session: Session, model: type[ProblemRow | ScheduleRow], records: Iterable[Problem | Schedule]
+    session: Session, model: type[ProblemRow | ScheduleRow], records: Sequence[Problem | Schedule]
 ) -> None:
     """Insert those that have no row."""
-    new = [flattened(record) for record in dict.fromkeys(records)]
+    new = [flattened(record) for record in records]
     try:
         with session.begin_nested():
             session.connection().execute(_insertion_where_absent(model), new)
@@ -219,3 +338,61 @@ def _find_or_insert(session: Session, model: type[ProblemRow | ScheduleRow], key
     except IntegrityError:
         return session.scalars(query).one()
     return row.id
+
+
+# ---- rows that are not there yet -------------------------------------------------------------------------
+
+Build: TypeAlias = Callable[[Any, Iterable["AnyRow"]], Iterable[Shared]]
+"""Makes records of rows of `rows_of`."""
+
+
+def missing_rows(session: Session, rows: Iterable[Shared], build: Build) -> Iterator[Shared]:
+    """Rows of a key at a time are compared with what the key has of the same instants."""
+    stored_contents: set[Shared] = set()
+    for _, same_key in groupby(rows, _key_of):
+        group = [*same_key]
+        instants = {row.origin.created_at_ms for row in group}
+        stored = session.execute(_same_key_as(group[0], min(instants), max(instants)))
+        stored_contents |= {
+            _content_of(row) for row in build(type(group[0]), stored) if row.origin.created_at_ms in instants
+        }
+        for row in group:
+            if _content_of(row) not in stored_contents:
+                stored_contents.add(_content_of(row))
+                yield row
+
+
+def _key_of(row: Shared) -> tuple[object, ...]:
+    if isinstance(row, PlanRecord):
+        return (PlanRecord.__name__, row.model_key, row.phase, row.origin.machine)
+    of_key = (row.model_key, row.configuration_key, row.step) if isinstance(row, StepTime) else (row.problem,)
+    return (type(row).__name__, *of_key, row.origin.machine, row.kernel_abi)
+
+
+def _same_key_as(row: Shared, first_ms: int, last_ms: int) -> AnySelect:
+    """The stored rows of a row's key from the first to the last of these instants."""
+    kept, machine = KEPT[type(row)], row.origin.machine
+    query = rows_of(type(row)).where(kept.model.created_at_ms.between(first_ms, last_ms))
+    match row:
+        case StepTime():
+            return query.where(
+                StepTimeRow.configuration_key == row.configuration_key,
+                StepTimeRow.model_key == row.model_key,
+                queries.of_machine(StepTimeRow, machine),
+            )
+        case PlanRecord():
+            return query.where(
+                ServicePlanRow.model_key == row.model_key,
+                ServicePlanRow.phase == row.phase,
+                queries.of_machine(ServicePlanRow, machine),
+            )
+        case UserTiming() | UserPromotion():
+            model = kept.model
+            return query.where(model.core_sig == machine.core_sig, model.kernel_abi == row.kernel_abi)
+        case _:
+            return query.where(*queries.of_problem(kept.model, row.problem, machine, row.kernel_abi))
+
+
+def _content_of(row: Shared) -> Shared:
+    """The columns that make two rows the same: everything but whether it is trusted here."""
+    return replace(row, origin=replace(row.origin, verified=False)) if row.origin.verified else row

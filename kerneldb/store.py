@@ -16,10 +16,8 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import Delete, Engine, delete, func, select, text
 from sqlalchemy.orm import Session
@@ -55,7 +53,17 @@ from phasewise.kerneldb.records import (
     StepTime,
     StorageDuel,
 )
-from phasewise.kerneldb.rows import KEPT, add_measurements, record_of, row_of, rows_of
+from phasewise.kerneldb.rows import (
+    KEPT,
+    Shared,
+    SharedRecords,
+    add_measurements,
+    missing_rows,
+    narrow_rows_of,
+    record_of,
+    row_of,
+    rows_of,
+)
 from phasewise.kerneldb.schema import HEAD, SchemaChange, is_newer, read_revision, upgrade
 from phasewise.kerneldb.schema_copy import copy_beside
 from phasewise.kerneldb.summaries import Summarised, batched
@@ -69,8 +77,6 @@ if TYPE_CHECKING:
     from phasewise.kerneldb.user_kernels import UserProblem
 
 Report = Callable[[str], None]
-Shared: TypeAlias = Measurement | Promotion | StorageDuel | StepTime | UserTiming | UserPromotion | PlanRecord
-"""The kinds of rows that databases may give to each other."""
 
 T = TypeVar("T")
 
@@ -300,24 +306,10 @@ class Store:
         with self.writing() as session:
             if session.get_bind().dialect.name == "postgresql":
                 session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _IMPORT_LOCK})
-            missing = [*self._missing(session, rows)]
+            missing = [*missing_rows(session, rows, self._built)]
             add_measurements(session, [row for row in missing if isinstance(row, Measurement)])
             session.add_all([row_of(session, row) for row in missing if not isinstance(row, Measurement)])
         return len(missing)
-
-    def _missing(self, session: Session, rows: Iterable[Shared]) -> Iterator[Shared]:
-        """Rows of a key at a time are compared with what the key has of the same instants."""
-        stored_contents: set[Shared] = set()
-        for _, same_key in groupby(rows, _key_of):
-            group = [*same_key]
-            instants = {row.origin.created_at_ms for row in group}
-            record = type(group[0])
-            stored = session.execute(_same_key_as(group[0], instants))
-            stored_contents |= {_content_of(row) for row in self._built(record, stored)}
-            for row in group:
-                if _content_of(row) not in stored_contents:
-                    stored_contents.add(_content_of(row))
-                    yield row
 
     def delete_builds(self, stale_builds: Collection[str], *, dry_run: bool) -> Mapping[str, int]:
         """Delete rows of the builds, with problems and schedules that nothing names any more.
@@ -462,8 +454,15 @@ class Store:
         """All rows of machines that are wanted, the rows of a key (`row_groups`) at a time, in key order."""
         with self._reading() as session:
             groups = row_groups.conditions(session, record, wanted, self._tell)
+        known, model = SharedRecords(), KEPT[record].model
+        kind: Any = record
         for where in groups:
-            yield [row for row in self._records(record, *where) if wanted(row.origin.machine)]
+            with self._reading() as session:
+                query = narrow_rows_of(kind).where(*where).order_by(model.id)
+                rows: Sequence[AnyRow] = session.connection().execute(query).all()
+                known.learn(session, record, rows)
+            built = self._built(record, rows, known.record_of)
+            yield [row for row in built if wanted(row.origin.machine)]
 
     def stats(self) -> StoreStats:
         """Rows by table and by kind of machine."""
@@ -533,46 +532,15 @@ class Store:
         with self._reading() as session:
             yield from self._built(record, session.execute(query.execution_options(yield_per=ROWS_AT_ONCE)))
 
-    def _built(self, record: type[T], rows: Iterable[AnyRow]) -> Iterator[T]:
+    def _built(
+        self,
+        record: type[T],
+        rows: Iterable[AnyRow],
+        make: Callable[[type[T], AnyRow], T] = record_of,
+    ) -> Iterator[T]:
         """Rows that break their record's bounds are reported."""
         for row in rows:
             try:
-                yield record_of(record, row)
+                yield make(record, row)
             except RecordError as error:
                 self._tell(f"row {row[0]} of {KEPT[record].model.__tablename__} is skipped: {error}")
-
-
-def _key_of(row: Shared) -> tuple[object, ...]:
-    if isinstance(row, PlanRecord):
-        return (PlanRecord.__name__, row.model_key, row.phase, row.origin.machine)
-    of_key = (row.model_key, row.configuration_key, row.step) if isinstance(row, StepTime) else (row.problem,)
-    return (type(row).__name__, *of_key, row.origin.machine, row.kernel_abi)
-
-
-def _same_key_as(row: Shared, instants: Collection[int]) -> AnySelect:
-    """The stored rows of a row's key and of these instants."""
-    kept, machine = KEPT[type(row)], row.origin.machine
-    query = rows_of(type(row)).where(kept.model.created_at_ms.in_(instants))
-    match row:
-        case StepTime():
-            return query.where(
-                StepTimeRow.configuration_key == row.configuration_key,
-                StepTimeRow.model_key == row.model_key,
-                queries.of_machine(StepTimeRow, machine),
-            )
-        case PlanRecord():
-            return query.where(
-                ServicePlanRow.model_key == row.model_key,
-                ServicePlanRow.phase == row.phase,
-                queries.of_machine(ServicePlanRow, machine),
-            )
-        case UserTiming() | UserPromotion():
-            model = kept.model
-            return query.where(model.core_sig == machine.core_sig, model.kernel_abi == row.kernel_abi)
-        case _:
-            return query.where(*of_problem(kept.model, row.problem, machine, row.kernel_abi))
-
-
-def _content_of(row: Shared) -> Shared:
-    """The columns that make two rows the same: everything but whether it is trusted here."""
-    return replace(row, origin=replace(row.origin, verified=False)) if row.origin.verified else row

@@ -1,4 +1,4 @@
-"""Database maintenance: preferred timings, diff, clean-up, verification.
+"""Database maintenance: preferred timings, clean-up, verification.
 
 Of every key (problem, kind of machine, build) one timing is preferred: of the schedule in use, else the
 fastest one measured here, else what was in use where the rows came from, else the fastest one there.
@@ -68,7 +68,7 @@ def standings(store: Store, core_sig: str | None = None) -> dict[Key, Preference
         key_count.key: _standing(key_count, key_count.key in in_use)
         for key_count in store.key_counts(core_sig=core_sig)
     }
-    return dict(sorted(reasons.items(), key=lambda item: _order_of(item[0])))
+    return dict(sorted(reasons.items(), key=lambda item: order_of(item[0])))
 
 
 def _standing(key_count: KeyCount, in_use: bool) -> PreferenceReason:
@@ -101,60 +101,15 @@ def preferred_of(store: Store, key: Key, standing: PreferenceReason) -> Preferre
     return None if row is None else Preferred(row, standing)
 
 
-def _order_of(key: Key) -> tuple[object, ...]:
-    return (*astuple(key.problem), *astuple(key.machine), key.kernel_abi)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A key whose preferred schedules differ; None on the side that knows nothing of it."""
-
-    key: Key
-    here: Preferred | None
-    there: Preferred | None
-
-
-@dataclass(frozen=True)
-class PlanDifference:
-    """A phase of a model whose plans in use differ; None on the side that has none."""
-
-    model_key: str
-    phase: str
-    machine: MachineKey
-    here: str | None
-    there: str | None
-
-
-@dataclass(frozen=True)
-class Diff:
-    """The differences between the preferred timings of two databases, and between their plans."""
-
-    same: int
-    differences: tuple[Difference, ...]
-    plans: tuple[PlanDifference, ...] = ()
+def order_of(key: Key) -> tuple[object, ...]:
+    """By problem, then by machine and build."""
+    problem, machine = key.problem, key.machine
+    of_problem = (problem.family, problem.format, problem.n, problem.k, problem.m)
+    return (*of_problem, machine.core_sig, machine.placement_sig, key.kernel_abi)
 
 
 AsShared: TypeAlias = Callable[[PlanRecord], PlanRecord | None]
 """A plan as it is named elsewhere; None where it cannot be."""
-
-
-def diff(here: Store, there: Store, as_shared: AsShared = lambda plan: plan) -> Diff:
-    """Compare by key. How a row came to be trusted makes no difference; another schedule or plan does.
-
-    One key at a time: memory goes by keys and by what differs, not by timings.
-    """
-    mine, theirs = standings(here), standings(there)
-    keys = sorted({*mine, *theirs}, key=_order_of)
-    differences, same = [], 0
-    for key in keys:
-        own = preferred_of(here, key, mine[key]) if key in mine else None
-        other = preferred_of(there, key, theirs[key]) if key in theirs else None
-        if own and other and own.schedule == other.schedule:
-            same += 1
-        elif own or other:
-            differences.append(Difference(key, own, other))
-    plans = tuple(_plan_differences(plans_in_use(here, as_shared), plans_in_use(there, as_shared)))
-    return Diff(same, tuple(differences), plans)
 
 
 PlanKey: TypeAlias = tuple[str, str, MachineKey]
@@ -165,15 +120,6 @@ def plans_in_use(store: Store, as_shared: AsShared = lambda plan: plan) -> dict[
     shown = [shared for plan in store.plans() if (shared := as_shared(plan)) is not None]
     in_order = sorted(shown, key=lambda plan: plan.origin.verified)
     return {(plan.model_key, plan.phase, plan.origin.machine): plan for plan in in_order}
-
-
-def _plan_differences(
-    mine: Mapping[PlanKey, PlanRecord], theirs: Mapping[PlanKey, PlanRecord]
-) -> Iterator[PlanDifference]:
-    for key in sorted({*mine, *theirs}, key=repr):
-        own, other = (plans[key].plan_json if key in plans else None for plans in (mine, theirs))
-        if own != other:
-            yield PlanDifference(*key, own, other)
 
 
 def is_stale(kernel_abi: str, current: Collection[str]) -> bool:

@@ -121,7 +121,7 @@ _GENERATING = (
         "--max-batch-tokens",
         "--tpot",
     ),
-    *("--draft", "--also", "--kv-budget", "--kv-format", "--kv-policy", "--no-prefix-reuse"),
+    *("--draft", "--also", "--tune-idle", "--kv-budget", "--kv-format", "--kv-policy", "--no-prefix-reuse"),
     *_KEEPING,
     *(
         "--temperature",
@@ -157,7 +157,16 @@ _SERVE = (
     Way(
         "with --models",
         (
-            *("MODEL", "--also", "--served-model-name", "--explain", *_POOLS, "--spread", *_DIVIDING),
+            *(
+                "MODEL",
+                "--also",
+                "--tune-idle",
+                "--served-model-name",
+                "--explain",
+                *_POOLS,
+                "--spread",
+                *_DIVIDING,
+            ),
             *("--embed-model", *_EMBEDDING, *_REMOTE),
         ),
         when=("--models",),
@@ -241,7 +250,7 @@ _SERVE = (
     ),
     Way(
         "with pools",
-        ("--threads", "--ranks", "--draft", "--also"),
+        ("--threads", "--ranks", "--draft", "--also", "--tune-idle"),
         when=_POOLS,
         instead="each pool has its engine and cores (0-3+4-7: two ranks); leave that out, or the pools",
     ),
@@ -253,6 +262,12 @@ _SERVE = (
         "leave either out",
     ),
     Way("without pools", _DIVIDING, unless=_POOLS, instead="name pools, or leave that out"),
+    Way(
+        "beside other models",
+        ("--tune-idle",),
+        when=("--also", "--embed-model"),
+        instead="the other one may compute while MODEL is idle; run tune-kernels, or leave that out",
+    ),
     Way(
         "where all pools are mixed",
         _DIVIDING,

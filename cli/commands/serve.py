@@ -199,6 +199,12 @@ _RUNNING = option_set(
         metavar="MODEL",
         envvar="PHASEWISE_ALSO",
     ),
+    tune_idle=opt(
+        "tune MODEL's kernels while no request runs, and none has for 2 s; winners come into use between "
+        "steps, and no answer changes",
+        "--tune-idle",
+        envvar="PHASEWISE_TUNE_IDLE",
+    ),
 )
 
 _COMING = option_set(

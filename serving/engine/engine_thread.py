@@ -10,8 +10,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Literal, Protocol
 
 from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.engine_host import EngineState
@@ -36,11 +36,24 @@ CHECK = "PHASEWISE_CHECK"
 """An environment variable: where it is not empty, scheduler and KV pool are checked after every step."""
 
 
+class IdleWork(Protocol):
+    """Work that may run while no request does. All is called on the engine's thread, and returns at once."""
+
+    after_s: float
+    """Seconds without any request before it goes on."""
+
+    def go_on(self) -> None: ...
+
+    def pause(self) -> None:
+        """A request has come, or the end."""
+        ...
+
+
 class EngineThread:
     """Runs `engine` until `stop`. `deliver` is called on this thread and must only hand the delivery on.
 
     on_lost: called on this thread once the engine has given up; whatever is sent then is refused.
-    turn: entered for each step, where engines share cores.
+    turn: entered for each step, where engines share cores. idle: works while no request does.
     ends_on_bugs: give up, too, where its own bookkeeping fails; else all requests end and it goes on.
     """
 
@@ -53,6 +66,7 @@ class EngineThread:
         *,
         ends_on_bugs: bool = False,
         turn: AbstractContextManager[None] | None = None,
+        idle: IdleWork | None = None,
     ) -> None:
         self._engine = engine
         self._deliver = deliver
@@ -60,6 +74,7 @@ class EngineThread:
         self._restarts = restarts or Restarts()
         self._ends_on_bugs = ends_on_bugs
         self._in_turn = turn or nullcontext()
+        self._idle = idle
         self._checks = bool(os.environ.get(CHECK))
         self.state: EngineState = "starting"
         self.lost: EngineLost | None = None
@@ -68,7 +83,9 @@ class EngineThread:
         """Turns of the engine so far: where there is work and this stands still, the engine hangs."""
         self.n_ranks_replaced = 0
         self.n_requests_rerun = 0
-        self._inbox: queue.SimpleQueue[Message | Literal["look", "stop"]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message | Literal["look", "stop"] | Callable[[], None]] = (
+            queue.SimpleQueue()
+        )
         self._stopping = threading.Event()
         self._is_idle = False
         """True if the newest turn could compute nothing: only a message can change that."""
@@ -97,6 +114,10 @@ class EngineThread:
     def send(self, message: Message) -> None:
         """From any thread. What comes of it arrives through `deliver`."""
         self._inbox.put(message)
+
+    def between_steps(self, act: Callable[[], None]) -> None:
+        """Have the thread call it, while no step runs. From any thread."""
+        self._inbox.put(act)
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End every request and the thread. False: the step in progress takes longer than `timeout_s`."""
@@ -149,14 +170,28 @@ class EngineThread:
         wait = self._is_idle or not self._engine.has_work
         while True:
             try:
-                message = self._inbox.get(block=wait)
+                message = self._next_message(wait)
             except queue.Empty:
                 return True
             wait = False
             if message == "stop":
                 return False
-            if message != "look":
+            if callable(message):
+                message()
+            elif message != "look":
                 self._handle(message)
+
+    def _next_message(self, wait: bool) -> Message | Literal["look", "stop"] | Callable[[], None]:
+        """Raises queue.Empty where there is none and it shall not wait."""
+        if self._idle is None or not wait or self._engine.has_work:
+            return self._inbox.get(block=wait)
+        with suppress(queue.Empty):
+            return self._inbox.get(timeout=self._idle.after_s)
+        self._idle.go_on()
+        try:
+            return self._inbox.get()
+        finally:
+            self._idle.pause()
 
     def _handle(self, message: Message) -> None:
         match message:

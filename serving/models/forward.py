@@ -6,13 +6,13 @@ The program itself, and why its results do not depend on the batch, is in cython
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.cython_kernels._native import Program
+from phasewise.cython_kernels._native import Program, compute_paths
 from phasewise.cython_kernels.division import Division
 from phasewise.cython_kernels.errors import KernelError
 from phasewise.cython_kernels.kv_formats import kv_slot_bytes
@@ -158,6 +158,7 @@ def build_program(
     kv_memory: Callable[[int], memoryview] | None = None,
     patience_s: float = PATIENCE_S,
     gives: Gives = "logits",
+    placed: list[PlacedProduct] | None = None,
 ) -> Program:
     """A sealed program. ModelError if the model does not fit the kernels or the memory.
 
@@ -168,7 +169,7 @@ def build_program(
     lookup for each table that a run may name, at most two; the first one says how every weight is computed.
     division: over ranks, None for one. memory(bytes) gives what several ranks share (Program.seal_shared),
     kv_memory(bytes) the keys and values of a single rank; None: they are allocated as its other memory is.
-    patience_s: how long a rank waits for another within a step.
+    patience_s: how long a rank waits for another within a step. placed: is given the places of all schedules.
     """
     try:
         config = model.config
@@ -177,7 +178,8 @@ def build_program(
                 f"{model.name} is an encoder and generates no text: `phasewise embed` makes vectors of it"
             )
         program = open_program(model, capacity, division, patience_s, gives)
-        linears = Linears(program, schedules, max(capacity.step_tokens, capacity.logit_rows), division)
+        most_rows = max(capacity.step_tokens, capacity.logit_rows)
+        linears = Linears(program, schedules, most_rows, division, [] if placed is None else placed)
         arena = _lay_out(model.config, capacity.step_tokens, capacity.logit_rows)
         embed_scale = config.embed_scale / config.residual_scale
         program.embed(weight_of(model, "embed"), arena.hidden, arena.hidden_stride, embed_scale)
@@ -248,6 +250,43 @@ def room_of(model: PackedModel, capacity: Capacity) -> dict[str, int | str]:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedProduct:
+    """The place of a product's schedules by one table in a program, and the weight that they are of."""
+
+    op: int
+    part: int
+    table: int
+    weight: PackedWeight
+    arithmetic: tuple[str | None, int]
+
+
+def reschedule(
+    program: Program,
+    model: PackedModel,
+    capacity: Capacity,
+    lookups: Sequence[ScheduleLookup],
+    placed: Sequence[PlacedProduct],
+) -> None:
+    """Give a program of one rank other schedules, between two steps. Its arithmetic stays, and so every bit.
+
+    A weight whose schedules are now of another arithmetic keeps those it has.
+    """
+    most_rows = max(capacity.step_tokens, capacity.logit_rows)
+    for product in placed:
+        lookup, weight = lookups[product.table], product.weight
+        if _named(weight, lookup.arithmetic(weight)) == _named(weight, product.arithmetic):
+            ranges = [(rows.last_m, rows.schedule) for rows in lookup.products(weight, most_rows)]
+            program.set_schedules(product.op, product.part, ranges, product.table)
+    schedule_attention(program, model, capacity, lookups, None)
+
+
+def _named(weight: PackedWeight, arithmetic: tuple[str | None, int]) -> tuple[str, int]:
+    """With the name of the default path."""
+    path, k_parts = arithmetic
+    return path or compute_paths(weight.kind, weight.group)[0], k_parts
+
+
+@dataclass(frozen=True, slots=True)
 class Linears:
     """Adds linear ops to a program, every weight with its arithmetic and its schedules.
 
@@ -258,6 +297,7 @@ class Linears:
     lookups: Sequence[ScheduleLookup]
     most_rows: int
     division: Division | None
+    placed: list[PlacedProduct] = field(default_factory=list)
 
     def add(self, parts: Parts, reads: dict[str, Any], source: Place, target: Place, **options: Any) -> None:
         """Program.linear, and what the lookups say about its weights."""
@@ -272,6 +312,7 @@ class Linears:
                     op, part, table, lookup, whole
                 ):
                     self._schedule(op, part, table, lookup, weight)
+                    self._place(op, part, table, weight)
 
     def add_experts(
         self,
@@ -290,6 +331,11 @@ class Linears:
         for table, lookup in enumerate(self.lookups):
             if rows != "every" or not self._own_path(op, 0, table, lookup, expert):
                 self._schedule(op, 0, table, lookup, expert)
+                self._place(op, 0, table, expert)
+
+    def _place(self, op: int, part: int, table: int, weight: PackedWeight | None) -> None:
+        if weight is not None:
+            self.placed.append(PlacedProduct(op, part, table, weight, self._arithmetic(weight)))
 
     def _own_path(self, op: int, part: int, table: int, lookup: ScheduleLookup, weight: PackedWeight) -> bool:
         """True if a phase computes the weight by a path of its own, for which no schedule was tuned."""

@@ -11,8 +11,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from phasewise._words import counted
+from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.errors import RanksError
-from phasewise.serving.models.forward import build_program, kv_bytes_per_slot, resolve_kv_format
+from phasewise.serving.models.forward import (
+    PlacedProduct,
+    build_program,
+    kv_bytes_per_slot,
+    reschedule,
+    resolve_kv_format,
+)
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.processes.memory import check_memory
@@ -58,6 +65,8 @@ class LocalRanks(FirstRank):
         lookups = [options.schedules[phase] for phase in PHASES] if options.schedules else []
         teams = open_teams(cores, options.pinned)
         self._kv_share: KvShare | None = None
+        self._model, self._capacity = model, capacity
+        self._placed: list[PlacedProduct] = []
 
         def share_kv(n_bytes: int) -> memoryview:
             shape = KvShape.of(model.config, self.kv_format)
@@ -67,7 +76,9 @@ class LocalRanks(FirstRank):
 
         try:
             kv_memory = share_kv if options.kv.shared else None
-            program = build_program(model, capacity, check_memory, lookups, kv_memory=kv_memory)
+            program = build_program(
+                model, capacity, check_memory, lookups, kv_memory=kv_memory, placed=self._placed
+            )
             if options.kv.touched:
                 touch_memory(program, teams)
         except Exception:
@@ -88,6 +99,11 @@ class LocalRanks(FirstRank):
         if self._kv_share is None:
             raise RanksError("these ranks do not share their keys and values")
         return self._kv_share
+
+    def reschedule(self, schedules: Mapping[Phase, ScheduleLookup]) -> None:
+        """Run by other schedules from the next step on. No bit of a result changes."""
+        lookups = [schedules[phase] for phase in PHASES]
+        reschedule(self.program, self._model, self._capacity, lookups, self._placed)
 
     def close(self) -> None:
         """End the threads and let go of the memory. Logits still held stay valid. Twice is harmless."""

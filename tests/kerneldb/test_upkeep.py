@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from phasewise.kerneldb import upkeep
 from phasewise.kerneldb.counts import Key
+from phasewise.kerneldb.diff import OtherKind, diff
 from phasewise.kerneldb.portable import export_lines, groups_of, import_rows, read_export, rows_of
 from phasewise.kerneldb.records import Comparison, Measurement, Problem, Promotion, Sample, Schedule
 from phasewise.kerneldb.store import Store, open_store
@@ -26,7 +27,6 @@ from phasewise.kerneldb.upkeep import (
     Preferred,
     ScheduleVerdict,
     collect_garbage,
-    diff,
     is_stale,
     preferred,
     standings,
@@ -44,6 +44,8 @@ from tests.support.machines.kerneldb_examples import (
     SAMPLE,
     SCHEDULE,
     STEP_TIME,
+    STORAGE_DUEL,
+    USER_PROMOTION,
     measured,
 )
 from tests.support.machines.kerneldb_server import new_database_url
@@ -176,6 +178,21 @@ class TestDiff:
         assert (changed.here.schedule, changed.there.schedule) == (SCHEDULE, OTHER_SCHEDULE)  # type: ignore[union-attr]
         assert added.here is None
         assert added.there.measurement == elsewhere  # type: ignore[union-attr]
+
+    def test_storages_steps_and_kernels_of_users_are_compared_too(self, store: Store) -> None:
+        """All that an export knows: what one side alone has is a difference, and so is another verdict."""
+        faster = dataclasses.replace(STORAGE_DUEL, comparison=Comparison(2.0, 1.5, 2.5, 0.95, 15))
+        slower = dataclasses.replace(STORAGE_DUEL, comparison=Comparison(0.5, 0.4, 0.6, 0.95, 15))
+        store.add_storage_duels([slower, faster])
+        store.add_step_times([STEP_TIME])
+        store.add_user_promotion(USER_PROMOTION)
+        with open_store(":memory:") as other:
+            assert {one.kind for one in diff(store, other).others} == set(OtherKind)
+            import_rows(other, rows_of(store))
+            assert (diff(store, other).others, diff(store, other).same) == ((), 3)
+            other.add_storage_duels([slower])
+            (changed,) = diff(store, other).others
+        assert (changed.kind, changed.here, changed.there) == (OtherKind.STORAGE, "sparse", "dense")
 
 
 class TestGarbage:

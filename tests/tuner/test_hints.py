@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from phasewise.kerneldb.hints import Hints, HintTrust, counts_told, waiting_hints
 from phasewise.kerneldb.portable import import_rows, rows_of
+from phasewise.kerneldb.product_counts import count_products
 from phasewise.kerneldb.records import Measurement, Problem, Schedule
+from phasewise.kerneldb.schema import VERSION_TABLE
 from phasewise.kerneldb.store import open_store
+from phasewise.tuner.doctor.host import TunedCounts
+from phasewise.tuner.doctor.software import set_aside
 from phasewise.tuner.first_duels import FIRST_S, in_order_of_worth
 from phasewise.tuner.ledger import Ledger
 from phasewise.tuner.tuning_run import HintsOutcome, Tools, settle_hints, tune
@@ -96,6 +103,41 @@ def test_after_an_upgrade_the_old_winners_are_in_use_again_within_a_minute(datab
     again = SyntheticMachine()
     assert fought(database, again).asked == 0
     assert again.timed == []
+
+
+def test_a_database_of_the_release_before_loses_nothing_and_its_winners_are_told_and_used_again(
+    database: str,
+) -> None:
+    """Its schema, its kernels: what it had is all there, doctor says what waits, and a minute suffices."""
+    old = {one: schedule for one, schedule in tuned(database).items() if schedule != default_of(one.m)}
+    before = rows(database)
+    as_the_release_before_kept_it(database)
+
+    said = list[str]()
+    with open_store(database, said.append) as store:
+        counts = count_products(store, MACHINE.core_sig, {NEW.kernel_abi})
+    assert "upgraded from schema 0005" in said[0]
+    assert rows(database) == before
+    assert (counts.tuned, counts.set_aside) == (0, len(tuned(database)))
+    host = SimpleNamespace(tuned=TunedCounts(database, 1, len(before), counts))
+    (told,) = set_aside(host)  # type: ignore[arg-type]
+    assert str(counts.set_aside) in told.title
+
+    assert fought(database, SyntheticMachine()).elapsed_s < FIRST_S
+    assert in_use(database) == old
+    assert [row for row in rows(database) if row in before] == before
+
+
+def as_the_release_before_kept_it(database: str) -> None:
+    """The file as schema 0005 has it: what 0006 changed are indexes."""
+    with contextlib.closing(sqlite3.connect(database)) as file:
+        for table in ("measurement", "promotion", "storage_duel"):
+            file.execute(f"DROP INDEX ix_{table}_key")
+            file.execute(f"DROP INDEX ix_{table}_problem")
+            file.execute(f"CREATE INDEX ix_{table}_problem ON {table} (problem_id, core_sig)")
+        file.execute("DROP INDEX ix_measurement_schedule")
+        file.execute(f"UPDATE {VERSION_TABLE} SET version_num = '0005'")
+        file.commit()
 
 
 def test_a_hint_that_lost_its_speed_is_timed_once_and_never_used(database: str) -> None:

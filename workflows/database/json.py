@@ -10,8 +10,9 @@ from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.counts import StoreStats
+    from phasewise.kerneldb.diff import Diff
     from phasewise.kerneldb.records import MachineKey, PlanRecord
-    from phasewise.kerneldb.upkeep import Diff, Preferred, ScheduleVerdict
+    from phasewise.kerneldb.upkeep import Preferred, ScheduleVerdict
     from phasewise.topology import Machine
 
     Machines: TypeAlias = dict[MachineKey, str]
@@ -168,6 +169,21 @@ def plan_diff_fields(diff: Diff, machines: Machines) -> list[dict[str, Any]]:
             "there": difference.there,
         }
         for difference in diff.plans
+    ]
+
+
+def other_diff_fields(diff: Diff, machines: Machines) -> list[dict[str, Any]]:
+    """One object a storage, a step of a model or a user's kernel that differs."""
+    return [
+        {
+            "kind": difference.kind.value,
+            "of": difference.of,
+            "kernel_abi": difference.kernel_abi,
+            "machine": machines[difference.machine],
+            "here": difference.here,
+            "there": difference.there,
+        }
+        for difference in diff.others
     ]
 
 

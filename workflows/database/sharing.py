@@ -31,8 +31,8 @@ from phasewise.workflows.database.shared_plans import SharedPlans
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
+    from phasewise.kerneldb.diff import Diff
     from phasewise.kerneldb.records import MachineKey
-    from phasewise.kerneldb.upkeep import Diff
 
 MAX_REFUSALS_SHOWN = 20
 HERE = "here"
@@ -132,11 +132,11 @@ def merge_database(other: str, db: str | None, report: Report = silent) -> Impor
 
 
 def compare_databases(other: str, db: str | None, report: Report = silent) -> Diff:
-    """The schedules and plans that another database, or an export, and this one prefer."""
-    from phasewise.kerneldb import upkeep
+    """The differences between what another database, or an export, and this one prefer."""
+    from phasewise.kerneldb.diff import diff
 
     with _other_store(other, report) as there, existing_store(db, report) as here:
-        return upkeep.diff(here, there, SharedPlans(report).as_shared)
+        return diff(here, there, SharedPlans(report).as_shared)
 
 
 @contextmanager

@@ -134,6 +134,7 @@ def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, rep
     """Its engine or its pools, which `stack` closes."""
     from phasewise.serving.engine.engine_thread import EngineThread
     from phasewise.serving.engine.open_engine import ModelText
+    from phasewise.workflows.serve.idle_tuning import host_that_tunes
     from phasewise.workflows.serve.instance_process import InstanceSpec
     from phasewise.workflows.serve.length_estimator import open_predictor
     from phasewise.workflows.serve.pools import open_pools
@@ -151,7 +152,9 @@ def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, rep
             spec, opened, pooled, pooled.host, predictor, pooled.lines, pooled.cores, pooled.instances
         )
     alone = stack.enter_context(_open_engine(opened, size, text, model.drafts, prefixes))
-    host = partial(EngineThread, alone.engine)
+    host: OpenHost = partial(EngineThread, alone.engine)
+    if running.tune_idle:
+        host = host_that_tunes(alone.engine, model.ref, opened, settings, report)
     lines = [plan.describe() for plan in opened.plans.values()]
     cores = frozenset(core for plan in opened.plans.values() for core in plan.cores)
     return OpenedModel(spec, opened, alone, host, predictor, lines, cores)

@@ -62,8 +62,8 @@ class Running:
     """The way every model that generates text runs. `predictor`: `auto`, `off` or a file; `tpot_ms`: a
     promise;
     `draft`: `lookup` or a model, as `workflows.opening.drafts.find_drafts` reads it. `also`: further models,
-    which
-    share the memory for keys and values with the first.
+    which share the memory for keys and values with the first. `tune_idle`: kernels are tuned while no
+    request runs.
     """
 
     threads: int | None = None
@@ -74,6 +74,7 @@ class Running:
     tpot_ms: float = 100
     draft: str | None = None
     also: Sequence[str] | None = None
+    tune_idle: bool = False
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def waiting_of(rounds: Sequence[Round], machine: Machine, store: Store) -> list[
         for family in FAMILIES:
             tasks = _tasks(tuning_round, family)
             hints = waiting_hints(store, key, kernel_abi(family), shipped)
-            hinted = in_order_of_worth(tasks, hints, obstacle, _work_of(tuning_round))
+            hinted = in_order_of_worth(tasks, hints, obstacle, work_of(tuning_round))
             own = [hints[hint.task.problem(m)] for hint in hinted for m in hint.schedules]
             if hinted:
                 waiting.append(_Waiting(tuning_round, key, family, hinted, own))
@@ -95,7 +95,7 @@ def _tasks(tuning_round: Round, family: str) -> Sequence[Task]:
     return [tuning_round.attention] if tuning_round.attention else []
 
 
-def _work_of(tuning_round: Round) -> Callable[[Problem], float]:
+def work_of(tuning_round: Round) -> Callable[[Problem], float]:
     """The work of a product in a step, in bytes read; attention counts once."""
 
     def work(problem: Problem) -> float:

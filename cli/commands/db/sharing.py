@@ -149,9 +149,9 @@ def _print_imported(imported: Imported, as_json: bool) -> None:
 
 
 def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False) -> None:
-    """Compare the schedules that this and another database prefer, problem by problem, and their plans.
+    """Compare what this and another database prefer: schedules, plans, storages, users' kernels.
 
-    The exit code is 1 if they differ.
+    Of step times it compares which steps were timed. The exit code is 1 if they differ.
     """
     from phasewise.workflows.database.sharing import compare_databases
 
@@ -160,20 +160,25 @@ def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False)
         [
             *(difference.key.machine for difference in comparison.differences),
             *(plan.machine for plan in comparison.plans),
+            *(difference.machine for difference in comparison.others),
         ]
     )
     differences = database_json.diff_fields(comparison, machines)
     plans = database_json.plan_diff_fields(comparison, machines)
+    others = database_json.other_diff_fields(comparison, machines)
     if as_json:
-        fields = {"same": comparison.same, "differences": differences, "plans": plans}
+        fields = {"same": comparison.same, "differences": differences, "plans": plans, "others": others}
         print_json({**fields, "machines": database_json.machine_fields(machines)})
     else:
-        say(f"the same: {counted(comparison.same, 'schedule')}; different: {len(differences) + len(plans)}")
+        n_different = len(differences) + len(plans) + len(others)
+        say(f"the same: {comparison.same}; different: {n_different}")
         if differences:
             db_text.print_diff(differences)
         if plans:
             db_text.print_plan_diff(plans)
-    if differences or plans:
+        if others:
+            db_text.print_other_diff(others)
+    if differences or plans or others:
         raise typer.Exit(EXIT_FAILURE)
 
 

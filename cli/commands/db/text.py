@@ -116,6 +116,21 @@ def print_plan_diff(plans: Sequence[dict[str, Any]]) -> None:
     print_table("Plans that differ", lines)
 
 
+def print_other_diff(others: Sequence[dict[str, Any]]) -> None:
+    """A line for each storage, step or user's kernel."""
+    lines = [
+        {
+            "kind": difference["kind"],
+            "of": _shortened(difference["of"], MAX_SCHEDULE_CHARS),
+            "on": difference["machine"],
+            "here": difference["here"] or "none",
+            "there": difference["there"] or "none",
+        }
+        for difference in others
+    ]
+    print_table("Others that differ", lines)
+
+
 def _schedule_words(schedule: dict[str, Any] | None) -> str:
     if schedule is None:
         return "none"

@@ -63,7 +63,13 @@ def test_an_import_exports_the_same_bytes_and_prefers_the_same_schedules(
     counts = {"read": 5, "added": 5, "known": 0, "refused": 0}
     assert run_json("import", str(exported), "--db", copy) == {"source": str(exported), **counts}
     assert run("export", "--db", copy) == exported.read_text()
-    assert run_json("diff", copy) == {"same": 3, "differences": [], "plans": [], "machines": []}
+    assert run_json("diff", copy) == {
+        "same": 3,
+        "differences": [],
+        "plans": [],
+        "others": [],
+        "machines": [],
+    }
     assert run_json("diff", str(exported))["same"] == 3
 
     standings = [one["standing"] for one in run_json("show", "--db", copy)["schedules"]]

@@ -19,7 +19,7 @@ from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.cython_kernels.schedules import RowRange, ScheduleLookup
 from phasewise.serving.batch import SequenceSlice
 from phasewise.serving.errors import ModelError
-from phasewise.serving.models.forward import AUTO, Capacity, build_program
+from phasewise.serving.models.forward import AUTO, Capacity, PlacedProduct, build_program, reschedule
 from phasewise.serving.models.packed_model import Llama3Scaling, PackedModel, RopeSpec
 from tests.support.models.reference_forward import reference_logits, tiny_config, tiny_model
 from tests.support.tiers import examples, isas
@@ -58,8 +58,13 @@ class Machine:
     ) -> None:
         self.team = Team(None, members=threads)
         capacity = Capacity(SLOTS, step_tokens, 16, step_tokens, threads, kv_format)
-        self.program = build_program(model, capacity, schedules=schedules)
+        self.placed: list[PlacedProduct] = []
+        self.program = build_program(model, capacity, schedules=schedules, placed=self.placed)
+        self._model, self._capacity = model, capacity
         self.logits = np.asarray(self.program)
+
+    def reschedule(self, *lookups: ScheduleLookup) -> None:
+        reschedule(self.program, self._model, self._capacity, lookups, self.placed)
 
     def every_row(self, *slices: SequenceSlice) -> np.ndarray:
         return self.logits[: self.program.run(self.team, slices, every_row=True)].copy()
@@ -176,6 +181,30 @@ class RandomSchedules(ScheduleLookup):
         wild = {name: int(rng.choice((rng.integers(0, 9), rng.integers(-(2**31), 2**31)))) for name in names}
         grid = {name: int(rng.integers(0, 6)) for name in ("threads_m", "threads_n", "threads_k")}
         return {**wild, **grid, "loop_order": str(rng.choice(("nm", "mn")))}
+
+
+@examples(20)
+@given(
+    name=st.sampled_from(("llama", "separate-parts", "odd-sizes")),
+    kind=st.sampled_from(("f32", "bf16", "q4")),
+    k_parts=st.sampled_from((1, 2)),
+    seeds=st.lists(st.integers(0, 1000), min_size=1, max_size=3),
+)
+def test_schedules_that_come_between_steps_change_no_bit(
+    name: str, kind: str, k_parts: int, seeds: list[int]
+) -> None:
+    """Nor do those of another arithmetic, which the program does not take."""
+    model = make_model(name, kind)
+    ids = random_ids(60, model)
+    machine = Machine(model, threads=2, schedules=[DefaultSchedules(k_parts)] * 2)
+    want = machine.every_row(sliced(ids))
+    assert {product.table for product in machine.placed} == {0, 1}
+    for seed in seeds:
+        for parts in (k_parts, 3 - k_parts):
+            machine.reschedule(RandomSchedules(seed, parts), RandomSchedules(seed + 1, parts))
+            assert (machine.every_row(sliced(ids)) == want).all()
+            n_rows = machine.program.run(machine.team, [sliced(ids)], every_row=True, table=1)
+            assert (machine.logits[:n_rows] == want).all()
 
 
 class OwnPath(DefaultSchedules):

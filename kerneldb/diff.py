@@ -1,0 +1,148 @@
+"""The differences between two databases: what each prefers, key by key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from phasewise.kerneldb.counts import Key
+from phasewise.kerneldb.records import MachineKey, PlanRecord, StepTime, StorageDuel
+from phasewise.kerneldb.store import Store
+from phasewise.kerneldb.upkeep import (
+    AsShared,
+    PlanKey,
+    Preferred,
+    order_of,
+    plans_in_use,
+    preferred_of,
+    standings,
+)
+from phasewise.kerneldb.user_kernels import UserPromotion
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A key whose preferred schedules differ; None on the side that knows nothing of it."""
+
+    key: Key
+    here: Preferred | None
+    there: Preferred | None
+
+
+@dataclass(frozen=True)
+class PlanDifference:
+    """A phase of a model whose plans in use differ; None on the side that has none."""
+
+    model_key: str
+    phase: str
+    machine: MachineKey
+    here: str | None
+    there: str | None
+
+
+class OtherKind(StrEnum):
+    """A kind of row that is neither a schedule nor a plan."""
+
+    STORAGE = "storage"
+    STEP_TIME = "step time"
+    USER_KERNEL = "user kernel"
+
+
+@dataclass(frozen=True)
+class OtherDifference:
+    """The verdicts of two databases on anything else; None on the side that knows nothing of it."""
+
+    kind: OtherKind
+    of: str
+    """E.g. `gemm bf16s8 1536x576, m 8`, a step of a model, or a user's kernel and its shape."""
+    machine: MachineKey
+    kernel_abi: str
+    here: str | None
+    there: str | None
+
+
+@dataclass(frozen=True)
+class Diff:
+    """The differences between the preferred rows of two databases."""
+
+    same: int
+    """Keys whose schedules, storages, step times or parameters are the same."""
+    differences: tuple[Difference, ...]
+    plans: tuple[PlanDifference, ...] = ()
+    others: tuple[OtherDifference, ...] = ()
+
+
+def diff(here: Store, there: Store, as_shared: AsShared = lambda plan: plan) -> Diff:
+    """Compare by key. How a row came to be trusted makes no difference; another schedule or plan does.
+
+    One key at a time: memory goes by keys and by what differs, not by timings.
+    """
+    mine, theirs = standings(here), standings(there)
+    keys = sorted({*mine, *theirs}, key=order_of)
+    differences, same = [], 0
+    for key in keys:
+        own = preferred_of(here, key, mine[key]) if key in mine else None
+        other = preferred_of(there, key, theirs[key]) if key in theirs else None
+        if own and other and own.schedule == other.schedule:
+            same += 1
+        elif own or other:
+            differences.append(Difference(key, own, other))
+    plans = tuple(_plan_differences(plans_in_use(here, as_shared), plans_in_use(there, as_shared)))
+    own_others, other_others = others_in_use(here), others_in_use(there)
+    others = tuple(_other_differences(own_others, other_others))
+    same += len(own_others.keys() | other_others.keys()) - len(others)
+    return Diff(same, tuple(differences), plans, others)
+
+
+OtherKey: TypeAlias = tuple[OtherKind, str, MachineKey, str]
+
+
+def others_in_use(store: Store) -> dict[OtherKey, str]:
+    """The newest verdict on each storage and on each user's kernel, and the steps that were timed.
+
+    A verdict made there counts before an imported one. Step times scatter, so that only which steps were
+    timed is compared.
+    """
+    said: dict[OtherKey, tuple[bool, str]] = {}
+
+    def say(row: StorageDuel | StepTime | UserPromotion, kind: OtherKind, of: str, what: str) -> None:
+        key = (kind, of, row.origin.machine, row.kernel_abi)
+        if row.origin.verified or not said.get(key, (False, ""))[0]:
+            said[key] = (row.origin.verified, what)
+
+    for duel in store.all_storage_duels():
+        say(
+            duel,
+            OtherKind.STORAGE,
+            duel.problem.describe(),
+            "sparse" if duel.comparison.proves_faster else "dense",
+        )
+    for timing in store.all_step_times():
+        step = timing.step
+        size = f"{step.sequences} x {step.tokens} tokens after {step.context}"
+        of = f"{timing.model_key}, {step.phase} of {size}, {timing.kernels}, plan {timing.configuration_key}"
+        say(timing, OtherKind.STEP_TIME, of, "timed")
+    for row in store.all_user_kernels():
+        if isinstance(row, UserPromotion):
+            chosen = " ".join(f"{name}={value}" for name, value in row.choice)
+            say(row, OtherKind.USER_KERNEL, row.problem.describe(), chosen or "default")
+    return {key: what for key, (_, what) in said.items()}
+
+
+def _other_differences(
+    mine: Mapping[OtherKey, str], theirs: Mapping[OtherKey, str]
+) -> Iterator[OtherDifference]:
+    for key in sorted({*mine, *theirs}, key=repr):
+        if mine.get(key) != theirs.get(key):
+            yield OtherDifference(*key, mine.get(key), theirs.get(key))
+
+
+def _plan_differences(
+    mine: Mapping[PlanKey, PlanRecord], theirs: Mapping[PlanKey, PlanRecord]
+) -> Iterator[PlanDifference]:
+    for key in sorted({*mine, *theirs}, key=repr):
+        own, other = (plans[key].plan_json if key in plans else None for plans in (mine, theirs))
+        if own != other:
+            yield PlanDifference(*key, own, other)

@@ -1,0 +1,202 @@
+"""Tuning while no request runs: it stops and goes on, its winners come between steps, no bit changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
+
+from phasewise.kerneldb import shipped
+from phasewise.kerneldb.records import Problem, Sample, Schedule
+from phasewise.kerneldb.store import open_store
+from phasewise.topology import read_machine
+from phasewise.tuner.measurement_lock import NoLock
+from phasewise.tuner.plans import machine_key
+from phasewise.tuner.timing import Duel
+from phasewise.workflows.opening.open_model import NATIVE, OpenModel, open_model
+from phasewise.workflows.serve.idle_tuning import IdleTuning
+from phasewise.workflows.tune_kernels.idle_process import (
+    IdleTask,
+    Undisturbed,
+    of_its_arithmetic,
+    tune_in_idle_time,
+)
+from phasewise.workflows.tune_kernels.run import rounds_of_model
+from tests.support.models.tiny_models import tiny_gguf
+
+ENOUGH_S = 120.0
+
+
+@pytest.fixture(autouse=True)
+def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("STATE", "CACHE", "DATA"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
+    monkeypatch.setattr(shipped, "_all", lambda: ())
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(tiny_gguf().to_bytes())
+    return path
+
+
+@pytest.fixture
+def opened(path: Path, tmp_path: Path) -> OpenModel:
+    return open_model(str(path), threads=1, db=str(tmp_path / "here.db"))
+
+
+class ForeverError(Exception):
+    """Ends a run that would go on."""
+
+
+class _Evaluator:
+    """Answers at once, and counts; `interrupt` is called in the midst of each timing."""
+
+    def __init__(self, interrupt: Callable[[int], None]) -> None:
+        self.n_timed = 0
+        self._interrupt = interrupt
+
+    def prepare(self, problem: Problem, schedules: object) -> None: ...
+
+    def measure(self, problem: Problem, schedules: list[Schedule]) -> list[Sample]:
+        self.n_timed += 1
+        self._interrupt(self.n_timed)
+        return [Sample(schedule, (self.n_timed,), self.n_timed, None, 1) for schedule in schedules]
+
+    def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> Duel:
+        raise AssertionError("nothing is compared")
+
+
+def test_a_timing_that_was_stopped_is_taken_again() -> None:
+    """Its samples have the stop in them."""
+    stops = [0]
+
+    def interrupt(number: int) -> None:
+        stops[0] += number in (1, 2, 4)
+
+    evaluator = _Evaluator(interrupt)
+    undisturbed = Undisturbed(evaluator, lambda: stops[0])  # type: ignore[arg-type]
+    problem = Problem("gemm", "bf16", 16, 32, 1)
+    schedule = Schedule(1, 1, 1, 16, 32, 1, 1, 1, "fma", 1, 0, "nm")
+
+    first, second = (undisturbed.measure(problem, [schedule])[0].estimate_ns for _ in range(2))
+
+    assert (first, second) == (3, 5)
+
+
+def test_only_the_arithmetic_of_the_server_is_tuned(path: Path, tmp_path: Path) -> None:
+    """A weight that is asked to be computed in another way than the database's is left out."""
+    machine = read_machine()
+    for weights in (NATIVE, replace(NATIVE, arithmetic="canonical")):
+        opened = open_model(str(path), weights, threads=1, db=str(tmp_path / "none.db"))
+        by_shape = {(weight.n, weight.k): weight for weight in opened.model.products().values()}
+        for own in rounds_of_model(opened, machine, [*opened.plans], 512):
+            left = of_its_arithmetic(own, opened)
+            assert {task.ms for task in left.tasks} <= {task.ms for task in own.tasks}
+            for task in left.tasks:
+                (arithmetic,) = task.group.arithmetics
+                asked, k_parts = opened.schedules["prefill"].arithmetic(by_shape[task.group.n, task.group.k])
+                assert asked in (None, arithmetic.compute_path)
+                assert k_parts == arithmetic.k_parts
+            if weights is NATIVE:
+                assert len(left.tasks) == len(own.tasks) > 0
+
+
+def test_the_task_of_the_process_is_read_as_it_was_written(opened: OpenModel) -> None:
+    task = IdleTask("a model", NATIVE, opened.plans, None, 7)
+    again = IdleTask.from_json(task.to_json())
+    assert {phase: plan.cores for phase, plan in again.plans.items()} == {
+        phase: plan.cores for phase, plan in opened.plans.items()
+    }
+    assert replace(again, plans={}) == replace(task, plans={})
+
+
+@pytest.mark.slow
+def test_what_is_measured_in_idle_time_is_kept(tmp_path: Path, opened: OpenModel) -> None:
+    """It can be cut off anywhere: here after some timings."""
+    machine, count = read_machine(), [0]
+
+    def stops() -> int:
+        count[0] += 1
+        if count[0] > 12:
+            raise ForeverError
+        return 0
+
+    rounds = [
+        of_its_arithmetic(one, opened) for one in rounds_of_model(opened, machine, [*opened.plans], 512)
+    ]
+    with open_store(str(tmp_path / "here.db")) as store:
+        with pytest.raises(ForeverError):
+            tune_in_idle_time(rounds, machine, store, stops, lambda _: None, NoLock())
+        key = machine_key(machine, rounds[0].cores)
+        assert sum(row.verified for row in store.key_counts(key)) > 0
+        used = {row.sample.schedule.compute_path for row in store.all_measurements()}
+    assert used <= {
+        arithmetic.compute_path for task in rounds[0].tasks for arithmetic in task.group.arithmetics
+    }
+
+
+@pytest.mark.slow
+def test_the_process_is_stopped_at_once_and_ends_with_the_server(
+    tmp_path: Path, path: Path, opened: OpenModel
+) -> None:
+    db = str(tmp_path / "here.db")
+    tuning = IdleTuning(IdleTask(str(path), NATIVE, opened.plans, db, os.getpid()), lambda _: None)
+    pids, paused = list[int](), threading.Event()
+
+    def serve() -> None:
+        tuning.pause()  # before its first turn there is nothing to stop
+        tuning.go_on()
+        pids.append(_child())
+        _wait_for(lambda: _n_rows(db) > 0)
+        tuning.pause()
+        _wait_for(lambda: _state(pids[0]) == "T")
+        paused.set()
+        tuning.go_on()
+        _wait_for(lambda: _state(pids[0]) != "T")
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    thread.join(ENOUGH_S)
+    assert paused.is_set()
+    _wait_for(lambda: _state(pids[0]) in ("Z", None))  # the engine's thread has ended
+
+
+def _child() -> int:
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+    return int(children[-1])
+
+
+def _state(pid: int) -> str | None:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _n_rows(db: str) -> int:
+    with open_store(db) as store:
+        return sum(count.verified for count in store.key_counts())
+
+
+def _wait_for(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + ENOUGH_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGCONT)
+    yield
+    signal.signal(signal.SIGCONT, before)
