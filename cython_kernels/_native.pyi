@@ -366,7 +366,19 @@ class ProgramBuilder:
     def shared_bytes(self) -> int: ...
     def whole_kv_bytes(self) -> int: ...
 
-class Program(ProgramBuilder):
+MAX_ADAPTERS: int
+
+class AdaptableBuilder(ProgramBuilder):
+    def adapt(
+        self,
+        op: int,
+        adapter: int,
+        down: PackedWeight,
+        scales: npt.NDArray[np.float32],
+        ups: Sequence[tuple[int, PackedWeight]],
+    ) -> None: ...
+
+class Program(AdaptableBuilder):
     def __buffer__(self, flags: int, /) -> memoryview: ...
     @property
     def native_ns(self) -> int: ...

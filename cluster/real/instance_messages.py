@@ -44,6 +44,7 @@ class Asked:
     client: str
     shown: frozenset[int] = frozenset()
     receipt: bool = False
+    adapter: str = ""
     prompt_logprobs: int | None = None
 
     @classmethod
@@ -120,6 +121,8 @@ class Identity:
     context_length: int
     fingerprint: Fingerprint
     """An answer's bits must not depend on the instance that computes it."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Content hashes of its adapters, by name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 
 #include "program/exact.h"
 #include "program/linear.h"
+#include "program/low_rank.h"
 
 static pw_range member_rows(int64_t rows, int threads, int member) {
     return (pw_range){rows * member / threads, rows * (member + 1) / threads};
@@ -41,7 +42,9 @@ void pw_run_embed(pw_run *run, const pw_op *op, int member) {
     }
 }
 
-static void prepare_row(const pw_run *run, const pw_op *op, int64_t row, float *scratch, char *const *prepared) {
+/* `adapted`: rows that go through low-rank products too; NULL: none. */
+static void prepare_row(const pw_run *run, const pw_op *op, const pw_adapted *adapted, int64_t row, float *scratch,
+                        char *const *prepared) {
     const pw_program *program = run->program;
     const pw_op_kernels *ops = &run->kernels->ops;
     int64_t source = op->rows == PW_GATHERED_ROWS ? program->step.logit_rows[row] : row;
@@ -51,6 +54,7 @@ static void prepare_row(const pw_run *run, const pw_op *op, int64_t row, float *
     if (op->source == PW_FROM_ACTIVATION) ops->activations[op->gate](op->k, x, op->bias, scratch);
     if (op->source != PW_FROM_ROWS) x = scratch;
     if (op->tap) memcpy(op->tap + row * op->k, x, sizeof(float) * (size_t)op->k);
+    if (adapted) pw_low_rank_take(run, op, adapted, row, x);
     const pw_preparation *preparation = &op->preparations[run->table];
     for (int32_t i = 0; i < preparation->count; ++i)
         run->kernels->gemm.prepare_rows(&preparation->forms[i], op->k, x, 0, (pw_range){row, row + 1}, prepared[i]);
@@ -92,7 +96,8 @@ static void multiply_part(const pw_run *run, const pw_op *op, int index, int64_t
 /* Who prepares the rows that a member multiplies. */
 typedef enum { BY_MEMBER, BY_RANK, BY_ALL_RANKS } preparation;
 
-static preparation preparation_of(const pw_run *run, int64_t rows) {
+static preparation preparation_of(const pw_run *run, int64_t rows, bool for_all) {
+    if (for_all) return run->division->ranks > 1 ? BY_ALL_RANKS : BY_RANK;
     if (rows == 1) return BY_MEMBER; /* cheaper than a barrier */
     return run->division->ranks > 1 && rows > PW_OWN_ROWS ? BY_ALL_RANKS : BY_RANK;
 }
@@ -114,13 +119,16 @@ void pw_run_linear(pw_run *run, const pw_op *op, int member) {
     if (rows == 0) return;
     char *scratch = program->scratch + member * program->scratch_bytes;
     float *row_scratch = (float *)(scratch + PW_MAX_PARTS * program->private_row_bytes);
-    preparation by = preparation_of(run, rows);
+    const pw_adapted *adapted = pw_adapted_rows(program, op);
+    preparation by = preparation_of(run, rows, adapted != NULL);
     char *prepared[PW_MAX_PARTS];
     for (int i = 0; i < PW_MAX_PARTS; ++i) prepared[i] = prepared_rows(run, by, scratch, i);
     pw_range own = rows_to_prepare(run, by, rows, member);
-    for (int64_t row = own.begin; row < own.end; ++row) prepare_row(run, op, row, row_scratch, prepared);
+    for (int64_t row = own.begin; row < own.end; ++row) prepare_row(run, op, adapted, row, row_scratch, prepared);
     if (by == BY_RANK) pw_team_barrier(run->team, member);
     if (by == BY_ALL_RANKS && !pw_meet(run, member)) return;
+    if (adapted) pw_run_low_rank_down(run, op, adapted, member);
     for (int i = 0; i < op->n_parts; ++i)
         multiply_part(run, op, i, rows, member, prepared[op->preparations[run->table].form_of[i]]);
+    if (adapted && pw_meet(run, member)) pw_run_low_rank_up(run, op, adapted, member);
 }

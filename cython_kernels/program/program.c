@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "program/attend_scratch.h"
+#include "program/low_rank.h"
 #include "memory/pages.h"
 
 #define LINE 64
@@ -84,6 +85,7 @@ static void free_what_is_told(pw_step *step) {
 void pw_program_close(pw_program *program) {
     if (!program) return;
     pw_step *step = &program->step;
+    pw_low_rank_close(program);
     pw_pages_close(program->memory, program->memory_bytes);
     if (!program->shared) {
         pw_pages_close(program->rows, program->rows_bytes);
@@ -218,7 +220,7 @@ static int64_t split_floats(const pw_program *program) {
 /* Byte offsets: of what ranks share, within the shared memory (or program->rows, where nothing comes before the
  * arena), and of a process's own within program->memory. */
 typedef struct {
-    int64_t orders, tokens, logit_rows, slices, runs, arena, angles, prepared, pairs, rows_end, kv, shared_end;
+    int64_t orders, tokens, logit_rows, slices, runs, arena, angles, prepared, pairs, low, rows_end, kv, shared_end;
     int64_t partials, own_prepared, split, scratch, end;
     int64_t angles_each, split_each, private_row, prepared_each, own_prepared_each, scratch_each;
     int32_t forms;
@@ -260,7 +262,8 @@ static layout lay_out(const pw_program *program) {
     l.angles_each = angles;
     l.prepared = l.angles + 2 * program->n_kinds * angles;
     l.pairs = l.prepared + l.forms * l.prepared_each;
-    l.rows_end = l.pairs + program->experts.chosen * l.prepared_each;
+    l.low = l.pairs + program->experts.chosen * l.prepared_each;
+    l.rows_end = l.low + pw_low_rank_bytes(program);
     l.kv = whole_pages(l.rows_end);
     l.shared_end = whole_pages(l.kv + kv_bytes(program));
     l.own_prepared = aligned(program->partial_room * pw_partial_floats(&program->shape) * 4);
@@ -331,7 +334,7 @@ bool pw_program_seal(pw_program *program, char *shared, char *kv) {
     program->merged = calloc((size_t)pw_merged_count(program), sizeof *program->merged);
     if (!program->memory || !program->rows || !program->kv || !program->tickets || !program->region_tickets)
         return false;
-    if (!program->merged || !open_routes(program)) return false;
+    if (!program->merged || !open_routes(program) || !pw_low_rank_open(program, program->rows + l.low)) return false;
     program->arena = (float *)(program->rows + l.arena);
     for (int32_t kind = 0; kind < program->n_kinds; ++kind) {
         program->cosines[kind] = (float *)(program->rows + l.angles + 2 * kind * l.angles_each);

@@ -102,6 +102,7 @@ typedef struct {
     int32_t layer, kind;                  /* attention: which layer, and which of the program's kinds */
     const float *q_norm, *k_norm, *sinks; /* [head_dim], [head_dim], [n_heads]; NULL where the model has none */
     pw_experts experts;                   /* of PW_ROUTE, PW_EXPERTS and PW_COMBINE */
+    struct pw_low_rank *low_rank;         /* linear: [PW_MAX_ADAPTERS] (low_rank.h), owned; NULL: no adapter changes it */
     float *tap;                           /* linear: rows [][k] as they enter the product are copied here; NULL: not */
 } pw_op;
 
@@ -154,6 +155,23 @@ typedef struct {
     pw_slots *written;    /* [max_tokens], ascending: what the step writes */
 } pw_step;
 
+/* Rows of a step that have an adapter, by adapter and then by row. */
+typedef struct {
+    int64_t *rows;   /* [places]: which row each is */
+    int64_t *places; /* [rows]: where each lies; -1: it has no adapter */
+    int64_t *first;  /* [adapters + 1]: places [first[a], first[a + 1]) are adapter a's */
+} pw_adapted;
+
+/* Rows on their way through low-rank products, one for each place; shared by ranks. */
+typedef struct {
+    bool is_used; /* by this step */
+    pw_adapted adapted[2]; /* of all rows; of rows that want logits */
+    char *taken;
+    int64_t row_bytes;
+    float *low;
+    int64_t stride;
+} pw_low_rows;
+
 typedef struct {
     pw_shape shape;
     pw_capacity capacity;
@@ -168,6 +186,8 @@ typedef struct {
     int64_t ring_window;       /* the largest window of layers that keep rings; 0: none does */
     pw_experts experts;        /* the most of any op; count 0: none */
     pw_routes routes;
+    int32_t n_adapters;
+    pw_low_rows low;
     int64_t arena_floats;      /* what the ops use; angles and partials follow */
     int64_t logits;            /* arena offset of [max_logit_rows][outputs] */
     int64_t outputs;           /* numbers that a step gives for a row: the vocabulary's logits, or a hidden row */

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -74,6 +74,7 @@ class _Live:
     """True if text or tokens of it were given out, so that it cannot be run again from the start."""
     scores: PromptScores | None = None
     """Log-probabilities of its prompt, where it wants them; None once they were given out."""
+    adapter: int = 0
     n_reruns: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
@@ -101,6 +102,7 @@ class _Live:
             message.cache_space,
             client=message.client,
             takes_over=message.prompt_logprobs is None,
+            adapter=self.adapter,
         )
 
 
@@ -132,6 +134,8 @@ class Engine:
         """The identity of its model's arithmetic; None where there is no model."""
         self.prefixes: StoredPrefixes | None = None
         """The reader and keeper of beginnings of prompts; None: memory alone has them."""
+        self.adapters: Mapping[str, int] = {}
+        """The numbers of the model's adapters, by name."""
         self.vocabulary = vocabulary
         self.scheduler = scheduler
         self.pacing = pacing
@@ -215,6 +219,8 @@ class Engine:
         ids = message.prompt_token_ids
         if ids and (min(ids) < 0 or max(ids) >= self.vocabulary.size):
             raise RequestError(f"the prompt's token ids must be 0 to {self.vocabulary.size - 1}", "prompt")
+        if message.adapter and message.adapter not in self.adapters:
+            raise RequestError(f"there is no adapter {message.adapter!r:.80}", "model")
         most = message.max_tokens
         return self._begin(message, self._default_max_tokens(len(ids)) if most is None else max(1, most))
 
@@ -379,7 +385,10 @@ class Engine:
         end_token_ids = frozenset() if message.ignore_eos else self.vocabulary.end_token_ids
         n_top = message.prompt_logprobs
         scores = None if n_top is None else PromptScores(message.prompt_token_ids, n_top)
-        return _Live(message, max_tokens, sampler, text, end_token_ids, chain, scores=scores)
+        adapter = self.adapters.get(message.adapter, 0)
+        return _Live(
+            message, max_tokens, sampler, text, end_token_ids, chain, scores=scores, adapter=adapter
+        )
 
     def _pace(self) -> tuple[int | None, int | None]:
         """Arguments of `next_batch`. Drafts fill the rows of a step by themselves."""

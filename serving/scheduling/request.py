@@ -29,6 +29,13 @@ class Request:
     """Requests that wait belong to clients, which take turns."""
     takes_over: bool = True
     """False: keys and values of its prompt are all computed, because logits of every token are wanted."""
+    adapter: int = 0
+    """The number of the model's adapter that computes it, from 1 on; 0: the model alone."""
+
+    @property
+    def prefix_space(self) -> str:
+        """Where prompts that begin alike have the same keys and values: one cache space, and one adapter."""
+        return f"{self.adapter}/{self.cache_space}"
 
     @property
     def most_tokens(self) -> int:

@@ -150,7 +150,7 @@ class Scheduler:
         sequence.awaits_kv, sequence.has_started = False, True
         self._unpin(sequence)
         if self._prefixes is not None:
-            token_ids, space = sequence.request.prompt_token_ids, sequence.request.cache_space
+            token_ids, space = sequence.request.prompt_token_ids, sequence.request.prefix_space
             sequence.runs = chain(token_ids, space=space)
             self._prefixes.start(request_id, (token_ids, sequence.runs), sequence.placement, space)
             self._prefixes.advance(request_id, len(token_ids))
@@ -487,7 +487,7 @@ class Scheduler:
         """Begin to write its block, with keys and values that others have computed. False: they soon will."""
         prefixes, placement = self._prefixes, _placed(sequence)
         if prefixes is not None:
-            token_ids, space = sequence.token_ids, sequence.request.cache_space
+            token_ids, space = sequence.token_ids, sequence.request.prefix_space
             if sequence.runs is None:
                 sequence.runs = chain(token_ids, space=space)
             takes_over = sequence.request.takes_over
@@ -523,7 +523,10 @@ class Scheduler:
         for sequence, token_ids in parts:
             base, _, table, ring = _placed(sequence)
             is_last = len(token_ids) == sequence.n_pending
-            slices.append(SequenceSlice(token_ids, sequence.n_computed, base, is_last, table, 0, ring))
+            adapter = sequence.request.adapter
+            slices.append(
+                SequenceSlice(token_ids, sequence.n_computed, base, is_last, table, 0, ring, adapter)
+            )
         sequences = tuple(sequence for sequence, _ in parts)
         names = tuple(sequence.request_id for sequence in sequences)
         batch = Batch(phase, tuple(slices), names, tuple(self._copies))

@@ -142,7 +142,7 @@ def _our_tensors(
     shapes = shapes_of_all(config, biased)
     tensors: dict[str, SourceTensor] = {}
     for theirs, tensor in _file_tensors(opened, family):
-        stem, name, expert = _place(theirs)
+        stem, name, expert = layer_place(theirs)
         if name == DERIVED or (theirs == "lm_head.weight" and config.tied_embeddings):
             continue
         what = f"{directory} has a tensor {theirs!r:.80} that"
@@ -170,7 +170,7 @@ def _file_tensors(
         if theirs.endswith(SCALES)
     }
     for theirs, parts in _sparse_parts(opened).items():
-        yield _without_prefix(theirs, family), bitmask_tensor(theirs, parts)
+        yield without_prefix(theirs, family), bitmask_tensor(theirs, parts)
     for file, entries in opened:
         for theirs, entry in entries.items():
             if theirs.startswith(family.hf_ignored) or theirs.endswith(SCALES) or part_of(theirs):
@@ -181,7 +181,7 @@ def _file_tensors(
                 theirs = f"{stem}.mxfp4"
             else:
                 tensor = tensor_of(file, theirs, entry)
-            yield _without_prefix(theirs, family), tensor
+            yield without_prefix(theirs, family), tensor
 
 
 def _sparse_parts(
@@ -196,7 +196,7 @@ def _sparse_parts(
     return parts
 
 
-def _without_prefix(theirs: str, family: Family) -> str:
+def without_prefix(theirs: str, family: Family) -> str:
     if theirs.startswith(BARE):  # of a model that was saved without its head, as embedding models are
         return f"model.{theirs}"
     for prefix in family.hf_text_prefixes:
@@ -206,7 +206,7 @@ def _without_prefix(theirs: str, family: Family) -> str:
     return theirs
 
 
-def _place(theirs: str) -> tuple[str, str, str]:
+def layer_place(theirs: str) -> tuple[str, str, str]:
     """ "layers.3." (empty outside layers), the name within the layer, and the expert's number that "{e}"
     replaces.
     """
