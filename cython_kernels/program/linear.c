@@ -42,9 +42,7 @@ void pw_run_embed(pw_run *run, const pw_op *op, int member) {
     }
 }
 
-/* `adapted`: rows that go through low-rank products too; NULL: none. */
-static void prepare_row(const pw_run *run, const pw_op *op, const pw_adapted *adapted, int64_t row, float *scratch,
-                        char *const *prepared) {
+const float *pw_linear_input(const pw_run *run, const pw_op *op, int64_t row, float *scratch) {
     const pw_program *program = run->program;
     const pw_op_kernels *ops = &run->kernels->ops;
     int64_t source = op->rows == PW_GATHERED_ROWS ? program->step.logit_rows[row] : row;
@@ -52,9 +50,12 @@ static void prepare_row(const pw_run *run, const pw_op *op, const pw_adapted *ad
     if (op->source == PW_FROM_NORM) ops->rmsnorm(op->k, x, op->norm, op->eps, scratch);
     if (op->source == PW_FROM_GATE) ops->gates[op->gate](op->k, x, x + op->k, scratch);
     if (op->source == PW_FROM_ACTIVATION) ops->activations[op->gate](op->k, x, op->bias, scratch);
-    if (op->source != PW_FROM_ROWS) x = scratch;
+    return op->source == PW_FROM_ROWS ? x : scratch;
+}
+
+static void prepare_row(const pw_run *run, const pw_op *op, int64_t row, float *scratch, char *const *prepared) {
+    const float *x = pw_linear_input(run, op, row, scratch);
     if (op->tap) memcpy(op->tap + row * op->k, x, sizeof(float) * (size_t)op->k);
-    if (adapted) pw_low_rank_take(run, op, adapted, row, x);
     const pw_preparation *preparation = &op->preparations[run->table];
     for (int32_t i = 0; i < preparation->count; ++i)
         run->kernels->gemm.prepare_rows(&preparation->forms[i], op->k, x, 0, (pw_range){row, row + 1}, prepared[i]);
@@ -78,13 +79,17 @@ static pw_product product_of(const pw_run *run, const pw_op *op, int index, int6
     return p;
 }
 
-static void multiply_part(const pw_run *run, const pw_op *op, int index, int64_t rows, int member,
+/* `adapted`: rows that get low-rank products on top; NULL: none. */
+static void multiply_part(const pw_run *run, const pw_op *op, const pw_adapted *adapted, int index, int64_t rows, int member,
                           const char *prepared) {
     const pw_program *program = run->program;
     const pw_column_share *share = &op->shares[run->table][index];
     if (share->weight.n == 0) return;
     int room = program->capacity.max_threads;
     pw_product product = product_of(run, op, index, rows, prepared);
+    pw_low_rank_addition addition = {run, op, adapted, share->column};
+    product.finish = adapted ? pw_add_low_rank : NULL;
+    product.what = &addition;
     pw_schedule schedule = pw_schedule_for(&share->schedules, &share->weight, rows, run->threads);
     pw_crew crew = {.team = run->team, .threads = run->threads, .kernels = &run->kernels->gemm, .most_regions = room};
     crew.tickets = pw_region_tickets(program, op - program->ops) + index * room;
@@ -124,11 +129,10 @@ void pw_run_linear(pw_run *run, const pw_op *op, int member) {
     char *prepared[PW_MAX_PARTS];
     for (int i = 0; i < PW_MAX_PARTS; ++i) prepared[i] = prepared_rows(run, by, scratch, i);
     pw_range own = rows_to_prepare(run, by, rows, member);
-    for (int64_t row = own.begin; row < own.end; ++row) prepare_row(run, op, adapted, row, row_scratch, prepared);
+    for (int64_t row = own.begin; row < own.end; ++row) prepare_row(run, op, row, row_scratch, prepared);
+    if (adapted) pw_run_low_rank_down(run, op, adapted, own, member);
     if (by == BY_RANK) pw_team_barrier(run->team, member);
     if (by == BY_ALL_RANKS && !pw_meet(run, member)) return;
-    if (adapted) pw_run_low_rank_down(run, op, adapted, member);
     for (int i = 0; i < op->n_parts; ++i)
-        multiply_part(run, op, i, rows, member, prepared[op->preparations[run->table].form_of[i]]);
-    if (adapted && pw_meet(run, member)) pw_run_low_rank_up(run, op, adapted, member);
+        multiply_part(run, op, adapted, i, rows, member, prepared[op->preparations[run->table].form_of[i]]);
 }

@@ -1,5 +1,7 @@
 #include "program/low_rank.h"
 
+#include "program/linear.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -29,10 +31,16 @@ static void measure(const pw_program *program, int64_t *row_bytes, int64_t *low_
             pw_form form = pw_form_of(&own->down);
             for (int isa = 0; isa < pw_usable_count(); ++isa)
                 *row_bytes = larger(*row_bytes, pw_usable(isa)->gemm.row_bytes(&form, own->down.k));
-            *low_floats = larger(*low_floats, pw_padded_k(own->down.n) + PW_K_MULTIPLE);
+            *low_floats = larger(*low_floats, own->down.n);
         }
     *row_bytes = (*row_bytes + LINE - 1) / LINE * LINE;
     *low_floats = (*low_floats + FLOATS_OF_LINE - 1) / FLOATS_OF_LINE * FLOATS_OF_LINE;
+}
+
+int64_t pw_low_rank_row_bytes(const pw_program *program) {
+    int64_t row_bytes, low_floats;
+    measure(program, &row_bytes, &low_floats);
+    return row_bytes;
 }
 
 int64_t pw_low_rank_bytes(const pw_program *program) {
@@ -50,9 +58,8 @@ bool pw_low_rank_open(pw_program *program, char *memory) {
     low->low = (float *)(memory + rows * low->row_bytes);
     for (int i = 0; i < 2; ++i) {
         low->adapted[i].rows = calloc((size_t)rows, sizeof *low->adapted[i].rows);
-        low->adapted[i].places = calloc((size_t)rows, sizeof *low->adapted[i].places);
         low->adapted[i].first = calloc((size_t)program->n_adapters + 1, sizeof *low->adapted[i].first);
-        if (!low->adapted[i].rows || !low->adapted[i].places || !low->adapted[i].first) return false;
+        if (!low->adapted[i].rows || !low->adapted[i].first) return false;
     }
     return true;
 }
@@ -61,7 +68,6 @@ void pw_low_rank_close(pw_program *program) {
     for (int32_t i = 0; i < program->n_ops; ++i) free(program->ops[i].low_rank);
     for (int i = 0; i < 2; ++i) {
         free(program->low.adapted[i].rows);
-        free(program->low.adapted[i].places);
         free(program->low.adapted[i].first);
     }
 }
@@ -78,10 +84,9 @@ static void sort_rows(const pw_program *program, pw_adapted *adapted, int64_t co
             int64_t row = row_at ? row_at[i] : i;
             while (row >= step->slices[s].first_row + step->slices[s].n_rows) ++s;
             int64_t adapter = step->slices[s].adapter;
-            if (pass == 0) adapted->places[i] = -1;
             if (adapter == 0) continue;
             if (pass == 0) adapted->first[adapter] += 1;
-            else adapted->rows[adapted->places[i] = adapted->first[adapter - 1]++] = i;
+            else adapted->rows[adapted->first[adapter - 1]++] = i;
         }
         if (pass == 0)
             for (int32_t a = 0; a < n; ++a) adapted->first[a + 1] += adapted->first[a];
@@ -113,95 +118,100 @@ const pw_adapted *pw_adapted_rows(const pw_program *program, const pw_op *op) {
     return NULL;
 }
 
-static const pw_low_rank *adapter_at(const pw_program *program, const pw_op *op, const pw_adapted *adapted, int64_t place) {
-    int32_t a = 0;
-    while (place >= adapted->first[a + 1]) ++a;
-    return a < program->n_adapters ? &op->low_rank[a] : NULL;
-}
+/* ---- first products --------------------------------------------------------------------------------------------- */
 
-void pw_low_rank_take(const pw_run *run, const pw_op *op, const pw_adapted *adapted, int64_t row, const float *x) {
+/* A row of the op as it enters a first product. */
+static void take_row(const pw_run *run, const pw_op *op, const pw_low_rank *own, int64_t row, int member, char *taken) {
     const pw_program *program = run->program;
-    int64_t place = adapted->places[row];
-    const pw_low_rank *own = place < 0 ? NULL : adapter_at(program, op, adapted, place);
-    if (!own || own->n_targets == 0) return;
+    char *scratch = program->scratch + member * program->scratch_bytes;
+    const float *x = pw_linear_input(run, op, row, (float *)(scratch + PW_MAX_PARTS * program->private_row_bytes));
     pw_form form = pw_form_of(&own->down);
-    char *taken = program->low.taken + place * program->low.row_bytes;
     run->kernels->gemm.prepare_rows(&form, own->down.k, x, 0, (pw_range){0, 1}, taken);
 }
 
-/* ---- products --------------------------------------------------------------------------------------------------- */
-
-static void multiply(const pw_run *run, const pw_weight *weight, pw_activations x, int64_t rows, pw_range panels, float *y,
-                     int64_t ldy, pw_epilogue epilogue) {
-    pw_schedule schedule = pw_default_schedule(weight, rows, 1);
-    run->kernels->gemm.gemm(weight, &x, (pw_range){0, rows}, panels, -1, y, ldy, epilogue, &schedule);
-}
-
-/* `count` places of one adapter times some panels of its A, and scaled. Behind the last number are zeros, as far as a product
- * with weights of pairs reads them. */
-static void down(const pw_run *run, const pw_low_rank *own, int64_t place, int64_t count, pw_range panels) {
+/* Rows that were taken, in their places from `place` on, times some panels of A, and scaled. */
+static void multiply_down(const pw_run *run, const pw_low_rank *own, const char *taken, int64_t place, int64_t count,
+                          pw_range panels) {
     const pw_low_rows *low = &run->program->low;
-    if (count == 0 || panels.begin == panels.end) return;
+    pw_activations x = {taken, low->row_bytes};
+    pw_schedule schedule = pw_default_schedule(&own->down, count, 1);
     float *y = low->low + place * low->stride;
-    pw_activations x = {low->taken + place * low->row_bytes, low->row_bytes};
-    multiply(run, &own->down, x, count, panels, y, low->stride, PW_STORE);
+    run->kernels->gemm.gemm(&own->down, &x, (pw_range){0, count}, panels, -1, y, low->stride, PW_STORE, &schedule);
     int64_t end = smaller(panels.end * PW_PANEL, own->down.n);
     for (int64_t i = 0; i < count; ++i)
         for (int64_t c = panels.begin * PW_PANEL; c < end; ++c) y[i * low->stride + c] *= own->scales[c];
-    if (end < own->down.n) return;
-    for (int64_t i = 0; i < count; ++i)
-        memset(y + i * low->stride + end, 0, sizeof(float) * (size_t)(low->stride - end));
 }
 
-/* Pieces are a row's panels, row by row: members have as many of them, whichever rows and adapters those are of. */
-void pw_run_low_rank_down(const pw_run *run, const pw_op *op, const pw_adapted *adapted, int member) {
+/* The first place of an adapter whose row is not before `row`. */
+static int64_t place_of(const pw_adapted *adapted, int32_t a, int64_t row) {
+    int64_t low = adapted->first[a], high = adapted->first[a + 1];
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (adapted->rows[middle] < row) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+/* Those of the rows that the member prepares anyway, an adapter's together. */
+static void down_own_rows(const pw_run *run, const pw_op *op, const pw_adapted *adapted, pw_range own, int member) {
     const pw_program *program = run->program;
+    for (int32_t a = 0; a < program->n_adapters; ++a) {
+        const pw_low_rank *low_rank = &op->low_rank[a];
+        if (low_rank->n_targets == 0) continue;
+        int64_t place = place_of(adapted, a, own.begin), end = place_of(adapted, a, own.end);
+        char *taken = program->low.taken + place * program->low.row_bytes;
+        if (place >= end) continue;
+        for (int64_t i = place; i < end; ++i)
+            take_row(run, op, low_rank, adapted->rows[i], member, taken + (i - place) * program->low.row_bytes);
+        multiply_down(run, low_rank, taken, place, end - place, (pw_range){0, pw_panels(low_rank->down.n)});
+    }
+}
+
+/* Fewer rows than members: a piece is a panel of a row, which its member takes for itself. */
+static void down_pieces(const pw_run *run, const pw_op *op, const pw_adapted *adapted, int member) {
+    const pw_program *program = run->program;
+    char *taken = program->scratch + (member + 1) * program->scratch_bytes - program->low.row_bytes;
     int64_t pieces = 0, before = 0;
     for (int32_t a = 0; a < program->n_adapters; ++a)
         if (op->low_rank[a].n_targets)
             pieces += (adapted->first[a + 1] - adapted->first[a]) * pw_panels(op->low_rank[a].down.n);
-    pw_range all = pw_rows_of(run, pieces, member);
+    pw_range own = pw_rows_of(run, pieces, member);
     for (int32_t a = 0; a < program->n_adapters; ++a) {
-        const pw_low_rank *own = &op->low_rank[a];
-        int64_t first = adapted->first[a], rows = adapted->first[a + 1] - first, each = pw_panels(own->down.n);
-        if (own->n_targets == 0 || rows == 0) continue;
-        int64_t begin = larger(all.begin - before, 0), end = smaller(all.end - before, rows * each);
-        before += rows * each;
-        if (begin >= end) continue;
-        int64_t head = begin / each, tail = end / each; /* rows of which this member has not all panels before, after */
-        if (head == tail) {
-            down(run, own, first + head, 1, (pw_range){begin % each, end % each});
-            continue;
+        const pw_low_rank *low_rank = &op->low_rank[a];
+        int64_t each = pw_panels(low_rank->down.n);
+        for (int64_t place = adapted->first[a]; low_rank->n_targets && place < adapted->first[a + 1]; ++place, before += each) {
+            pw_range panels = {larger(own.begin - before, 0), smaller(own.end - before, each)};
+            if (panels.begin >= panels.end) continue;
+            take_row(run, op, low_rank, adapted->rows[place], member, taken);
+            multiply_down(run, low_rank, taken, place, 1, panels);
         }
-        if (begin % each) {
-            down(run, own, first + head, 1, (pw_range){begin % each, each});
-            head += 1;
-        }
-        down(run, own, first + head, tail - head, (pw_range){0, each});
-        if (end % each) down(run, own, first + tail, 1, (pw_range){0, end % each});
     }
 }
 
-/* Some panels of a target for all rows of an adapter; neighbours of the step's rows together. */
-static void up(const pw_run *run, const pw_op *op, const pw_adapted *adapted, int32_t a, const pw_low_rank_target *target,
-               pw_range panels) {
-    const pw_low_rows *low = &run->program->low;
-    float *out = run->program->arena + op->out + target->column;
-    int64_t end = adapted->first[a + 1];
-    for (int64_t place = adapted->first[a], count; place < end; place += count) {
-        int64_t row = adapted->rows[place];
-        for (count = 1; place + count < end && adapted->rows[place + count] == row + count;) ++count;
-        pw_activations x = {low->low + place * low->stride + target->from, low->stride * (int64_t)sizeof(float)};
-        multiply(run, &target->up, x, count, panels, out + row * op->out_stride, op->out_stride, PW_ADD);
-    }
+void pw_run_low_rank_down(const pw_run *run, const pw_op *op, const pw_adapted *adapted, pw_range own, int member) {
+    int64_t rows = adapted->first[run->program->n_adapters];
+    if (rows < run->division->n_threads || rows < run->threads) down_pieces(run, op, adapted, member);
+    else down_own_rows(run, op, adapted, own, member);
 }
 
-void pw_run_low_rank_up(const pw_run *run, const pw_op *op, const pw_adapted *adapted, int member) {
-    const pw_program *program = run->program;
-    for (int32_t a = 0; a < program->n_adapters; ++a)
-        for (int32_t t = 0; adapted->first[a + 1] > adapted->first[a] && t < op->low_rank[a].n_targets; ++t) {
-            const pw_low_rank_target *target = &op->low_rank[a].targets[t];
-            pw_range own = pw_rows_of(run, pw_panels(target->up.n), member);
-            if (own.begin < own.end) up(run, op, adapted, a, target, own);
+/* ---- second products -------------------------------------------------------------------------------------------- */
+
+void pw_add_low_rank(const void *what, pw_range rows, pw_range columns) {
+    const pw_low_rank_addition *to = what;
+    const pw_program *program = to->run->program;
+    const pw_low_rows *low = &program->low;
+    for (int32_t a = 0; a < program->n_adapters; ++a) {
+        int64_t place = place_of(to->adapted, a, rows.begin), count = place_of(to->adapted, a, rows.end) - place;
+        for (int32_t t = 0; count && t < to->op->low_rank[a].n_targets; ++t) {
+            const pw_low_rank_target *target = &to->op->low_rank[a].targets[t];
+            int64_t begin = larger(to->column + columns.begin - target->column, 0);
+            int64_t end = smaller(to->column + columns.end - target->column, target->up.n);
+            if (begin >= end) continue;
+            pw_thin_rows added = {low->low + place * low->stride + target->from, low->stride,
+                                  program->arena + to->op->out + target->column, to->op->out_stride,
+                                  to->adapted->rows + place, count};
+            to->run->kernels->ops.add_low_rank(&target->up, begin / PW_PANEL, pw_panels(end), &added);
         }
+    }
 }

@@ -158,7 +158,6 @@ typedef struct {
 /* Rows of a step that have an adapter, by adapter and then by row. */
 typedef struct {
     int64_t *rows;   /* [places]: which row each is */
-    int64_t *places; /* [rows]: where each lies; -1: it has no adapter */
     int64_t *first;  /* [adapters + 1]: places [first[a], first[a + 1]) are adapter a's */
 } pw_adapted;
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.cython_kernels.packing import PackedWeight, from_bf16, pack_dense, to_bf16
+from phasewise.cython_kernels.packing import Kind, PackedWeight, from_bf16, pack_dense, pack_thin, to_bf16
 
 Matrix = npt.NDArray[np.float32]
 
@@ -78,12 +78,12 @@ def update_of(parts: Sequence[tuple[int, LowRank]]) -> Update:
     """The update of weights, each with the column that its outputs begin at."""
     down = np.concatenate([part.a for _, part in parts])
     scales = np.concatenate([np.full(part.rank, part.scale, np.float32) for _, part in parts])
-    return Update(_packed(down), scales, tuple((column, _packed(part.b)) for column, part in parts))
+    ups = tuple((column, pack_thin(part.b, _kind(part.b))) for column, part in parts)
+    return Update(pack_dense(down, _kind(down)), scales, ups)
 
 
-def _packed(matrix: Matrix) -> PackedWeight:
-    is_bf16 = bool((from_bf16(to_bf16(matrix)) == matrix).all())
-    return pack_dense(matrix, "bf16" if is_bf16 else "f32")
+def _kind(matrix: Matrix) -> Kind:
+    return "bf16" if (from_bf16(to_bf16(matrix)) == matrix).all() else "f32"
 
 
 def flat(adapters: Sequence[Adapter]) -> tuple[dict[str, PackedWeight], dict[str, npt.NDArray[np.float32]]]:
