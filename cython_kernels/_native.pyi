@@ -36,6 +36,8 @@ class _Slice(Protocol):
     def n_drafted(self) -> int: ...
     @property
     def ring(self) -> tuple[int, int] | None: ...
+    @property
+    def adapter(self) -> int: ...
 
 class _Experts(Protocol):
     """A mixture of experts: how many there are, and how many of them compute a row."""
@@ -367,6 +369,14 @@ class ProgramBuilder:
     def whole_kv_bytes(self) -> int: ...
 
 MAX_ADAPTERS: int
+
+def add_low_rank(
+    x: npt.NDArray[np.float32],
+    packed: PackedWeight,
+    y: npt.NDArray[np.float32],
+    rows: Sequence[int],
+    panels: _Range | None = None,
+) -> None: ...
 
 class AdaptableBuilder(ProgramBuilder):
     def adapt(

@@ -115,6 +115,7 @@ _GENERATING = (
         "--ranks",
         "--sparse",
         "--tile-prompts",
+        "--lora",
         "--context",
         "--predictor",
         "--max-batch-tokens",
@@ -253,7 +254,7 @@ _AUTHORS_C = ("--include", "--define")
 _ODMA = ("--buckets", "--alpha", "--tau", "--window", "--refresh-every", "--reserve")
 _CLUSTER_DB = Way("without --machine-from-db", ("--db",), unless=("--machine-from-db",))
 
-_OF_AN_ENGINE = ("--sparse", "--arithmetic", "--ranks", "--draft", "--kv-format", "--db")
+_OF_AN_ENGINE = ("--sparse", "--lora", "--arithmetic", "--ranks", "--draft", "--kv-format", "--db")
 
 WAYS: Mapping[str, tuple[Way, ...]] = {
     "serve": _SERVE,

@@ -18,6 +18,7 @@ from phasewise.cli.options import (
     ExplainOption,
     FormatOption,
     KvFormatOption,
+    LoraOption,
     ModelArgument,
     RanksOption,
     SparseOption,
@@ -165,6 +166,7 @@ _WEIGHTS = option_set(
     ),
     tile_prompts=TilePromptsOption,
     arithmetic=ArithmeticOption,
+    lora=LoraOption,
 )
 
 _RUNNING = option_set(

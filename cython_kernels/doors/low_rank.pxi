@@ -14,7 +14,7 @@ cdef extern from "program/low_rank.h" nogil:
 
     ctypedef struct pw_low_rank:
         int32_t n_targets
-        pw_weight down
+        pw_thin_weight down
         const float *scales
         pw_low_rank_target targets[PW_MAX_TARGETS]
 
@@ -31,9 +31,9 @@ cdef class AdaptableBuilder(ProgramBuilder):
     def adapt(self, int32_t op, int32_t adapter, down, scales, ups):
         """Rows of slices that name adapter `adapter` (1 to MAX_ADAPTERS) have y += up (scales * (down x)) from now on.
 
-        op: what `linear` returned. down: PackedWeight [sum of ranks, k], f32 or bf16; scales: float32 of each of its
-        outputs. ups: at most three (column, weight [n, rank] of `packing.pack_thin`): the ranks one after the other,
-        and each one's outputs from a column of the op's rows on, whole panels away from where a part begins.
+        op: what `linear` returned. down: [sum of ranks, k]; scales: float32 of each of its outputs. ups: at most three
+        (column, weight [n, rank]): the ranks one after the other, and each one's outputs from a column of the op's
+        rows on, whole panels away from where a part begins. All weights are of `packing.pack_thin`.
         """
         cdef pw_low_rank own
         cdef int i
@@ -47,9 +47,7 @@ cdef class AdaptableBuilder(ProgramBuilder):
             raise ProgramError(f"adapter {adapter} of 1 to {PW_MAX_ADAPTERS} with {len(ups)} targets of 1 to {PW_MAX_TARGETS}")
         if down.k != self.program.ops[op].k or down.n > PW_MAX_LOW_ROWS:
             raise ProgramError(f"[{down.n}, {down.k}] where at most {PW_MAX_LOW_ROWS} rows of {self.program.ops[op].k} belong")
-        if down.kind not in ("f32", "bf16") or down.is_sparse:
-            raise ProgramError(f"a low-rank weight of kind {down.kind}: dense f32 or bf16 expected")
-        own.n_targets, own.down = len(ups), weight_view(down, "fma")
+        own.n_targets, own.down = len(ups), thin_view(down)
         own.scales = self._vector(scales, down.n, "scales")
         for i, (column, up) in enumerate(ups):
             own.targets[i].column, own.targets[i].first, own.targets[i].up = column, end, thin_view(up)

@@ -21,41 +21,36 @@ bool pw_program_adapt(pw_program *program, int32_t op, int32_t adapter, const pw
     return true;
 }
 
-/* The largest row that enters a first product on any ISA, and the most numbers that one gives. */
-static void measure(const pw_program *program, int64_t *row_bytes, int64_t *low_floats) {
-    *row_bytes = *low_floats = 0;
+/* The longest row that enters a first product, and the most numbers that one gives, in whole lines. */
+static void measure(const pw_program *program, int64_t *taken, int64_t *low) {
+    *taken = *low = 0;
     for (int32_t i = 0; i < program->n_ops; ++i)
         for (int32_t a = 0; program->ops[i].low_rank && a < program->n_adapters; ++a) {
             const pw_low_rank *own = &program->ops[i].low_rank[a];
             if (own->n_targets == 0) continue;
-            pw_form form = pw_form_of(&own->down);
-            for (int isa = 0; isa < pw_usable_count(); ++isa)
-                *row_bytes = larger(*row_bytes, pw_usable(isa)->gemm.row_bytes(&form, own->down.k));
-            *low_floats = larger(*low_floats, own->down.n);
+            *taken = larger(*taken, own->down.rank);
+            *low = larger(*low, own->down.n);
         }
-    *row_bytes = (*row_bytes + LINE - 1) / LINE * LINE;
-    *low_floats = (*low_floats + FLOATS_OF_LINE - 1) / FLOATS_OF_LINE * FLOATS_OF_LINE;
-}
-
-int64_t pw_low_rank_row_bytes(const pw_program *program) {
-    int64_t row_bytes, low_floats;
-    measure(program, &row_bytes, &low_floats);
-    return row_bytes;
+    *taken = (*taken + FLOATS_OF_LINE - 1) / FLOATS_OF_LINE * FLOATS_OF_LINE;
+    *low = (*low + FLOATS_OF_LINE - 1) / FLOATS_OF_LINE * FLOATS_OF_LINE;
 }
 
 int64_t pw_low_rank_bytes(const pw_program *program) {
-    int64_t row_bytes, low_floats;
-    measure(program, &row_bytes, &low_floats);
-    return pw_most_rows(&program->capacity) * (row_bytes + low_floats * (int64_t)sizeof(float));
+    int64_t taken, low;
+    measure(program, &taken, &low);
+    return pw_most_rows(&program->capacity) * (taken + low) * (int64_t)sizeof(float);
 }
 
 bool pw_low_rank_open(pw_program *program, char *memory) {
     pw_low_rows *low = &program->low;
     int64_t rows = pw_most_rows(&program->capacity);
     if (program->n_adapters == 0) return true;
-    measure(program, &low->row_bytes, &low->stride);
-    low->taken = memory;
-    low->low = (float *)(memory + rows * low->row_bytes);
+    measure(program, &low->taken_stride, &low->low_stride);
+    low->taken = (float *)memory;
+    low->low = low->taken + rows * low->taken_stride;
+    low->in_order = calloc((size_t)rows, sizeof *low->in_order);
+    if (!low->in_order) return false;
+    for (int64_t i = 0; i < rows; ++i) low->in_order[i] = i;
     for (int i = 0; i < 2; ++i) {
         low->adapted[i].rows = calloc((size_t)rows, sizeof *low->adapted[i].rows);
         low->adapted[i].first = calloc((size_t)program->n_adapters + 1, sizeof *low->adapted[i].first);
@@ -65,6 +60,7 @@ bool pw_low_rank_open(pw_program *program, char *memory) {
 }
 
 void pw_low_rank_close(pw_program *program) {
+    free(program->low.in_order);
     for (int32_t i = 0; i < program->n_ops; ++i) free(program->ops[i].low_rank);
     for (int i = 0; i < 2; ++i) {
         free(program->low.adapted[i].rows);
@@ -121,25 +117,24 @@ const pw_adapted *pw_adapted_rows(const pw_program *program, const pw_op *op) {
 /* ---- first products --------------------------------------------------------------------------------------------- */
 
 /* A row of the op as it enters a first product. */
-static void take_row(const pw_run *run, const pw_op *op, const pw_low_rank *own, int64_t row, int member, char *taken) {
+static const float *row_of(const pw_run *run, const pw_op *op, int64_t row, int member) {
     const pw_program *program = run->program;
     char *scratch = program->scratch + member * program->scratch_bytes;
-    const float *x = pw_linear_input(run, op, row, (float *)(scratch + PW_MAX_PARTS * program->private_row_bytes));
-    pw_form form = pw_form_of(&own->down);
-    run->kernels->gemm.prepare_rows(&form, own->down.k, x, 0, (pw_range){0, 1}, taken);
+    return pw_linear_input(run, op, row, (float *)(scratch + PW_MAX_PARTS * program->private_row_bytes));
 }
 
-/* Rows that were taken, in their places from `place` on, times some panels of A, and scaled. */
-static void multiply_down(const pw_run *run, const pw_low_rank *own, const char *taken, int64_t place, int64_t count,
+/* `count` rows x, whose places begin at `place`, times some panels of A, and scaled. */
+static void multiply_down(const pw_run *run, const pw_low_rank *own, const float *x, int64_t place, int64_t count,
                           pw_range panels) {
     const pw_low_rows *low = &run->program->low;
-    pw_activations x = {taken, low->row_bytes};
-    pw_schedule schedule = pw_default_schedule(&own->down, count, 1);
-    float *y = low->low + place * low->stride;
-    run->kernels->gemm.gemm(&own->down, &x, (pw_range){0, count}, panels, -1, y, low->stride, PW_STORE, &schedule);
-    int64_t end = smaller(panels.end * PW_PANEL, own->down.n);
+    int64_t begin = panels.begin * PW_PANEL, end = smaller(panels.end * PW_PANEL, own->down.n);
+    float *y = low->low + place * low->low_stride;
     for (int64_t i = 0; i < count; ++i)
-        for (int64_t c = panels.begin * PW_PANEL; c < end; ++c) y[i * low->stride + c] *= own->scales[c];
+        memset(y + i * low->low_stride + begin, 0, sizeof *y * (size_t)(end - begin));
+    pw_thin_rows rows = {x, low->taken_stride, y, low->low_stride, low->in_order, count};
+    run->kernels->ops.add_low_rank(&own->down, panels.begin, panels.end, &rows);
+    for (int64_t i = 0; i < count; ++i)
+        for (int64_t c = begin; c < end; ++c) y[i * low->low_stride + c] *= own->scales[c];
 }
 
 /* The first place of an adapter whose row is not before `row`. */
@@ -160,10 +155,12 @@ static void down_own_rows(const pw_run *run, const pw_op *op, const pw_adapted *
         const pw_low_rank *low_rank = &op->low_rank[a];
         if (low_rank->n_targets == 0) continue;
         int64_t place = place_of(adapted, a, own.begin), end = place_of(adapted, a, own.end);
-        char *taken = program->low.taken + place * program->low.row_bytes;
+        float *taken = program->low.taken + place * program->low.taken_stride;
         if (place >= end) continue;
-        for (int64_t i = place; i < end; ++i)
-            take_row(run, op, low_rank, adapted->rows[i], member, taken + (i - place) * program->low.row_bytes);
+        for (int64_t i = 0; i < end - place; ++i) {
+            const float *x = row_of(run, op, adapted->rows[place + i], member);
+            memcpy(taken + i * program->low.taken_stride, x, sizeof *x * (size_t)op->k);
+        }
         multiply_down(run, low_rank, taken, place, end - place, (pw_range){0, pw_panels(low_rank->down.n)});
     }
 }
@@ -171,7 +168,6 @@ static void down_own_rows(const pw_run *run, const pw_op *op, const pw_adapted *
 /* Fewer rows than members: a piece is a panel of a row, which its member takes for itself. */
 static void down_pieces(const pw_run *run, const pw_op *op, const pw_adapted *adapted, int member) {
     const pw_program *program = run->program;
-    char *taken = program->scratch + (member + 1) * program->scratch_bytes - program->low.row_bytes;
     int64_t pieces = 0, before = 0;
     for (int32_t a = 0; a < program->n_adapters; ++a)
         if (op->low_rank[a].n_targets)
@@ -183,8 +179,7 @@ static void down_pieces(const pw_run *run, const pw_op *op, const pw_adapted *ad
         for (int64_t place = adapted->first[a]; low_rank->n_targets && place < adapted->first[a + 1]; ++place, before += each) {
             pw_range panels = {larger(own.begin - before, 0), smaller(own.end - before, each)};
             if (panels.begin >= panels.end) continue;
-            take_row(run, op, low_rank, adapted->rows[place], member, taken);
-            multiply_down(run, low_rank, taken, place, 1, panels);
+            multiply_down(run, low_rank, row_of(run, op, adapted->rows[place], member), place, 1, panels);
         }
     }
 }
@@ -208,7 +203,7 @@ void pw_add_low_rank(const void *what, pw_range rows, pw_range columns) {
             int64_t begin = larger(to->column + columns.begin - target->column, 0);
             int64_t end = smaller(to->column + columns.end - target->column, target->up.n);
             if (begin >= end) continue;
-            pw_thin_rows added = {low->low + place * low->stride + target->from, low->stride,
+            pw_thin_rows added = {low->low + place * low->low_stride + target->from, low->low_stride,
                                   program->arena + to->op->out + target->column, to->op->out_stride,
                                   to->adapted->rows + place, count};
             to->run->kernels->ops.add_low_rank(&target->up, begin / PW_PANEL, pw_panels(end), &added);

@@ -4,7 +4,7 @@
  * for each target B. Rows are grouped by adapter. Whoever prepares a row for the op's own weights computes A of it; who
  * finishes a piece of the op's product adds B to it: a step meets no more often than without adapters.
  *
- * x is not rounded, and every sum is one chain of float32 multiply-adds (families/gemm_dense.h, path fma; rows/low_rank.c):
+ * x is not rounded, and every sum is one chain of float32 multiply-adds (families/rows/low_rank.c):
  *     |low - exact| <= gamma_k sum |a_i x_i|,   |delta - exact| <= gamma_(rank + 2) sum |b_j scale_j low_j|,
  * and the finished delta is added once. A row is computed for itself: no other row, adapter, cut or thread changes it, and
  * rows without an adapter are not touched. */
@@ -24,7 +24,7 @@ typedef struct {
 
 typedef struct pw_low_rank {
     int32_t n_targets;   /* 0: this adapter leaves the op alone */
-    pw_weight down;      /* [sum of ranks][k] */
+    pw_thin_weight down; /* [sum of ranks][k] */
     const float *scales; /* [sum of ranks]: of what it gives */
     pw_low_rank_target targets[PW_MAX_TARGETS];
 } pw_low_rank;
@@ -32,8 +32,7 @@ typedef struct pw_low_rank {
 /* Before the program is sealed: adapter `adapter` (from 1 on) of a linear op. A copy is kept. False without memory. */
 bool pw_program_adapt(pw_program *program, int32_t op, int32_t adapter, const pw_low_rank *low_rank);
 
-/* Bytes of one row as it enters a first product; those that ranks share, and their places from `memory` on. */
-int64_t pw_low_rank_row_bytes(const pw_program *program);
+/* Bytes of rows on their way, which ranks share, and their places from `memory` on. */
 int64_t pw_low_rank_bytes(const pw_program *program);
 bool pw_low_rank_open(pw_program *program, char *memory);
 void pw_low_rank_close(pw_program *program);

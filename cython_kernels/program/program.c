@@ -255,7 +255,7 @@ static layout lay_out(const pw_program *program) {
     l.private_row = row_bytes;
     l.prepared_each = aligned(row_bytes * larger(room->max_tokens, room->max_logit_rows));
     l.own_prepared_each = program->n_ranks > 1 ? aligned(row_bytes * PW_OWN_ROWS) : 0;
-    int64_t linear = PW_MAX_PARTS * row_bytes + row_floats * 4 + pw_low_rank_row_bytes(program);
+    int64_t linear = PW_MAX_PARTS * row_bytes + row_floats * 4;
     l.scratch_each = aligned(larger(linear, pw_attend_scratch_floats(&program->shape) * 4));
     lay_out_step(program, &l);
     l.angles = l.arena + aligned(program->arena_floats * 4);

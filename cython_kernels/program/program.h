@@ -165,10 +165,9 @@ typedef struct {
 typedef struct {
     bool is_used; /* by this step */
     pw_adapted adapted[2]; /* of all rows; of rows that want logits */
-    char *taken;
-    int64_t row_bytes;
-    float *low;
-    int64_t stride;
+    float *taken, *low; /* as they enter the first product, and what it gives */
+    int64_t taken_stride, low_stride;
+    int64_t *in_order; /* [rows]: 0, 1, .. */
 } pw_low_rows;
 
 typedef struct {

@@ -16,10 +16,10 @@ from phasewise.cython_kernels._native import Program
 from phasewise.cython_kernels.division import Division
 from phasewise.cython_kernels.errors import KernelError
 from phasewise.cython_kernels.kv_formats import kv_slot_bytes
-from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.errors import ModelError
-from phasewise.serving.models.low_rank import Adapter
+from phasewise.serving.models.low_rank import Adapter, behind_zeros
 from phasewise.serving.models.packed_model import STACKS, Experts, LayerKind, ModelConfig, PackedModel, Vector
 
 Parts = list[tuple[PackedWeight, int]]
@@ -271,7 +271,7 @@ class Linears:
         op = self.program.linear(parts, kind, *source, *target, **options)
         for number, adapter in enumerate(self.adapters, start=1):
             if reader is not None and (update := adapter.updates.get(reader)) is not None:
-                self.program.adapt(op, number, update.down, update.scales, update.ups)
+                self.program.adapt(op, number, update.down, update.scales, _within(update.ups, parts))
         for table, lookup in enumerate(self.lookups):
             for part, (whole, _) in enumerate(parts):
                 weight = whole if self.division is None else self.division.weight(whole, table)
@@ -314,6 +314,16 @@ class Linears:
 
     def _arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
         return self.lookups[0].arithmetic(weight) if self.lookups else (None, 1)
+
+
+def _within(ups: Sequence[tuple[int, PackedWeight]], parts: Parts) -> list[tuple[int, PackedWeight]]:
+    """Each from a panel of its part on: rows of zeros go before outputs that begin within one."""
+    placed = []
+    for column, up in ups:
+        first = max(start for _, start in parts if start <= column)
+        before = (column - first) % PANEL
+        placed.append((column - before, behind_zeros(up, before) if before else up))
+    return placed
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.cython_kernels.packing import Kind, PackedWeight, from_bf16, pack_dense, pack_thin, to_bf16
+from phasewise.cython_kernels.packing import (
+    Kind,
+    PackedWeight,
+    from_bf16,
+    pack_thin,
+    to_bf16,
+    unpack,
+)
 
 Matrix = npt.NDArray[np.float32]
 
@@ -79,11 +86,17 @@ def update_of(parts: Sequence[tuple[int, LowRank]]) -> Update:
     down = np.concatenate([part.a for _, part in parts])
     scales = np.concatenate([np.full(part.rank, part.scale, np.float32) for _, part in parts])
     ups = tuple((column, pack_thin(part.b, _kind(part.b))) for column, part in parts)
-    return Update(pack_dense(down, _kind(down)), scales, ups)
+    return Update(pack_thin(down, _kind(down)), scales, ups)
 
 
 def _kind(matrix: Matrix) -> Kind:
     return "bf16" if (from_bf16(to_bf16(matrix)) == matrix).all() else "f32"
+
+
+def behind_zeros(up: PackedWeight, n_zeros: int) -> PackedWeight:
+    """A weight of `pack_thin` with so many outputs that are always zero before its own."""
+    rows = unpack(up)
+    return pack_thin(np.concatenate([np.zeros((n_zeros, up.k), np.float32), rows]), up.kind)
 
 
 def flat(adapters: Sequence[Adapter]) -> tuple[dict[str, PackedWeight], dict[str, npt.NDArray[np.float32]]]:

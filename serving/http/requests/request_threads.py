@@ -66,7 +66,10 @@ class Preparation:
         sender = RequestOrigin(client.cache_space, patience)
 
         def work() -> tuple[list[Submit], list[RequestFacts], HeldTo | None]:
-            requests = [replace(submit, model=model.model_id) for submit in make(body, model, sender)]
+            requests = [
+                replace(submit, model=model.engine_id, adapter=model.adapter)
+                for submit in make(body, model, sender)
+            ]
             facts = facts_of(requests, body)
             return estimated(requests, facts, model), facts, held_to(body, model)
 

@@ -262,6 +262,7 @@ def _card(model: ServedModel) -> dict[str, Any]:
         "default_sampling": model.sampling.to_json(),
         "system_fingerprint": model.system_fingerprint,
         "arithmetic": model.arithmetic,
+        **({"parent": model.parent} if model.parent else {}),
     }
 
 

@@ -10,16 +10,21 @@ from pathlib import Path
 from phasewise._words import counted
 from phasewise.cython_kernels._native import MAX_ADAPTERS
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.adapters.low_rank_tensors import Pair, adapter_of
+from phasewise.serving.loaders.adapters.low_rank_tensors import Pair, adapter_of, parts_of
 from phasewise.serving.loaders.adapters.named_paths import named_paths
-from phasewise.serving.models.low_rank import Adapter
+from phasewise.serving.models.low_rank import Adapter, LowRank
 from phasewise.serving.models.packed_model import ModelConfig, PackedModel
 
 
 def load_adapter(name: str, path: Path, config: ModelConfig) -> Adapter:
     """PEFT's directory, or a GGUF file. ModelError in one line for what cannot run beside this model."""
+    return adapter_of(name, load_parts(path, config), config)
+
+
+def load_parts(path: Path, config: ModelConfig) -> dict[str, LowRank]:
+    """Its numbers, by our names of the weights that they are added to. ModelError."""
     with ExitStack() as stack:
-        return adapter_of(name, _pairs(path, config, stack), config, str(path))
+        return parts_of(_pairs(path, config, stack), config, str(path))
 
 
 def _pairs(path: Path, config: ModelConfig, stack: ExitStack) -> dict[str, Pair]:

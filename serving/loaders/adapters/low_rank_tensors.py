@@ -63,8 +63,8 @@ def _numbers(tensor: SourceTensor, whose: str) -> Matrix:
     return numbers
 
 
-def adapter_of(name: str, pairs: Mapping[str, Pair], config: ModelConfig, what: str) -> Adapter:
-    """The adapter of these pairs, by our names of weights. what: its file, for errors."""
+def parts_of(pairs: Mapping[str, Pair], config: ModelConfig, what: str) -> dict[str, LowRank]:
+    """The numbers of these pairs, by our names of weights. what: their file, for errors. ModelError."""
     if config.encoder is not None:
         raise ModelError(f"{what}: adapters are for models that generate text")
     if not pairs:
@@ -78,6 +78,11 @@ def adapter_of(name: str, pairs: Mapping[str, Pair], config: ModelConfig, what: 
                 " and of the feed-forward layer, which alone can run"
             )
         parts[ours] = checked(pair, shapes[ours], what)
+    return parts
+
+
+def adapter_of(name: str, parts: Mapping[str, LowRank], config: ModelConfig) -> Adapter:
+    """The adapter of these weights, as a program reads it."""
     updates = {}
     for layer in range(config.n_layers):
         for reader, weights in _readers(config).items():

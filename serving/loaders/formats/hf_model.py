@@ -99,6 +99,12 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
         raise
 
 
+def open_shards(path: Path) -> list[tuple[SourceFile, dict[str, TensorEntry]]]:
+    """The weight files of a directory with their tables. The caller closes them."""
+    directory = ModelDirectory(path)
+    return open_all(directory, _shards(directory))
+
+
 def _shards(directory: ModelDirectory) -> list[str]:
     """The weight files: the single one, those of the index, or the only one there is."""
     if directory.has(SINGLE):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.support.models.reference_models import raw_values
+from tests.support.models.reference_models import FIXTURES, raw_values, tiny_case_weights
 from tests.support.models.tiny_models import GgufWriter, gguf_name, interleave_heads, safetensors_bytes
 
 ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -97,3 +98,44 @@ def merged(weights: Mapping[str, np.ndarray], pairs: Pairs, scale: float) -> dic
     for name, (a, b) in pairs.items():
         out[name] = (weights[name] + scale * (b.astype(np.float64) @ a.astype(np.float64))).astype(np.float32)
     return out
+
+
+TINY_CASE = "llama3-scaling"
+"""The model of `tests.support.models.reference_models` that `CASES` belong to."""
+REFERENCE = FIXTURES / "adapters.json"
+"""What transformers and PEFT say of `CASES`: `tests/data/make_adapters.py`."""
+
+
+@dataclass(frozen=True)
+class AdapterCase:
+    """One adapter of the tiny model: its ranks and modules, its file's type, and more of its config."""
+
+    rank: int = 4
+    targets: tuple[str, ...] = ALL_TARGETS
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    dtype: str = "float32"
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+CASES: dict[str, AdapterCase] = {
+    "all": AdapterCase(),
+    "attention": AdapterCase(16, ATTENTION, dtype="bfloat16"),
+    "rslora": AdapterCase(3, ("q_proj", "down_proj"), config={"use_rslora": True, "lora_alpha": 5}),
+    "patterns": AdapterCase(
+        4,
+        ("k_proj", "o_proj", "up_proj"),
+        {"o_proj": 7},
+        config={
+            "rank_pattern": {"o_proj": 7},
+            "alpha_pattern": {"model.layers.0.self_attn.k_proj": 3, "up_proj": 12},
+        },
+    ),
+}
+
+
+def write_case(folder: Path, name: str) -> Path:
+    """The PEFT directory of one of CASES."""
+    case = CASES[name]
+    pairs = drawn_pairs(tiny_case_weights(TINY_CASE), name, case.rank, case.targets, case.ranks)
+    fields = {"r": case.rank, "lora_alpha": 2 * case.rank, **case.config}
+    return write_peft(folder, pairs, case.dtype, **fields)
