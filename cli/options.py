@@ -144,7 +144,9 @@ LoraOption = Annotated[
 OneLoraOption = Annotated[
     str | None,
     typer.Option(
-        "--lora", metavar="PATH", help="answer with this adapter of MODEL (LoRA): PEFT's directory or a GGUF file"
+        "--lora",
+        metavar="PATH",
+        help="answer with this adapter of MODEL (LoRA): PEFT's directory or a GGUF file",
     ),
 ]
 DbOption = Annotated[

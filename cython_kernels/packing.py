@@ -203,7 +203,7 @@ def thin_shape(kind: Kind, n: int, k: int) -> tuple[int, ...]:
 
 
 def pack_thin(w: Array, kind: Kind) -> PackedWeight:
-    """As `pack_dense`, with k padded to a pair at most: of few inputs or outputs, for `add_low_rank` alone."""
+    """As `pack_dense`, with k padded to a pair at most: of few inputs or outputs, for `add_low_rank`."""
     packed = pack_dense(w, kind)
     return replace(packed, values=np.ascontiguousarray(packed.values[:, : thin_shape(kind, *w.shape)[1]]))
 

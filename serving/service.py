@@ -299,7 +299,7 @@ def _served(
 
 
 def with_adapters(own: ServedModel, adapters: Sequence[Adapter], taken: Collection[str]) -> list[ServedModel]:
-    """Each adapter of a model as requests see it: `base:adapter`, and by its own name where no model has that.
+    """Each adapter of a model as requests see it: `base:adapter`, or its own name where no model has that.
 
     taken: the names of all models.
     """

@@ -18,9 +18,7 @@ def merge(
     model: ModelArgument,
     lora: Annotated[
         str,
-        typer.Option(
-            "--lora", metavar="PATH", help="the adapter (LoRA): PEFT's directory or a GGUF file"
-        ),
+        typer.Option("--lora", metavar="PATH", help="the adapter (LoRA): PEFT's directory or a GGUF file"),
     ],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="DIRECTORY", help="directory to write; new")],
     dtype: Annotated[Dtype, typer.Option(help="type of the numbers in the file")] = "bf16",

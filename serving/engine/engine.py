@@ -386,9 +386,7 @@ class Engine:
         n_top = message.prompt_logprobs
         scores = None if n_top is None else PromptScores(message.prompt_token_ids, n_top)
         adapter = self.adapters.get(message.adapter, 0)
-        return _Live(
-            message, max_tokens, sampler, text, end_token_ids, chain, scores=scores, adapter=adapter
-        )
+        return _Live(message, max_tokens, sampler, text, end_token_ids, chain, scores=scores, adapter=adapter)
 
     def _pace(self) -> tuple[int | None, int | None]:
         """Arguments of `next_batch`. Drafts fill the rows of a step by themselves."""

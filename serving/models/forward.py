@@ -172,7 +172,9 @@ def build_program(
                 f"{model.name} is an encoder and generates no text: `phasewise embed` makes vectors of it"
             )
         program = open_program(model, capacity, division, patience_s, gives)
-        linears = Linears(program, schedules, max(capacity.step_tokens, capacity.logit_rows), division, model.adapters)
+        linears = Linears(
+            program, schedules, max(capacity.step_tokens, capacity.logit_rows), division, model.adapters
+        )
         arena = _lay_out(model.config, capacity.step_tokens, capacity.logit_rows)
         embed_scale = config.embed_scale / config.residual_scale
         program.embed(weight_of(model, "embed"), arena.hidden, arena.hidden_stride, embed_scale)

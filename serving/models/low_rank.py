@@ -51,8 +51,8 @@ class LowRank:
 class Update:
     """What an adapter adds to the outputs of weights that read the same rows.
 
-    down: [sum of ranks, inputs], A below A. scales: of each of its outputs. ups: (first column of the outputs,
-    [outputs, rank]) of each weight.
+    down: [sum of ranks, inputs], A below A. scales: of each of its outputs. ups: of each weight the first
+    column of its outputs and B, [outputs, rank].
     """
 
     down: PackedWeight
@@ -68,7 +68,7 @@ class Update:
 class Adapter:
     """An adapter of one model. updates: by what reads the same rows, e.g. "layers.3.qkv".
 
-    content_hash: SHA-256 of its numbers, their places and scales, however a file writes them.
+    content_hash: SHA-256 of its numbers, their places and scales, whatever the file's format.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The second product of an adapter: within its stated bound of float64, the same bits for any rows and panels."""
+"""An adapter's products: within the stated bound of float64, the same bits for any rows and panels."""
 
 from __future__ import annotations
 
@@ -33,10 +33,8 @@ def test_packing_loses_nothing(n: int, rank: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["f32", "bf16"])
 @pytest.mark.parametrize(("n", "rank"), SHAPES)
-def test_sums_keep_their_bound_and_are_the_same_everywhere(
-    n: int, rank: int, kind: str
-) -> None:
-    """gamma_rank of the sum and one rounding of the addition; equal bits on every ISA, alone or in company."""
+def test_sums_keep_their_bound_and_are_the_same_everywhere(n: int, rank: int, kind: str) -> None:
+    """gamma_rank of the sum, one rounding of the addition; equal bits on every ISA, alone or in company."""
     w, x, before = _drawn(n, rank, kind)
     packed, rows = pack_thin(w, kind), [5, 0, 3, 8, 1, 2, 7]  # type: ignore[arg-type]
     delta = x.astype(np.float64) @ w.T.astype(np.float64)

@@ -44,9 +44,7 @@ class Merged:
     n_tensors: int
 
 
-def merge(
-    model: str, adapter: str, out: Path, dtype: MergedType, report: Report = silent
-) -> Merged:
+def merge(model: str, adapter: str, out: Path, dtype: MergedType, report: Report = silent) -> Merged:
     """Write `model` with the adapter at a path in it, as a directory of its own.
 
     Raises ModelError for what cannot be read, WorkflowError for a GGUF model and for a directory that exists.
@@ -60,8 +58,8 @@ def merge(
     located = locate(model, cache_root(None), report)
     if not located.path.is_dir():
         raise WorkflowError(
-            f"{located.path} is a GGUF file, whose weights are rounded already: give the Hugging Face directory"
-            " that it was made from"
+            f"{located.path} is a GGUF file, whose weights are rounded already: give the Hugging Face"
+            " directory that it was made from"
         )
     with open_source(located) as source, ExitStack() as stack:
         parts = load_parts(Path(adapter), source.config)
@@ -74,13 +72,15 @@ def merge(
         with new_directory(out) as directory:
             write_tensors(directory / "model.safetensors", merging.tensors(opened, report), n_tensors)
             if missed := set(parts) - merging.changed:
-                raise WorkflowError(f"{located.path} has no tensor for {min(missed)}, which the adapter changes")
+                raise WorkflowError(
+                    f"{located.path} has no tensor for {min(missed)}, which the adapter changes"
+                )
             write_texts(source, directory, None, _DTYPES[dtype][1])
     return Merged(out, len(merging.changed), n_tensors)
 
 
 class _Merging:
-    """A model's tensors with an adapter in them. changed: weights, by our names, that it has changed so far."""
+    """A model's tensors with an adapter in them. changed: weights, by our names, changed so far."""
 
     def __init__(
         self, source: ModelSource, family: Family, parts: dict[str, LowRank], dtype: MergedType

@@ -34,7 +34,9 @@ def gguf_pairs(path: Path, config: ModelConfig, stack: ExitStack) -> dict[str, P
     kind = field(metadata, "general.type", str, "model")
     method = field(metadata, "adapter.type", str, "none")
     if (kind, method) != ("adapter", "lora"):
-        raise ModelError(f"{path} is no LoRA adapter: its general.type is {kind!r:.40}, adapter.type {method!r:.40}")
+        raise ModelError(
+            f"{path} is no LoRA adapter: its general.type is {kind!r:.40}, adapter.type {method!r:.40}"
+        )
     if metadata.get("adapter.alora.invocation_tokens"):
         raise ModelError(f"{path} has activation from a token on (aLoRA), which cannot run")
     alpha = field(metadata, "adapter.lora.alpha", float, 0.0)
@@ -50,7 +52,9 @@ def _pairs(
     for theirs, info in infos.items():
         match = _PAIR.fullmatch(theirs)
         if match is None or len(info.shape) != 2:
-            raise ModelError(f"{file.path} has a tensor {theirs!r:.120} that is neither lora_a nor lora_b of a matrix")
+            raise ModelError(
+                f"{file.path} has a tensor {theirs!r:.120} that is neither lora_a nor lora_b of a matrix"
+            )
         found.setdefault(match[1], {})[match[2]] = info
     names = {**LAYER_NAMES, **family.gguf_names}
     shapes = shapes_of_all(config, has_bias=False)

@@ -44,11 +44,13 @@ def checked(pair: Pair, shape: tuple[int, int], what: str) -> LowRank:
         raise ModelError(f"{whose} has rank {rank}; 1 to {MOST_RANK} can run")
     if pair.a.shape != (rank, inputs) or pair.b.shape != (outputs, rank):
         raise ModelError(
-            f"{whose} has A {list(pair.a.shape)} and B {list(pair.b.shape)} beside a weight of {outputs} outputs"
-            f" and {inputs} inputs: it is another model's"
+            f"{whose} has A {list(pair.a.shape)} and B {list(pair.b.shape)} beside a weight of"
+            f" {outputs} outputs and {inputs} inputs: it is another model's"
         )
     if not (math.isfinite(pair.scale) and abs(pair.scale) <= MOST_SCALE):
-        raise ModelError(f"{whose} is scaled by {pair.scale!r:.40}: a number within {MOST_SCALE:.0e} expected")
+        raise ModelError(
+            f"{whose} is scaled by {pair.scale!r:.40}: a number within {MOST_SCALE:.0e} expected"
+        )
     return LowRank(_numbers(pair.a, whose), _numbers(pair.b, whose), float(np.float32(pair.scale)))
 
 
@@ -74,8 +76,8 @@ def parts_of(pairs: Mapping[str, Pair], config: ModelConfig, what: str) -> dict[
     for ours, pair in pairs.items():
         if ours.rpartition(".")[2] not in _COLUMNS or ours not in shapes:
             raise ModelError(
-                f"{what}: {pair.theirs!r:.120} is an adapter of something else than the projections of attention"
-                " and of the feed-forward layer, which alone can run"
+                f"{what}: {pair.theirs!r:.120} is an adapter of something else than the projections of"
+                " attention and of the feed-forward layer, which alone can run"
             )
         parts[ours] = checked(pair, shapes[ours], what)
     return parts

@@ -66,9 +66,7 @@ def test_both_formats_give_the_same_adapter(tmp_path: Path) -> None:
         ({"alpha_pattern": {"^model.layers.0.self_attn.q_proj": 2}}, 0.5),
     ],
 )
-def test_scales_are_those_that_peft_would_use(
-    tmp_path: Path, changes: dict[str, Any], scale: float
-) -> None:
+def test_scales_are_those_that_peft_would_use(tmp_path: Path, changes: dict[str, Any], scale: float) -> None:
     drawn = pairs(rank=4, targets=("q_proj",))
     parts = load_parts(write_peft(tmp_path / "a", drawn, **changes), config())
 
@@ -148,11 +146,15 @@ SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
     "head": (_with_tensor("base_model.model.lm_head.lora_A.weight", np.zeros((4, 64), np.float32)), "lora_A"),
     "stranger": (_with_tensor(f"{_Q}.lora_C.weight", np.zeros((4, 64), np.float32)), "lora_C"),
     "half": (
-        _with_tensor("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight", np.zeros((4, 64), np.float32)),
+        _with_tensor(
+            "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight", np.zeros((4, 64), np.float32)
+        ),
         "only lora_A",
     ),
     "layer": (
-        _with_tensor("base_model.model.model.layers.9.mlp.up_proj.lora_A.weight", np.zeros((4, 64), np.float32)),
+        _with_tensor(
+            "base_model.model.model.layers.9.mlp.up_proj.lora_A.weight", np.zeros((4, 64), np.float32)
+        ),
         "only lora_A",
     ),
 }

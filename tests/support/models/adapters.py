@@ -1,4 +1,4 @@
-"""Adapters for tiny models: PEFT directories and GGUF files with drawn numbers, and the weights that they make."""
+"""Adapters for tiny models: PEFT directories and GGUF files with drawn numbers, and merged weights."""
 
 from __future__ import annotations
 
