@@ -149,7 +149,7 @@ def _checked(fields: Mapping[str, Any], path: Path) -> _Scaling:
             " path_initial_model_for_weight_conversion"
         )
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
-    if type(rank) is not int or type(alpha) not in (int, float):
+    if type(rank) is not int or not isinstance(alpha, int | float):
         raise ModelError(f"{path} has r {rank!r:.40} and lora_alpha {alpha!r:.40}: numbers expected")
     patterns = [fields.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
     for pattern in patterns:
