@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from phasewise._words import counted
 from phasewise.cli.options import JsonOption, ModelArgument
 from phasewise.cli.present import note, print_json, say
 
@@ -36,4 +37,5 @@ def merge(
     if as_json:
         print_json({"out": str(merged.out), "changed": merged.n_changed, "tensors": merged.n_tensors})
     else:
-        say(f"{merged.out}: {merged.n_changed} weights changed, {merged.n_tensors} tensors written")
+        changed = counted(merged.n_changed, "weight")
+        say(f"{merged.out}: {changed} changed, {counted(merged.n_tensors, 'tensor')} written")

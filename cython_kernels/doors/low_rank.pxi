@@ -1,7 +1,7 @@
 # Low-rank products beside the weights of linear ops. Textually included by _native.pyx.
 
 
-cdef extern from "program/low_rank.h" nogil:
+cdef extern from "program/program.h" nogil:
     enum:
         PW_MAX_TARGETS
         PW_MAX_ADAPTERS

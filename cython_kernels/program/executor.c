@@ -7,7 +7,7 @@
 #include "program/executor.h"
 #include "program/experts.h"
 #include "program/linear.h"
-#include "program/low_rank.h"
+#include "adapters/low_rank.h"
 
 /* The slots of positions [position, end) of a slice, as far as they lie one behind the other. */
 static pw_slots slots_from(const pw_step *step, const pw_slice *slice, int64_t position, int64_t end) {

@@ -3,7 +3,7 @@
 
 #include "program/exact.h"
 #include "program/linear.h"
-#include "program/low_rank.h"
+#include "adapters/low_rank.h"
 
 static pw_range member_rows(int64_t rows, int threads, int member) {
     return (pw_range){rows * member / threads, rows * (member + 1) / threads};
@@ -42,19 +42,8 @@ void pw_run_embed(pw_run *run, const pw_op *op, int member) {
     }
 }
 
-const float *pw_linear_input(const pw_run *run, const pw_op *op, int64_t row, float *scratch) {
-    const pw_program *program = run->program;
-    const pw_op_kernels *ops = &run->kernels->ops;
-    int64_t source = op->rows == PW_GATHERED_ROWS ? program->step.logit_rows[row] : row;
-    const float *x = program->arena + op->in + source * op->in_stride;
-    if (op->source == PW_FROM_NORM) ops->rmsnorm(op->k, x, op->norm, op->eps, scratch);
-    if (op->source == PW_FROM_GATE) ops->gates[op->gate](op->k, x, x + op->k, scratch);
-    if (op->source == PW_FROM_ACTIVATION) ops->activations[op->gate](op->k, x, op->bias, scratch);
-    return op->source == PW_FROM_ROWS ? x : scratch;
-}
-
 static void prepare_row(const pw_run *run, const pw_op *op, int64_t row, float *scratch, char *const *prepared) {
-    const float *x = pw_linear_input(run, op, row, scratch);
+    const float *x = pw_op_input(run, op, row, scratch);
     if (op->tap) memcpy(op->tap + row * op->k, x, sizeof(float) * (size_t)op->k);
     const pw_preparation *preparation = &op->preparations[run->table];
     for (int32_t i = 0; i < preparation->count; ++i)

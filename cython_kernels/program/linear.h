@@ -5,9 +5,6 @@
 #include "program/run.h"
 
 void pw_run_embed(pw_run *run, const pw_op *op, int member);
-/* A row as a linear op reads it: where it lies, or normalised or gated in `scratch`. */
-const float *pw_linear_input(const pw_run *run, const pw_op *op, int64_t row, float *scratch);
-
 void pw_run_linear(pw_run *run, const pw_op *op, int member);
 
 #endif

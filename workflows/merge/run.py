@@ -23,9 +23,9 @@ from phasewise.workflows.prune.directory import Tensor, new_directory, write_ten
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
-    from phasewise._safetensors import TensorEntry
     from phasewise.serving.loaders.families import Family
-    from phasewise.serving.loaders.source import ModelSource, SourceFile
+    from phasewise.serving.loaders.formats.hf_model import Shards
+    from phasewise.serving.loaders.source import ModelSource
     from phasewise.serving.models.low_rank import LowRank
 
 Array = npt.NDArray[Any]
@@ -88,9 +88,7 @@ class _Merging:
         self._source, self._family, self._parts, self._dtype = source, family, parts, dtype
         self.changed: set[str] = set()
 
-    def tensors(
-        self, opened: list[tuple[SourceFile, dict[str, TensorEntry]]], report: Report
-    ) -> Iterator[Tensor]:
+    def tensors(self, opened: Shards, report: Report) -> Iterator[Tensor]:
         """In the order of the files."""
         from phasewise.serving.loaders.formats.safetensors_file import tensor_of
 

@@ -57,7 +57,7 @@ class _Scaling:
     by_root: bool
 
     def of(self, module: str, rank: int, what: str) -> float:
-        """Of a module whose A has `rank` rows."""
+        """The scale of a module whose A has `rank` rows."""
         stated = _by_pattern(self.ranks, module, self.rank)
         if stated != rank:
             raise ModelError(f"{what}: {module!r:.120} has rank {rank}, and {CONFIG} says {stated!r:.40}")

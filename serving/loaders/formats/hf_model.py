@@ -47,6 +47,8 @@ LAYER_NAMES = {
 }  # fmt: skip
 MAX_SHARDS = 512
 BLOCKS, SCALES = "_blocks", "_scales"  # of one tensor in MXFP4
+Shards = list[tuple[SourceFile, dict[str, TensorEntry]]]
+"""Weight files, open, each with its table."""
 BARE = ("layers.", "embed_tokens.", "norm.")
 DERIVED = "self_attn.rotary_emb.inv_freq"  # old checkpoints store what the config implies
 
@@ -99,7 +101,7 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
         raise
 
 
-def open_shards(path: Path) -> list[tuple[SourceFile, dict[str, TensorEntry]]]:
+def open_shards(path: Path) -> Shards:
     """The weight files of a directory with their tables. The caller closes them."""
     directory = ModelDirectory(path)
     return open_all(directory, _shards(directory))

@@ -1,72 +1,9 @@
-#include "program/low_rank.h"
+#include "adapters/low_rank.h"
 
-#include "program/linear.h"
-
-#include <stdlib.h>
 #include <string.h>
-
-enum { LINE = 64, FLOATS_OF_LINE = LINE / sizeof(float) };
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-/* ---- building --------------------------------------------------------------------------------------------------- */
-
-bool pw_program_adapt(pw_program *program, int32_t op, int32_t adapter, const pw_low_rank *low_rank) {
-    pw_op *adapted = &program->ops[op];
-    if (!adapted->low_rank) adapted->low_rank = calloc(PW_MAX_ADAPTERS, sizeof *adapted->low_rank);
-    if (!adapted->low_rank) return false;
-    adapted->low_rank[adapter - 1] = *low_rank;
-    program->n_adapters = (int32_t)larger(program->n_adapters, adapter);
-    return true;
-}
-
-/* The longest row that enters a first product, and the most numbers that one gives, in whole lines. */
-static void measure(const pw_program *program, int64_t *taken, int64_t *low) {
-    *taken = *low = 0;
-    for (int32_t i = 0; i < program->n_ops; ++i)
-        for (int32_t a = 0; program->ops[i].low_rank && a < program->n_adapters; ++a) {
-            const pw_low_rank *own = &program->ops[i].low_rank[a];
-            if (own->n_targets == 0) continue;
-            *taken = larger(*taken, own->down.rank);
-            *low = larger(*low, own->down.n);
-        }
-    *taken = (*taken + FLOATS_OF_LINE - 1) / FLOATS_OF_LINE * FLOATS_OF_LINE;
-    *low = (*low + FLOATS_OF_LINE - 1) / FLOATS_OF_LINE * FLOATS_OF_LINE;
-}
-
-int64_t pw_low_rank_bytes(const pw_program *program) {
-    int64_t taken, low;
-    measure(program, &taken, &low);
-    return pw_most_rows(&program->capacity) * (taken + low) * (int64_t)sizeof(float);
-}
-
-bool pw_low_rank_open(pw_program *program, char *memory) {
-    pw_low_rows *low = &program->low;
-    int64_t rows = pw_most_rows(&program->capacity);
-    if (program->n_adapters == 0) return true;
-    measure(program, &low->taken_stride, &low->low_stride);
-    low->taken = (float *)memory;
-    low->low = low->taken + rows * low->taken_stride;
-    low->in_order = calloc((size_t)rows, sizeof *low->in_order);
-    if (!low->in_order) return false;
-    for (int64_t i = 0; i < rows; ++i) low->in_order[i] = i;
-    for (int i = 0; i < 2; ++i) {
-        low->adapted[i].rows = calloc((size_t)rows, sizeof *low->adapted[i].rows);
-        low->adapted[i].first = calloc((size_t)program->n_adapters + 1, sizeof *low->adapted[i].first);
-        if (!low->adapted[i].rows || !low->adapted[i].first) return false;
-    }
-    return true;
-}
-
-void pw_low_rank_close(pw_program *program) {
-    free(program->low.in_order);
-    for (int32_t i = 0; i < program->n_ops; ++i) free(program->ops[i].low_rank);
-    for (int i = 0; i < 2; ++i) {
-        free(program->low.adapted[i].rows);
-        free(program->low.adapted[i].first);
-    }
-}
 
 /* ---- a step ----------------------------------------------------------------------------------------------------- */
 
@@ -120,7 +57,7 @@ const pw_adapted *pw_adapted_rows(const pw_program *program, const pw_op *op) {
 static const float *row_of(const pw_run *run, const pw_op *op, int64_t row, int member) {
     const pw_program *program = run->program;
     char *scratch = program->scratch + member * program->scratch_bytes;
-    return pw_linear_input(run, op, row, (float *)(scratch + PW_MAX_PARTS * program->private_row_bytes));
+    return pw_op_input(run, op, row, (float *)(scratch + PW_MAX_PARTS * program->private_row_bytes));
 }
 
 /* `count` rows x, whose places begin at `place`, times some panels of A, and scaled. */

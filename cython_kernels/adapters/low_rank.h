@@ -13,30 +13,6 @@
 
 #include "program/run.h"
 
-enum { PW_MAX_TARGETS = 3, PW_MAX_ADAPTERS = 256, PW_MAX_LOW_ROWS = 4096 };
-
-/* Some columns of an op's output rows: y[column ..] += up (low[from ..] as its inputs). `column` is whole panels away from
- * the first column of the part that it lies in. */
-typedef struct {
-    int64_t column, from;
-    pw_thin_weight up;
-} pw_low_rank_target;
-
-typedef struct pw_low_rank {
-    int32_t n_targets;   /* 0: this adapter leaves the op alone */
-    pw_thin_weight down; /* [sum of ranks][k] */
-    const float *scales; /* [sum of ranks]: of what it gives */
-    pw_low_rank_target targets[PW_MAX_TARGETS];
-} pw_low_rank;
-
-/* Before the program is sealed: adapter `adapter` (from 1 on) of a linear op. A copy is kept. False without memory. */
-bool pw_program_adapt(pw_program *program, int32_t op, int32_t adapter, const pw_low_rank *low_rank);
-
-/* Bytes of rows on their way, which ranks share, and their places from `memory` on. */
-int64_t pw_low_rank_bytes(const pw_program *program);
-bool pw_low_rank_open(pw_program *program, char *memory);
-void pw_low_rank_close(pw_program *program);
-
 /* Which rows of the step have which adapter; NULL, or what is wrong with the step. */
 const char *pw_low_rank_check(pw_program *program);
 
