@@ -36,7 +36,7 @@ READERS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class LowRank:
-    """An adapter of one weight: y += scale * B (A x). a: float32 [rank, inputs]; b: float32 [outputs, rank]."""
+    """An adapter of one weight: y += scale * B (A x), A float32 [rank, inputs], B [outputs, rank]."""
 
     a: Matrix
     b: Matrix
