@@ -49,7 +49,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Update:
-    """What an adapter adds to the outputs of weights that read the same rows.
+    """The part of an adapter that is added to the outputs of weights which read the same rows.
 
     down: [sum of ranks, inputs], A below A. scales: of each of its outputs. ups: of each weight the first
     column of its outputs and B, [outputs, rank].
@@ -77,7 +77,7 @@ class Adapter:
 
     @property
     def n_bytes(self) -> int:
-        """What a step reads of it."""
+        """Bytes of it that a step reads."""
         return sum(update.n_bytes for update in self.updates.values())
 
 

@@ -460,7 +460,7 @@ class PackedModel:
     embedding: Embedding | None = None
     """The pooling of texts to vectors; None for a model that is not made for that."""
     adapters: tuple[Adapter, ...] = ()
-    """What requests may have on top; a slice names them by their numbers, from 1 on."""
+    """Adapters that requests may have on top; a slice names them by their numbers, from 1 on."""
 
     def products(self) -> dict[str, PackedWeight]:
         """The arrays that products read, by name: of a stack of experts the first one's weight, elsewhere

@@ -23,7 +23,7 @@ def _drawn(n: int, rank: int, kind: str, m: int = 7) -> tuple[np.ndarray, np.nda
 @pytest.mark.parametrize("kind", ["f32", "bf16"])
 @pytest.mark.parametrize(("n", "rank"), SHAPES)
 def test_packing_loses_nothing(n: int, rank: int, kind: str) -> None:
-    """What is packed is what is unpacked, in no more room than pairs need."""
+    """Unpacked numbers are those that were packed, in no more room than pairs need."""
     w, _, _ = _drawn(n, rank, kind)
     packed = pack_thin(w, kind)  # type: ignore[arg-type]
 

@@ -107,7 +107,7 @@ def _readers(config: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _column(weight: str, config: ModelConfig) -> int:
-    """Where the outputs of a weight begin among those that read the same rows."""
+    """The first column of a weight's outputs among those that read the same rows."""
     experts = config.experts
     width = experts.shared_ffn if experts is not None else config.ffn
     columns = {"k": config.q_rows, "v": config.q_rows + config.kv_rows, "up": width if config.gated else 0}

@@ -48,7 +48,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
 @dataclass(frozen=True)
 class _Scaling:
-    """What B (A x) is multiplied by: alpha / r, or alpha / sqrt(r)."""
+    """The factors of B (A x): alpha / r, or alpha / sqrt(r)."""
 
     rank: int
     alpha: float

@@ -103,7 +103,7 @@ def merged(weights: Mapping[str, np.ndarray], pairs: Pairs, scale: float) -> dic
 TINY_CASE = "llama3-scaling"
 """The model of `tests.support.models.reference_models` that `CASES` belong to."""
 REFERENCE = FIXTURES / "adapters.json"
-"""What transformers and PEFT say of `CASES`: `tests/data/make_adapters.py`."""
+"""Logits of `CASES` by transformers and PEFT: `tests/data/make_adapters.py`."""
 
 
 @dataclass(frozen=True)
