@@ -34,7 +34,7 @@ class Request:
 
     @property
     def prefix_space(self) -> str:
-        """Prompts that begin alike have the same keys and values within it: one cache space, and one adapter."""
+        """Prompts that begin alike have the same keys and values in it: of one cache space and adapter."""
         return f"{self.adapter}/{self.cache_space}"
 
     @property
