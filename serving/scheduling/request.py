@@ -33,11 +33,6 @@ class Request:
     """The number of the model's adapter that computes it, from 1 on; 0: the model alone."""
 
     @property
-    def prefix_space(self) -> str:
-        """Prompts that begin alike have the same keys and values in it: of one cache space and adapter."""
-        return f"{self.adapter}/{self.cache_space}"
-
-    @property
     def most_tokens(self) -> int:
         """Positions that hold the request to its very end."""
         return len(self.prompt_token_ids) + self.max_tokens

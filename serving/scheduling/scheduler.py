@@ -150,7 +150,7 @@ class Scheduler:
         sequence.awaits_kv, sequence.has_started = False, True
         self._unpin(sequence)
         if self._prefixes is not None:
-            token_ids, space = sequence.request.prompt_token_ids, sequence.request.prefix_space
+            token_ids, space = sequence.request.prompt_token_ids, sequence.request.cache_space
             sequence.runs = chain(token_ids, space=space)
             self._prefixes.start(request_id, (token_ids, sequence.runs), sequence.placement, space)
             self._prefixes.advance(request_id, len(token_ids))
@@ -487,7 +487,7 @@ class Scheduler:
         """Begin to write its block, with keys and values that others have computed. False: they soon will."""
         prefixes, placement = self._prefixes, _placed(sequence)
         if prefixes is not None:
-            token_ids, space = sequence.token_ids, sequence.request.prefix_space
+            token_ids, space = sequence.token_ids, sequence.request.cache_space
             if sequence.runs is None:
                 sequence.runs = chain(token_ids, space=space)
             takes_over = sequence.request.takes_over
