@@ -24,9 +24,8 @@ from tests.support.machines.paper_machines import xeon
 from tests.support.machines.stored_plans import keep_embedding_plan, keep_plan
 from tests.support.models.adapters import drawn_pairs, write_peft
 from tests.support.models.encoder_models import write_encoder
-from tests.support.models.tiny_models import TinyShape, tiny_gguf
-from tests.support.prefix_packs import write_pack
 from tests.support.models.tiny_models import TinyShape, tiny_gguf, tiny_weights
+from tests.support.prefix_packs import write_pack
 
 TLS = Path(__file__).parents[1] / "data" / "tls"
 
