@@ -23,6 +23,7 @@ from phasewise.cli.commands import (
     generate,
     help_topic,
     kernels,
+    merge,
     models,
     predict_len,
     prefix,
@@ -64,6 +65,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "tune-embed": tune_embed.tune_embed,
         "predict-len": predict_len.app,
         "prune": prune.prune,
+        "merge": merge.merge,
     },
     "Planning": {
         "simulate": simulate.simulate,

@@ -140,6 +140,24 @@ VectorArithmeticOption = Annotated[
         help="how weights are multiplied. canonical: with the same bits on every CPU; tuned: fastest here",
     ),
 ]
+LoraOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora",
+        metavar="NAME=PATH",
+        envvar="PHASEWISE_LORA",
+        help="adapter of MODEL (LoRA): PEFT's directory or a GGUF file, which requests name as MODEL:NAME "
+        "[repeatable]",
+    ),
+]
+OneLoraOption = Annotated[
+    str | None,
+    typer.Option(
+        "--lora",
+        metavar="PATH",
+        help="answer with this adapter of MODEL (LoRA): PEFT's directory or a GGUF file",
+    ),
+]
 DbOption = Annotated[
     str | None,
     typer.Option(

@@ -36,6 +36,8 @@ class _Slice(Protocol):
     def n_drafted(self) -> int: ...
     @property
     def ring(self) -> tuple[int, int] | None: ...
+    @property
+    def adapter(self) -> int: ...
 
 class _Experts(Protocol):
     """A mixture of experts: how many there are, and how many of them compute a row."""
@@ -366,7 +368,27 @@ class ProgramBuilder:
     def shared_bytes(self) -> int: ...
     def whole_kv_bytes(self) -> int: ...
 
-class Program(ProgramBuilder):
+MAX_ADAPTERS: int
+
+def add_low_rank(
+    x: npt.NDArray[np.float32],
+    packed: PackedWeight,
+    y: npt.NDArray[np.float32],
+    rows: Sequence[int],
+    panels: _Range | None = None,
+) -> None: ...
+
+class AdaptableBuilder(ProgramBuilder):
+    def adapt(
+        self,
+        op: int,
+        adapter: int,
+        down: PackedWeight,
+        scales: npt.NDArray[np.float32],
+        ups: Sequence[tuple[int, PackedWeight]],
+    ) -> None: ...
+
+class Program(AdaptableBuilder):
     def __buffer__(self, flags: int, /) -> memoryview: ...
     @property
     def native_ns(self) -> int: ...

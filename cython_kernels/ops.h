@@ -128,6 +128,23 @@ typedef struct {
     int32_t n_parts, n_outs;
 } pw_sum;
 
+/* W[n][rank], rank small, in panels of 16 outputs: float32 [panels][rank][16], or bf16 [panels][(rank + 1) / 2][16][2]. */
+typedef struct {
+    const void *values;
+    int64_t n, rank;
+    bool is_bf16;
+} pw_thin_weight;
+
+/* Rows of a thin product: row i of x is added to row row_at[i] of y. */
+typedef struct {
+    const float *x;
+    int64_t ldx;
+    float *y;
+    int64_t ldy;
+    const int64_t *row_at;
+    int64_t count;
+} pw_thin_rows;
+
 /* Of each pair: the cosine and sine of its angle; and what all are multiplied by afterwards. */
 typedef struct {
     const float *cosine, *sine; /* [half] */
@@ -163,6 +180,9 @@ typedef struct {
 
     /* y[n] += factor * x[n] */
     void (*add_scaled)(int64_t n, float factor, const float *x, float *y);
+
+    /* y += x W^T for panels [first, end), y at W's first output; the order of sums: families/rows/low_rank.c. */
+    void (*add_low_rank)(const pw_thin_weight *w, int64_t first, int64_t end, const pw_thin_rows *rows);
 
     /* x[n] *= factor */
     void (*scale)(int64_t n, float factor, float *x);

@@ -203,6 +203,19 @@ def pack_dense(w: Array, kind: Kind) -> PackedWeight:
     return PackedWeight(kind, n, k, 0, 0, values, None, None, top)
 
 
+def thin_shape(kind: Kind, n: int, k: int) -> tuple[int, ...]:
+    """Shape of the values of `pack_thin`."""
+    panels, inner = padded_n(n) // PANEL, _K_INNER[kind]
+    steps = -(-k // inner)
+    return (panels, steps, PANEL) if kind == "f32" else (panels, steps, PANEL, inner)
+
+
+def pack_thin(w: Array, kind: Kind) -> PackedWeight:
+    """As `pack_dense`, with k padded to a pair at most: of few inputs or outputs, for `add_low_rank`."""
+    packed = pack_dense(w, kind)
+    return replace(packed, values=np.ascontiguousarray(packed.values[:, : thin_shape(kind, *w.shape)[1]]))
+
+
 def bf16_top_exponent(bits: Array) -> int:
     """The exponent of the largest magnitude among bf16 bits (uint16): see `PackedWeight.top_exponent`."""
     return int((bits & np.uint16(0x7FFF)).max(initial=0)) >> 7

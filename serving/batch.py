@@ -30,6 +30,8 @@ class SequenceSlice(NamedTuple):
     are wanted too."""
     ring: tuple[int, int] | None = None
     """For layers that keep rings: first slot and number of slots. Position p lies at `first + p % slots`."""
+    adapter: int = 0
+    """The number of the model's adapter that its rows have, from 1 on; 0: none."""
 
 
 class KvCopy(NamedTuple):

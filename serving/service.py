@@ -8,7 +8,7 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -42,6 +42,7 @@ from phasewise.serving.http.routes.hangup import ReadKeys, on_hangup
 from phasewise.serving.http.transport.connections import Connections
 from phasewise.serving.http.transport.listening import Address
 from phasewise.serving.http.transport.server import HttpServer, Service
+from phasewise.serving.models.low_rank import Adapter
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.contract import Estimate
 from phasewise.serving.processes.headroom import allocator_headroom
@@ -153,20 +154,23 @@ def run_service(
         guides = stack.enter_context(closing(_guides(opened)))
         if opened.text.has_template:
             stack.enter_context(closing(opened.text.conversations))
+        names = {name for other in (first, *others) for name in other.names}
+        names |= set() if embedding is None else {embedding.model.name}
         further = [stack.enter_context(opened_beside(other, settings, host)) for other in others]
         surroundings = Surroundings(settings.cors_origins, access, settings.page)
         folder, most_bytes = settings.batch_dir, settings.batch_bytes
         batches = BatchRunner(folder, most_bytes, opened.size.limits.max_sequences, life, report)
         stack.callback(batches.close)
+        own = _served(opened, settings, guides, host)
         app = create_app(
-            _served(opened, settings, guides, host),
+            own,
             client,
             settings.limits,
             life,
             metrics,
             surroundings,
             None if embedding is None else served_embeddings(embedding, (embedding.model.name,)),
-            further,
+            [*with_adapters(own, opened.model.adapters, names), *further],
             batches,
         )
         service = Service(
@@ -315,6 +319,31 @@ def _served(
         gives_receipts=settings.receipts,
         sign_receipt=settings.sign_receipt,
     )
+
+
+def with_adapters(own: ServedModel, adapters: Sequence[Adapter], taken: Collection[str]) -> list[ServedModel]:
+    """Each adapter of a model as requests see it: `base:adapter`, or its own name where no model has that.
+
+    taken: the names of all models.
+    """
+    return [
+        replace(
+            own,
+            names=(
+                *(f"{name}:{adapter.name}" for name in own.names),
+                *([] if adapter.name in taken else [adapter.name]),
+            ),
+            adapter=adapter.name,
+            parent=own.model_id,
+            fingerprint=partial(_adapted_fingerprint, own, adapter.content_hash),
+        )
+        for adapter in adapters
+    ]
+
+
+def _adapted_fingerprint(own: ServedModel, content_hash: str) -> Fingerprint | None:
+    fingerprint = own.fingerprint()
+    return None if fingerprint is None else fingerprint.with_adapter(content_hash)
 
 
 def _dialect(opened: Served, settings: ServiceSettings) -> Dialect:

@@ -116,6 +116,7 @@ _GENERATING = (
         "--ranks",
         "--sparse",
         "--tile-prompts",
+        "--lora",
         "--context",
         "--predictor",
         "--max-batch-tokens",
@@ -161,13 +162,14 @@ _SERVE = (
                 "MODEL",
                 "--also",
                 "--tune-idle",
+                "--lora",
                 "--served-model-name",
                 "--explain",
                 *_POOLS,
                 "--spread",
                 *_DIVIDING,
             ),
-            *("--embed-model", *_EMBEDDING, *_REMOTE),
+            *("--embed-model", *_EMBEDDING, *_REMOTE, *_BATCHES),
         ),
         when=("--models",),
         instead="models come and go one by one, on the cores of this process; leave that out",
@@ -293,7 +295,7 @@ _AUTHORS_C = ("--include", "--define")
 _ODMA = ("--buckets", "--alpha", "--tau", "--window", "--refresh-every", "--reserve")
 _CLUSTER_DB = Way("without --machine-from-db", ("--db",), unless=("--machine-from-db",))
 
-_OF_AN_ENGINE = ("--sparse", "--arithmetic", "--ranks", "--draft", "--kv-format", "--db")
+_OF_AN_ENGINE = ("--sparse", "--lora", "--arithmetic", "--ranks", "--draft", "--kv-format", "--db")
 
 WAYS: Mapping[str, tuple[Way, ...]] = {
     "serve": _SERVE,

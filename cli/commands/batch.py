@@ -16,6 +16,7 @@ from phasewise.cli.options import (
     FormatOption,
     JsonOption,
     KvFormatOption,
+    LoraOption,
     RanksOption,
     SparseOption,
     ThreadsOption,
@@ -47,6 +48,7 @@ def batch(
     weight_format: FormatOption = "native",
     sparse: SparseOption = "auto",
     arithmetic: ArithmeticOption = "tuned",
+    lora: LoraOption = None,
     threads: ThreadsOption = None,
     ranks: RanksOption = None,
     draft: DraftOption = None,
@@ -73,7 +75,7 @@ def batch(
     from phasewise.workflows.errors import UsageError
     from phasewise.workflows.opening.open_model import Weights
 
-    weights = Weights(weight_format, sparse, arithmetic=arithmetic)
+    weights = Weights(weight_format, sparse, arithmetic=arithmetic, lora=lora)
     if model is not None and url is None:
         server: str | OwnServer = OwnServer(model, weights, concurrency, threads, ranks, draft, kv_format, db)
     elif url is not None and model is None:

@@ -20,6 +20,7 @@ from phasewise.cli.options import (
     JsonOption,
     KvFormatOption,
     ModelArgument,
+    OneLoraOption,
     RanksOption,
     SparseOption,
     ThreadsOption,
@@ -53,6 +54,7 @@ _SETTINGS = option_set(
     ranks=RanksOption,
     tile_prompts=TilePromptsOption,
     arithmetic=ArithmeticOption,
+    lora=OneLoraOption,
     draft=DraftOption,
 )
 

@@ -14,6 +14,7 @@ from phasewise.cli.options import (
     DbOption,
     FormatOption,
     JsonOption,
+    LoraOption,
     RanksOption,
     SparseOption,
     ThreadsOption,
@@ -46,6 +47,7 @@ def replay(
     weight_format: FormatOption = "native",
     sparse: SparseOption = "auto",
     arithmetic: ArithmeticOption = "tuned",
+    lora: LoraOption = None,
     threads: ThreadsOption = None,
     ranks: RanksOption = None,
     db: DbOption = None,
@@ -63,7 +65,7 @@ def replay(
     from phasewise.workflows.opening.open_model import Weights
     from phasewise.workflows.replay.run import replay_files
 
-    weights = Weights(weight_format, sparse, arithmetic=arithmetic)
+    weights = Weights(weight_format, sparse, arithmetic=arithmetic, lora=lora)
     verdicts = replay_files(
         receipts, model, weights, threads=threads, ranks=ranks, db=db, signer=signer, report=note
     )

@@ -18,6 +18,7 @@ from phasewise.cli.options import (
     ExplainOption,
     FormatOption,
     KvFormatOption,
+    LoraOption,
     OptionalModelArgument,
     RanksOption,
     SparseOption,
@@ -169,6 +170,7 @@ _WEIGHTS = option_set(
     ),
     tile_prompts=TilePromptsOption,
     arithmetic=ArithmeticOption,
+    lora=LoraOption,
 )
 
 _RUNNING = option_set(

@@ -316,6 +316,7 @@ class _Instance:
             codec.vocab_size,
             codec.context_length,
             opened.fingerprint,
+            {adapter.name: adapter.content_hash for adapter in opened.model.adapters},
         )
         plans = tuple(plan.describe() for plan in opened.plans.values())
         return Ready(

@@ -52,6 +52,7 @@ class Asked:
     client: str
     shown: frozenset[int] = frozenset()
     receipt: bool = False
+    adapter: str = ""
     prompt_logprobs: int | None = None
     in_shadow: bool = False
 
@@ -129,6 +130,8 @@ class Identity:
     context_length: int
     fingerprint: Fingerprint
     """An answer's bits must not depend on the instance that computes it."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Content hashes of its adapters, by name."""
 
 
 @dataclass(frozen=True, slots=True)

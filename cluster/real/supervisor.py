@@ -258,6 +258,8 @@ class Supervisor:
                     f"its answers would not be those of instance {other.name}: they differ in "
                     f"{', '.join(differing)} ({ours.fingerprint.arithmetic}, {theirs.fingerprint.arithmetic})"
                 )
+            if ours.adapters != theirs.adapters:
+                return f"its adapters are not those of instance {other.name}"
             return (
                 f"its context is {theirs.context_length} tokens, that of {other.name} {ours.context_length}"
             )

@@ -57,6 +57,19 @@ cdef extern from "ops.h" nogil:
         float *sum
         float *values
 
+    ctypedef struct pw_thin_weight:
+        const void *values
+        int64_t n, rank
+        bint is_bf16
+
+    ctypedef struct pw_thin_rows:
+        const float *x
+        int64_t ldx
+        float *y
+        int64_t ldy
+        const int64_t *row_at
+        int64_t count
+
     ctypedef struct pw_turn:
         const float *cosine
         const float *sine
@@ -75,6 +88,7 @@ cdef extern from "ops.h" nogil:
         void (*rope)(int64_t half, const pw_turn *turn, const float *x, float *y) noexcept nogil
         void (*gates[PW_GATES])(int64_t n, const float *gate, const float *up, float *y) noexcept nogil
         void (*cap)(int64_t n, float c, const float *x, float *y) noexcept nogil
+        void (*add_low_rank)(const pw_thin_weight *w, int64_t first, int64_t end, const pw_thin_rows *rows) noexcept nogil
         void (*softmax)(int64_t n, const float *x, float *y) noexcept nogil
         void (*exponential)(int64_t n, const float *x, float *y) noexcept nogil
         void (*store_key)(const pw_kv_head *head, int64_t slot, const float *key) noexcept nogil

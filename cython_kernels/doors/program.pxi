@@ -15,7 +15,7 @@ cdef int _check_run(int status) except -1:
     return _check_team(status)
 
 
-cdef class Program(ProgramBuilder):
+cdef class Program(AdaptableBuilder):
     """What a builder made, once it is sealed: seal, then run. The buffer protocol gives the logits, float32
     [max_logit_rows, outputs], of the last run.
 
@@ -84,7 +84,7 @@ cdef class Program(ProgramBuilder):
 
         slices: objects with token_ids, start, slot_base, wants_logits, table (None, or the slots where every
         PW_CHUNK positions begin; then slot_base is not read), n_drafted (N: the N rows before the last one want
-        logits too) and ring (where layers with windows keep rings: its first slot, counted from kv_slots on, and
+        logits too), adapter (of `adapt`; 0: none) and ring (where layers with windows keep rings: its first slot, counted from kv_slots on, and
         its slots); where embeddings have segments also `second`, its tokens before those of the second text, None:
         all. ValueError when a token, a position or a slot is out
         of range; then nothing has been written. Of several ranks, rank 0 runs it for all; GroupFailed
@@ -202,6 +202,7 @@ cdef class Program(ProgramBuilder):
                 out = &step.slices[step.n_slices]
                 out.first_row, out.start, out.slot_base, out.first_run = row, piece.start, 0, -1
                 out.ring_base, out.ring_slots = (0, 0) if piece.ring is None else piece.ring
+                out.adapter = piece.adapter
                 for token in piece.token_ids:
                     if row == room.max_tokens:
                         raise ValueError(f"a step holds at most {room.max_tokens} tokens")

@@ -86,7 +86,7 @@ cdef extern from "program/program.h" nogil:
         int32_t kv_format, max_threads
 
     ctypedef struct pw_slice:
-        int64_t first_row, n_rows, start, slot_base, first_run, n_runs, second, ring_base, ring_slots
+        int64_t first_row, n_rows, start, slot_base, first_run, n_runs, second, ring_base, ring_slots, adapter
 
     ctypedef struct pw_step:
         int64_t n_tokens, n_slices, n_logit_rows

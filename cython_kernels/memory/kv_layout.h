@@ -35,6 +35,7 @@ typedef struct {
     int64_t first_run, n_runs;
     int64_t second;            /* rows before those of the second text of a pair; n_rows where there is one text */
     int64_t ring_base, ring_slots; /* not read where no layer keeps rings */
+    int64_t adapter;           /* of its rows, from 1 on (low_rank.h); 0: none */
 } pw_slice;
 
 /* Slots [begin, end). */

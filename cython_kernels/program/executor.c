@@ -7,6 +7,7 @@
 #include "program/executor.h"
 #include "program/experts.h"
 #include "program/linear.h"
+#include "adapters/low_rank.h"
 
 /* The slots of positions [position, end) of a slice, as far as they lie one behind the other. */
 static pw_slots slots_from(const pw_step *step, const pw_slice *slice, int64_t position, int64_t end) {
@@ -159,6 +160,7 @@ const char *pw_program_check(pw_program *program, int threads, int32_t table) {
     const char *problem = check_slices(program);
     if (!problem) problem = check_overlaps(step);
     if (!problem && program->ring_window) problem = check_rings_apart(program);
+    if (!problem) problem = pw_low_rank_check(program);
     if (!problem) pw_plan_attention(program, threads, table);
     return problem;
 }

@@ -3,6 +3,7 @@
 
 #include "program/exact.h"
 #include "program/linear.h"
+#include "adapters/low_rank.h"
 
 static pw_range member_rows(int64_t rows, int threads, int member) {
     return (pw_range){rows * member / threads, rows * (member + 1) / threads};
@@ -42,14 +43,7 @@ void pw_run_embed(pw_run *run, const pw_op *op, int member) {
 }
 
 static void prepare_row(const pw_run *run, const pw_op *op, int64_t row, float *scratch, char *const *prepared) {
-    const pw_program *program = run->program;
-    const pw_op_kernels *ops = &run->kernels->ops;
-    int64_t source = op->rows == PW_GATHERED_ROWS ? program->step.logit_rows[row] : row;
-    const float *x = program->arena + op->in + source * op->in_stride;
-    if (op->source == PW_FROM_NORM) ops->rmsnorm(op->k, x, op->norm, op->eps, scratch);
-    if (op->source == PW_FROM_GATE) ops->gates[op->gate](op->k, x, x + op->k, scratch);
-    if (op->source == PW_FROM_ACTIVATION) ops->activations[op->gate](op->k, x, op->bias, scratch);
-    if (op->source != PW_FROM_ROWS) x = scratch;
+    const float *x = pw_op_input(run, op, row, scratch);
     if (op->tap) memcpy(op->tap + row * op->k, x, sizeof(float) * (size_t)op->k);
     const pw_preparation *preparation = &op->preparations[run->table];
     for (int32_t i = 0; i < preparation->count; ++i)
@@ -74,13 +68,17 @@ static pw_product product_of(const pw_run *run, const pw_op *op, int index, int6
     return p;
 }
 
-static void multiply_part(const pw_run *run, const pw_op *op, int index, int64_t rows, int member,
+/* `adapted`: rows that get low-rank products on top; NULL: none. */
+static void multiply_part(const pw_run *run, const pw_op *op, const pw_adapted *adapted, int index, int64_t rows, int member,
                           const char *prepared) {
     const pw_program *program = run->program;
     const pw_column_share *share = &op->shares[run->table][index];
     if (share->weight.n == 0) return;
     int room = program->capacity.max_threads;
     pw_product product = product_of(run, op, index, rows, prepared);
+    pw_low_rank_addition addition = {run, op, adapted, share->column};
+    product.finish = adapted ? pw_add_low_rank : NULL;
+    product.what = &addition;
     pw_schedule schedule = pw_schedule_for(&share->schedules, &share->weight, rows, run->threads);
     pw_crew crew = {.team = run->team, .threads = run->threads, .kernels = &run->kernels->gemm, .most_regions = room};
     crew.tickets = pw_region_tickets(program, op - program->ops) + index * room;
@@ -92,7 +90,8 @@ static void multiply_part(const pw_run *run, const pw_op *op, int index, int64_t
 /* Who prepares the rows that a member multiplies. */
 typedef enum { BY_MEMBER, BY_RANK, BY_ALL_RANKS } preparation;
 
-static preparation preparation_of(const pw_run *run, int64_t rows) {
+static preparation preparation_of(const pw_run *run, int64_t rows, bool for_all) {
+    if (for_all) return run->division->ranks > 1 ? BY_ALL_RANKS : BY_RANK;
     if (rows == 1) return BY_MEMBER; /* cheaper than a barrier */
     return run->division->ranks > 1 && rows > PW_OWN_ROWS ? BY_ALL_RANKS : BY_RANK;
 }
@@ -114,13 +113,15 @@ void pw_run_linear(pw_run *run, const pw_op *op, int member) {
     if (rows == 0) return;
     char *scratch = program->scratch + member * program->scratch_bytes;
     float *row_scratch = (float *)(scratch + PW_MAX_PARTS * program->private_row_bytes);
-    preparation by = preparation_of(run, rows);
+    const pw_adapted *adapted = pw_adapted_rows(program, op);
+    preparation by = preparation_of(run, rows, adapted != NULL);
     char *prepared[PW_MAX_PARTS];
     for (int i = 0; i < PW_MAX_PARTS; ++i) prepared[i] = prepared_rows(run, by, scratch, i);
     pw_range own = rows_to_prepare(run, by, rows, member);
     for (int64_t row = own.begin; row < own.end; ++row) prepare_row(run, op, row, row_scratch, prepared);
+    if (adapted) pw_run_low_rank_down(run, op, adapted, own, member);
     if (by == BY_RANK) pw_team_barrier(run->team, member);
     if (by == BY_ALL_RANKS && !pw_meet(run, member)) return;
     for (int i = 0; i < op->n_parts; ++i)
-        multiply_part(run, op, i, rows, member, prepared[op->preparations[run->table].form_of[i]]);
+        multiply_part(run, op, adapted, i, rows, member, prepared[op->preparations[run->table].form_of[i]]);
 }

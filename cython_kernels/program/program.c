@@ -14,6 +14,64 @@ static int64_t aligned(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE;
 static int64_t whole_pages(int64_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
+/* ---- adapters --------------------------------------------------------------------------------------------------- */
+
+bool pw_program_adapt(pw_program *program, int32_t op, int32_t adapter, const pw_low_rank *low_rank) {
+    pw_op *adapted = &program->ops[op];
+    if (!adapted->low_rank) adapted->low_rank = calloc(PW_MAX_ADAPTERS, sizeof *adapted->low_rank);
+    if (!adapted->low_rank) return false;
+    adapted->low_rank[adapter - 1] = *low_rank;
+    program->n_adapters = (int32_t)larger(program->n_adapters, adapter);
+    return true;
+}
+
+/* The longest row that enters a first product, and the most numbers that one gives, in whole lines. */
+static void measure_low_rank(const pw_program *program, int64_t *taken, int64_t *low) {
+    *taken = *low = 0;
+    for (int32_t i = 0; i < program->n_ops; ++i)
+        for (int32_t a = 0; program->ops[i].low_rank && a < program->n_adapters; ++a) {
+            const pw_low_rank *own = &program->ops[i].low_rank[a];
+            if (own->n_targets == 0) continue;
+            *taken = larger(*taken, own->down.rank);
+            *low = larger(*low, own->down.n);
+        }
+    *taken = aligned(*taken * 4) / 4;
+    *low = aligned(*low * 4) / 4;
+}
+
+static int64_t low_rank_bytes(const pw_program *program) {
+    int64_t taken, low;
+    measure_low_rank(program, &taken, &low);
+    return pw_most_rows(&program->capacity) * (taken + low) * (int64_t)sizeof(float);
+}
+
+static bool open_low_rank(pw_program *program, char *memory) {
+    pw_low_rows *low = &program->low;
+    int64_t rows = pw_most_rows(&program->capacity);
+    if (program->n_adapters == 0) return true;
+    measure_low_rank(program, &low->taken_stride, &low->low_stride);
+    low->taken = (float *)memory;
+    low->low = low->taken + rows * low->taken_stride;
+    low->in_order = calloc((size_t)rows, sizeof *low->in_order);
+    if (!low->in_order) return false;
+    for (int64_t i = 0; i < rows; ++i) low->in_order[i] = i;
+    for (int i = 0; i < 2; ++i) {
+        low->adapted[i].rows = calloc((size_t)rows, sizeof *low->adapted[i].rows);
+        low->adapted[i].first = calloc((size_t)program->n_adapters + 1, sizeof *low->adapted[i].first);
+        if (!low->adapted[i].rows || !low->adapted[i].first) return false;
+    }
+    return true;
+}
+
+static void close_low_rank(pw_program *program) {
+    free(program->low.in_order);
+    for (int32_t i = 0; i < program->n_ops; ++i) free(program->ops[i].low_rank);
+    for (int i = 0; i < 2; ++i) {
+        free(program->low.adapted[i].rows);
+        free(program->low.adapted[i].first);
+    }
+}
+
 /* ---- building --------------------------------------------------------------------------------------------------- */
 
 static bool open_step(pw_program *program) {
@@ -84,6 +142,7 @@ static void free_what_is_told(pw_step *step) {
 void pw_program_close(pw_program *program) {
     if (!program) return;
     pw_step *step = &program->step;
+    close_low_rank(program);
     pw_pages_close(program->memory, program->memory_bytes);
     if (!program->shared) {
         pw_pages_close(program->rows, program->rows_bytes);
@@ -218,7 +277,7 @@ static int64_t split_floats(const pw_program *program) {
 /* Byte offsets: of what ranks share, within the shared memory (or program->rows, where nothing comes before the
  * arena), and of a process's own within program->memory. */
 typedef struct {
-    int64_t orders, tokens, logit_rows, slices, runs, arena, angles, prepared, pairs, rows_end, kv, shared_end;
+    int64_t orders, tokens, logit_rows, slices, runs, arena, angles, prepared, pairs, low, rows_end, kv, shared_end;
     int64_t partials, own_prepared, split, scratch, end;
     int64_t angles_each, split_each, private_row, prepared_each, own_prepared_each, scratch_each;
     int32_t forms;
@@ -260,7 +319,8 @@ static layout lay_out(const pw_program *program) {
     l.angles_each = angles;
     l.prepared = l.angles + 2 * program->n_kinds * angles;
     l.pairs = l.prepared + l.forms * l.prepared_each;
-    l.rows_end = l.pairs + program->experts.chosen * l.prepared_each;
+    l.low = l.pairs + program->experts.chosen * l.prepared_each;
+    l.rows_end = l.low + low_rank_bytes(program);
     l.kv = whole_pages(l.rows_end);
     l.shared_end = whole_pages(l.kv + kv_bytes(program));
     l.own_prepared = aligned(program->partial_room * pw_partial_floats(&program->shape) * 4);
@@ -331,7 +391,7 @@ bool pw_program_seal(pw_program *program, char *shared, char *kv) {
     program->merged = calloc((size_t)pw_merged_count(program), sizeof *program->merged);
     if (!program->memory || !program->rows || !program->kv || !program->tickets || !program->region_tickets)
         return false;
-    if (!program->merged || !open_routes(program)) return false;
+    if (!program->merged || !open_routes(program) || !open_low_rank(program, program->rows + l.low)) return false;
     program->arena = (float *)(program->rows + l.arena);
     for (int32_t kind = 0; kind < program->n_kinds; ++kind) {
         program->cosines[kind] = (float *)(program->rows + l.angles + 2 * kind * l.angles_each);

@@ -78,6 +78,23 @@ typedef struct {
     int32_t n_busy;
 } pw_routes;
 
+enum { PW_MAX_TARGETS = 3, PW_MAX_ADAPTERS = 256, PW_MAX_LOW_ROWS = 4096 };
+
+/* Some columns of an op's output rows: y[column ..] += up (low[from ..] as its inputs). `column` is whole panels away from
+ * the first column of the part that it lies in. */
+typedef struct {
+    int64_t column, from;
+    pw_thin_weight up;
+} pw_low_rank_target;
+
+/* What an adapter (adapters/low_rank.h) adds to a linear op: A of all targets one below the other, and B of each. */
+typedef struct {
+    int32_t n_targets;   /* 0: this adapter leaves the op alone */
+    pw_thin_weight down; /* [sum of ranks][k] */
+    const float *scales; /* [sum of ranks]: of what it gives */
+    pw_low_rank_target targets[PW_MAX_TARGETS];
+} pw_low_rank;
+
 /* Offsets and strides are floats in the arena. */
 typedef struct {
     int32_t code;
@@ -102,6 +119,7 @@ typedef struct {
     int32_t layer, kind;                  /* attention: which layer, and which of the program's kinds */
     const float *q_norm, *k_norm, *sinks; /* [head_dim], [head_dim], [n_heads]; NULL where the model has none */
     pw_experts experts;                   /* of PW_ROUTE, PW_EXPERTS and PW_COMBINE */
+    pw_low_rank *low_rank;                /* linear: [PW_MAX_ADAPTERS] (low_rank.h), owned; NULL: no adapter changes it */
     float *tap;                           /* linear: rows [][k] as they enter the product are copied here; NULL: not */
 } pw_op;
 
@@ -154,6 +172,21 @@ typedef struct {
     pw_slots *written;    /* [max_tokens], ascending: what the step writes */
 } pw_step;
 
+/* Rows of a step that have an adapter, by adapter and then by row. */
+typedef struct {
+    int64_t *rows;   /* [places]: which row each is */
+    int64_t *first;  /* [adapters + 1]: places [first[a], first[a + 1]) are adapter a's */
+} pw_adapted;
+
+/* Rows on their way through low-rank products, one for each place; shared by ranks. */
+typedef struct {
+    bool is_used; /* by this step */
+    pw_adapted adapted[2]; /* of all rows; of rows that want logits */
+    float *taken, *low; /* as they enter the first product, and what it gives */
+    int64_t taken_stride, low_stride;
+    int64_t *in_order; /* [rows]: 0, 1, .. */
+} pw_low_rows;
+
 typedef struct {
     pw_shape shape;
     pw_capacity capacity;
@@ -168,6 +201,8 @@ typedef struct {
     int64_t ring_window;       /* the largest window of layers that keep rings; 0: none does */
     pw_experts experts;        /* the most of any op; count 0: none */
     pw_routes routes;
+    int32_t n_adapters;
+    pw_low_rows low;
     int64_t arena_floats;      /* what the ops use; angles and partials follow */
     int64_t logits;            /* arena offset of [max_logit_rows][outputs] */
     int64_t outputs;           /* numbers that a step gives for a row: the vocabulary's logits, or a hidden row */
@@ -227,6 +262,9 @@ bool pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t
 
 /* The same for attention, by the most rows of a slice of a step. What its schedules mean: pw_plan_attention. */
 bool pw_program_schedule_attention(pw_program *program, int32_t table, int32_t count, const pw_row_range *ranges);
+
+/* Before the program is sealed: adapter `adapter` (from 1 on) of a linear op. A copy is kept. False without memory. */
+bool pw_program_adapt(pw_program *program, int32_t op, int32_t adapter, const pw_low_rank *low_rank);
 
 /* Bytes that the program runs in once it is sealed: rows, scratch and KV. */
 int64_t pw_program_bytes(const pw_program *program);

@@ -27,3 +27,14 @@ bool pw_meet(pw_run *run, int member) {
     pw_team_barrier_beyond(run->team, member, meet_ranks, run);
     return atomic_load_explicit(&run->status, memory_order_relaxed) == PW_TEAM_OK;
 }
+
+const float *pw_op_input(const pw_run *run, const pw_op *op, int64_t row, float *scratch) {
+    const pw_program *program = run->program;
+    const pw_op_kernels *ops = &run->kernels->ops;
+    int64_t source = op->rows == PW_GATHERED_ROWS ? program->step.logit_rows[row] : row;
+    const float *x = program->arena + op->in + source * op->in_stride;
+    if (op->source == PW_FROM_NORM) ops->rmsnorm(op->k, x, op->norm, op->eps, scratch);
+    if (op->source == PW_FROM_GATE) ops->gates[op->gate](op->k, x, x + op->k, scratch);
+    if (op->source == PW_FROM_ACTIVATION) ops->activations[op->gate](op->k, x, op->bias, scratch);
+    return op->source == PW_FROM_ROWS ? x : scratch;
+}

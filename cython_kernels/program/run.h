@@ -20,6 +20,9 @@ typedef struct {
 /* A barrier over the threads of all ranks. False: the run has failed, and every member gives it up here. */
 bool pw_meet(pw_run *run, int member);
 
+/* A row as a linear op reads it: where it lies, or normalised or gated in `scratch`. */
+const float *pw_op_input(const pw_run *run, const pw_op *op, int64_t row, float *scratch);
+
 /* A member's share of rows among the threads of all ranks. */
 pw_range pw_rows_of(const pw_run *run, int64_t rows, int member);
 

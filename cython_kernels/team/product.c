@@ -105,6 +105,7 @@ static void multiply_piece(const pw_product *p, const pw_schedule *s, const pw_c
     if (part < 0) {
         if (p->base) copy_base(p, rows, panels);
         crew->kernels->gemm(w, &p->x, rows, panels, part, p->y, p->ldy, p->epilogue, s);
+        if (p->finish) p->finish(p->what, rows, columns_of(p, panels));
         return;
     }
     int64_t stride = pw_panels(w->n) * PW_PANEL;
@@ -141,6 +142,7 @@ static void add_parts(const pw_product *p, const pw_crew *crew, int member) {
             y[c] = p->epilogue == PW_ADD ? y[c] + sum : sum;
         }
     }
+    if (p->finish) p->finish(p->what, (pw_range){0, p->rows}, columns);
 }
 
 void pw_multiply(const pw_product *p, const pw_schedule *schedule, const pw_crew *crew, int member) {

@@ -23,6 +23,9 @@ typedef struct {
     const float *base;
     int64_t base_stride;
     const int64_t *base_rows;
+    /* Called by whoever has finished some rows and columns of y, once for each; NULL: nobody waits for that. */
+    void (*finish)(const void *what, pw_range rows, pw_range columns);
+    const void *what;
 } pw_product;
 
 /* The next piece of a region that no thread has taken. */

@@ -51,8 +51,9 @@ class GuestRank:
         self._guest, self._guest_of = self._open(at_first), at_first
 
     def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """As Ranks.forward."""
-        return self._rank.forward(batch)
+        """As Ranks.forward. Adapters are those of the model that is served: this one has none."""
+        slices = tuple(piece._replace(adapter=0) for piece in batch.slices)
+        return self._rank.forward(batch._replace(slices=slices))
 
     def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
         """As Ranks.copy_kv. This model's layers keep no rings: nothing is to be done for those."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -77,6 +77,8 @@ class _Live:
     """True if text or tokens of it were given out, so that it cannot be run again from the start."""
     scores: PromptScores | None = None
     """Log-probabilities of its prompt, where it wants them; None once they were given out."""
+    adapter: int = 0
+    adapter_hash: str = ""
     n_reruns: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
@@ -101,10 +103,11 @@ class _Live:
             self.max_tokens,
             self.end_token_ids,
             message.estimate,
-            message.cache_space,
+            _space_of(message.cache_space, self.adapter_hash),
             client=message.client,
             takes_over=message.prompt_logprobs is None,
             in_shadow=message.in_shadow,
+            adapter=self.adapter,
         )
 
 
@@ -136,6 +139,8 @@ class Engine:
         """The identity of its model's arithmetic; None where there is no model."""
         self.prefixes: StoredPrefixes | None = None
         """The reader and keeper of beginnings of prompts; None: memory alone has them."""
+        self.adapters: Mapping[str, tuple[int, str]] = {}
+        """The numbers and content hashes of the model's adapters, by name."""
         self.vocabulary = vocabulary
         self.scheduler = scheduler
         self.pacing = pacing
@@ -222,6 +227,8 @@ class Engine:
         ids = message.prompt_token_ids
         if ids and (min(ids) < 0 or max(ids) >= self.vocabulary.size):
             raise RequestError(f"the prompt's token ids must be 0 to {self.vocabulary.size - 1}", "prompt")
+        if message.adapter and message.adapter not in self.adapters:
+            raise RequestError(f"there is no adapter {message.adapter!r:.80}", "model")
         most = message.max_tokens
         return self._begin(message, self._default_max_tokens(len(ids)) if most is None else max(1, most))
 
@@ -390,7 +397,10 @@ class Engine:
         end_token_ids = frozenset() if message.ignore_eos else self.vocabulary.end_token_ids
         n_top = message.prompt_logprobs
         scores = None if n_top is None else PromptScores(message.prompt_token_ids, n_top)
-        return _Live(message, max_tokens, sampler, text, end_token_ids, chain, scores=scores)
+        adapter, content = self.adapters.get(message.adapter, (0, ""))
+        live = _Live(message, max_tokens, sampler, text, end_token_ids, chain, scores=scores)
+        live.adapter, live.adapter_hash = adapter, content
+        return live
 
     def _pace(self) -> tuple[int | None, int | None, ShadowRoom]:
         """Arguments of `next_batch`. Drafts fill the rows of a step by themselves."""
@@ -575,6 +585,11 @@ class Engine:
         """`add` judges the prompt."""
         room = min(self.scheduler.limits.context_length, self.scheduler.pool.longest) - n_prompt
         return max(1, room if self._default_answer_tokens is None else min(room, self._default_answer_tokens))
+
+
+def _space_of(cache_space: str, adapter_hash: str) -> str:
+    """Prompts that begin alike have the same keys and values in it: of one cache space and adapter."""
+    return f"\0{adapter_hash}/{cache_space}" if adapter_hash else cache_space
 
 
 def _wanting(batch: Batch) -> Iterator[str]:

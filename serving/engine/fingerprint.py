@@ -53,6 +53,8 @@ class Fingerprint:
     """Version, and a digest of the sums and drawn numbers that numpy gives it here."""
     context: int | None = None
     """Most positions of a sequence, where the model's rotation depends on it (LongRoPE)."""
+    adapter: str = ""
+    """The adapter's content hash; empty: the model alone."""
     defaults: str = ""
     """The assumptions where a request states nothing; a receipt states everything."""
 
@@ -81,6 +83,10 @@ class Fingerprint:
             "arithmetic": self.arithmetic,
             "context": self.context,
         }
+
+    def with_adapter(self, content_hash: str) -> Fingerprint:
+        """The same model with an adapter on top."""
+        return replace(self, adapter=content_hash)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Fingerprint:
         """The same, of a server with these defaults of requests."""
@@ -160,7 +166,10 @@ def _numpy_probe() -> str:
 
 @lru_cache(maxsize=64)
 def _told(fingerprint: Fingerprint) -> str:
-    return f"fp_{digest_of(asdict(fingerprint))[:_DIGITS]}"
+    components = asdict(fingerprint)
+    if not fingerprint.adapter:  # as it was before there were adapters
+        del components["adapter"]
+    return f"fp_{digest_of(components)[:_DIGITS]}"
 
 
 def _sha256(text: str) -> str:

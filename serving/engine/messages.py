@@ -46,6 +46,8 @@ class Submit:
     """The id of the model that answers, where a server has several."""
     receipt: bool = False
     """True if the answer's last piece shall have evidence of how it came about."""
+    adapter: str = ""
+    """The name of the adapter that computes it; empty: the model alone."""
     prompt_logprobs: int | None = None
     """As `SamplingParams.top_logprobs`, of the tokens of the prompt: the answer's first piece has them."""
     in_shadow: bool = False

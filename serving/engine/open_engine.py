@@ -181,6 +181,9 @@ def open_engine(
     engine.fingerprint = fingerprint
     if store is not None:
         engine.prefixes = StoredPrefixes(store, ranks, engine.scheduler)
+    engine.adapters = {
+        adapter.name: (number, adapter.content_hash) for number, adapter in enumerate(model.adapters, start=1)
+    }
     maintenance = Maintenance(pool.refresh)
     maintenance.start()
     return OpenEngine(model, text, plans, size, engine, maintenance)

@@ -36,6 +36,8 @@ class Workload:
     n_sequences: int
     n_depth: int = 0
     """Positions of each sequence that are computed before the test, not timed."""
+    n_adapters: int = 0
+    """Adapters of the model, which the sequences have in turn."""
 
     @property
     def name(self) -> str:
@@ -44,7 +46,12 @@ class Workload:
         parts += [f"tg{self.n_gen}"] if self.n_gen else []
         behind = f" @ d{self.n_depth}" if self.n_depth else ""
         together = "" if self.n_sequences == 1 else f" x{self.n_sequences}"
-        return "+".join(parts) + behind + together
+        adapted = f" lora{self.n_adapters}" if self.n_adapters else ""
+        return "+".join(parts) + behind + together + adapted
+
+    def adapter_of(self, base: int) -> int:
+        """The number of the adapter of the sequence whose first slot this is."""
+        return 1 + base // self.positions % self.n_adapters if self.n_adapters else 0
 
     @property
     def n_tokens(self) -> int:
@@ -112,7 +119,13 @@ def _batches(workload: Workload, tokens: list[int], max_batch_tokens: int) -> It
         yield Batch(
             "decode",
             tuple(
-                SequenceSlice((tokens[base + position],), position, base, wants_logits=True)
+                SequenceSlice(
+                    (tokens[base + position],),
+                    position,
+                    base,
+                    wants_logits=True,
+                    adapter=workload.adapter_of(base),
+                )
                 for base in _bases(workload)
             ),
         )
@@ -129,7 +142,8 @@ def _prefill(
         while start < last:
             end = min(last, start + room)
             ids = tokens[base + start : base + end]
-            pending.append(SequenceSlice(ids, start, base, wants_logits=end == last))
+            adapter = workload.adapter_of(base)
+            pending.append(SequenceSlice(ids, start, base, wants_logits=end == last, adapter=adapter))
             room -= end - start
             start = end
             if room == 0:
@@ -180,11 +194,12 @@ def _attention_flops(config: ModelConfig, workload: Workload) -> int:
 def streamed_bytes(model: PackedModel, workload: Workload, kv_bytes_per_slot: int) -> float:
     """Bytes that decoding must read: every weight once a step, and each sequence's own keys and values.
 
-    Of experts, as many as are chosen for all sequences if no two choose the same.
+    Of experts, as many as are chosen for all sequences if no two choose the same; of adapters those in use.
     """
     embedding = 0 if model.config.tied_embeddings else model.weights["embed"].nbytes
     unread = sum(_unread_bytes(model, name, workload.n_sequences) for name in model.weights)
-    weights = model.weight_bytes - embedding - unread
+    adapters = sum(adapter.n_bytes for adapter in model.adapters[: workload.n_sequences])
+    weights = model.weight_bytes - embedding - unread + (adapters if workload.n_adapters else 0)
     before = workload.n_gen * (workload.n_depth + workload.n_prompt)
     kv = workload.n_sequences * kv_bytes_per_slot * (before + workload.n_gen * (workload.n_gen + 1) // 2)
     return float(weights * workload.n_gen + kv)

@@ -69,6 +69,10 @@ class ServedModel:
     """True if requests may ask for a receipt."""
     sign_receipt: SignReceipt | None = None
     """Signs them by the server's key; None: they are not signed."""
+    adapter: str = ""
+    """The name of the adapter that it is of its `parent`; empty: a model of its own."""
+    parent: str = ""
+    """The id of the model that the adapter belongs to."""
 
     @property
     def system_fingerprint(self) -> str | None:
@@ -85,6 +89,11 @@ class ServedModel:
     @property
     def model_id(self) -> str:
         return self.names[0]
+
+    @property
+    def engine_id(self) -> str:
+        """The id of the model whose engine answers."""
+        return self.parent or self.model_id
 
 
 @dataclass(frozen=True, slots=True)

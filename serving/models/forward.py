@@ -16,9 +16,10 @@ from phasewise.cython_kernels._native import Program, compute_paths
 from phasewise.cython_kernels.division import Division
 from phasewise.cython_kernels.errors import KernelError
 from phasewise.cython_kernels.kv_formats import kv_slot_bytes
-from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.errors import ModelError
+from phasewise.serving.models.low_rank import Adapter, behind_zeros
 from phasewise.serving.models.packed_model import STACKS, Experts, LayerKind, ModelConfig, PackedModel, Vector
 
 Parts = list[tuple[PackedWeight, int]]
@@ -179,7 +180,9 @@ def build_program(
             )
         program = open_program(model, capacity, division, patience_s, gives)
         most_rows = max(capacity.step_tokens, capacity.logit_rows)
-        linears = Linears(program, schedules, most_rows, division, [] if placed is None else placed)
+        linears = Linears(
+            program, schedules, most_rows, division, model.adapters, [] if placed is None else placed
+        )
         arena = _lay_out(model.config, capacity.step_tokens, capacity.logit_rows)
         embed_scale = config.embed_scale / config.residual_scale
         program.embed(weight_of(model, "embed"), arena.hidden, arena.hidden_stride, embed_scale)
@@ -297,14 +300,26 @@ class Linears:
     lookups: Sequence[ScheduleLookup]
     most_rows: int
     division: Division | None
+    adapters: Sequence[Adapter] = ()
     placed: list[PlacedProduct] = field(default_factory=list)
 
-    def add(self, parts: Parts, reads: dict[str, Any], source: Place, target: Place, **options: Any) -> None:
-        """Program.linear, and what the lookups say about its weights."""
+    def add(
+        self,
+        parts: Parts,
+        reads: dict[str, Any],
+        source: Place,
+        target: Place,
+        reader: str | None = None,
+        **options: Any,
+    ) -> None:
+        """Program.linear, and what the lookups say about its weights. reader: what adapters call the op."""
         options |= reads
         options["arithmetics"] = [self._arithmetic(weight) for weight, _ in parts]
         kind = options.pop("source")
         op = self.program.linear(parts, kind, *source, *target, **options)
+        for number, adapter in enumerate(self.adapters, start=1):
+            if reader is not None and (update := adapter.updates.get(reader)) is not None:
+                self.program.adapt(op, number, update.down, update.scales, _within(update.ups, parts))
         for table, lookup in enumerate(self.lookups):
             for part, (whole, _) in enumerate(parts):
                 weight = whole if self.division is None else self.division.weight(whole, table)
@@ -353,6 +368,16 @@ class Linears:
 
     def _arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
         return self.lookups[0].arithmetic(weight) if self.lookups else (None, 1)
+
+
+def _within(ups: Sequence[tuple[int, PackedWeight]], parts: Parts) -> list[tuple[int, PackedWeight]]:
+    """Each from a panel of its part on: rows of zeros go before outputs that begin within one."""
+    placed = []
+    for column, up in ups:
+        first = max(start for _, start in parts if start <= column)
+        before = (column - first) % PANEL
+        placed.append((column - before, behind_zeros(up, before) if before else up))
+    return placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,7 +435,8 @@ class _Layer:
     def _add_attention(self) -> None:
         config, arena, program = self.config, self.arena, self.linears.program
         qkv, mixed = (arena.qkv, arena.qkv_stride), (arena.mixed, arena.mixed_stride)
-        self.linears.add(qkv_parts(self.model, self.name), self._reads("attn_norm"), self.stream, qkv)
+        parts, reads = qkv_parts(self.model, self.name), self._reads("attn_norm")
+        self.linears.add(parts, reads, self.stream, qkv, f"{self.name}.qkv")
         if config.whole_qk_norm:
             keys = arena.qkv + config.q_rows, arena.qkv_stride
             program.adjust(config.q_rows, *qkv, *qkv, norm=self._vector("q_norm"))
@@ -429,35 +455,36 @@ class _Layer:
             q_norm=q_norm,
             k_norm=k_norm,
         )
-        out = [(weight_of(self.model, f"{self.name}.o"), 0)]
         self._add_back(
-            out, {"source": "rows"}, mixed, "attn_post_norm", "o_bias", "gathered" if self.last else "every"
+            "o", {"source": "rows"}, mixed, "attn_post_norm", "o_bias", "gathered" if self.last else "every"
         )
 
     def _add_feed_forward(self, width: int) -> None:
         rows, gate_up = self._rows(), (self.arena.gate_up, rounded(self.config.n_into_ffn * width))
         parts = into_ffn_parts(self.model, self.name, width)
-        self.linears.add(parts, self._reads("ffn_norm"), self.after, gate_up, rows=rows)
-        down = [(weight_of(self.model, f"{self.name}.down"), 0)]
+        reader = f"{self.name}.{'gate_up' if self.config.gated else 'up'}"
+        self.linears.add(parts, self._reads("ffn_norm"), self.after, gate_up, reader, rows=rows)
         reads = {"source": "gate" if self.config.gated else "activation", "gate": self.config.activation}
-        self._add_back(down, reads, gate_up, "ffn_post_norm", None, rows)
+        self._add_back("down", reads, gate_up, "ffn_post_norm", None, rows)
 
     def _rows(self) -> Rows:
         return "logits" if self.last else "every"
 
     def _add_back(
-        self, parts: Parts, reads: dict[str, Any], place: Place, norm: str, bias: str | None, rows: Rows
+        self, weight: str, reads: dict[str, Any], place: Place, norm: str, bias: str | None, rows: Rows
     ) -> None:
         """Add the output of a half of a layer to the stream, after its norm and bias where there are
         such.
         """
+        reader = f"{self.name}.{weight}"
+        parts = [(weight_of(self.model, reader), 0)]
         own_bias = None if bias is None else self._vector(bias)
         residual = self.stream if rows == "gathered" else None
         if not self.config.post_norms and own_bias is None:
-            self.linears.add(parts, reads, place, self.after, add=True, rows=rows, residual=residual)
+            self.linears.add(parts, reads, place, self.after, reader, add=True, rows=rows, residual=residual)
             return
         branch = self.arena.branch, self.arena.branch_stride
-        self.linears.add(parts, reads, place, branch, rows=rows)
+        self.linears.add(parts, reads, place, branch, reader, rows=rows)
         self.linears.program.adjust(
             self.config.hidden,
             *branch,

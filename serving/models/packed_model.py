@@ -21,6 +21,7 @@ from phasewise.cython_kernels.division import columns
 from phasewise.cython_kernels.exact import logarithm, power
 from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.serving.errors import ModelError
+from phasewise.serving.models.low_rank import Adapter
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 
 STACKS = (".experts_gate_up", ".experts_down")  # weights of all experts of a layer
@@ -458,6 +459,8 @@ class PackedModel:
     """The sampling that the model's files ask for."""
     embedding: Embedding | None = None
     """The pooling of texts to vectors; None for a model that is not made for that."""
+    adapters: tuple[Adapter, ...] = ()
+    """Adapters that requests may have on top; a slice names them by their numbers, from 1 on."""
 
     def products(self) -> dict[str, PackedWeight]:
         """The arrays that products read, by name: of a stack of experts the first one's weight, elsewhere

@@ -203,6 +203,7 @@ def _steps(slices: Iterable[SequenceSlice], most_tokens: int) -> Iterator[list[S
                     piece.wants_logits and last,
                     piece.table,
                     ring=piece.ring,
+                    adapter=piece.adapter,
                 )
             )
             done, room = done + count, room - count

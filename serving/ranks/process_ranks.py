@@ -327,6 +327,7 @@ def _instructions(setup: _Setup, rank: int, step: Segment) -> Instructions:
             WrittenSchedules.of(lookup, layout.division(rank), table, model, capacity)
             for table, lookup in enumerate(setup.lookups)
         ),
+        adapters=shared.adapters,
     )
 
 

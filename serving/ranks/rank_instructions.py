@@ -46,6 +46,8 @@ class Instructions:
     weights_source: Holding | None
     """From where this rank copies its panels of the weights to `weights`; None: they are there."""
     schedules: tuple[WrittenSchedules, ...]
+    adapters: Holding | None = None
+    """The adapters that slices name by their numbers."""
 
     @property
     def division(self) -> Division:
@@ -54,8 +56,8 @@ class Instructions:
     @property
     def descriptors(self) -> tuple[int, ...]:
         """The descriptors that the process inherits."""
-        holdings = [self.weights] + ([self.weights_source] if self.weights_source else [])
-        return self.step_fd, *(holding.fd for holding in holdings)
+        holdings = (self.weights, self.weights_source, self.adapters)
+        return self.step_fd, *(holding.fd for holding in holdings if holding is not None)
 
     def write(self) -> int:
         """A descriptor of memory that holds them, to be read from its start."""
@@ -65,6 +67,7 @@ class Instructions:
             "capacity": asdict(self.capacity),
             "weights": _holding_to_json(self.weights),
             "weights_source": self.weights_source and _holding_to_json(self.weights_source),
+            "adapters": self.adapters and _holding_to_json(self.adapters),
             "schedules": [written.to_json() for written in self.schedules],
         }
         fd = os.memfd_create(f"phasewise-rank-{self.rank}")
@@ -84,6 +87,7 @@ class Instructions:
             "cores": {phase: tuple(cores) for phase, cores in values["cores"].items()},
             "weights": _holding_from_json(values["weights"]),
             "weights_source": values["weights_source"] and _holding_from_json(values["weights_source"]),
+            "adapters": values["adapters"] and _holding_from_json(values["adapters"]),
             "schedules": tuple(WrittenSchedules.from_json(written) for written in values["schedules"]),
         }
         return cls(**values)

@@ -21,6 +21,7 @@ from phasewise.cython_kernels._native import Program, Team, isa_select, watch_ma
 from phasewise.cython_kernels.errors import GroupFailed, KernelError
 from phasewise.serving.errors import ServingError
 from phasewise.serving.models.forward import build_program
+from phasewise.serving.models.low_rank import unflat
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.processes.segments import Segment
 from phasewise.serving.ranks.rank_instructions import Instructions, Report
@@ -99,6 +100,7 @@ def _model(told: Instructions) -> PackedModel:
     if told.weights_source is not None:
         source, _ = told.weights_source.places.views(_mapped(told.weights_source))
         copy_panels(source, weights, told.division)
+    adapters = () if told.adapters is None else unflat(*told.adapters.places.views(_mapped(told.adapters)))
     return PackedModel(
         config=told.config,
         format=told.weight_format,
@@ -110,6 +112,7 @@ def _model(told: Instructions) -> PackedModel:
         tokenizer_json="",
         chat_template=None,
         weight_bytes=sum(weight.nbytes for weight in weights.values()),
+        adapters=adapters,
     )
 
 

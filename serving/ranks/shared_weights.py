@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from phasewise.cython_kernels.division import Division, share
 from phasewise.cython_kernels.packing import SLOT_UNIT, Array, PackedWeight
+from phasewise.serving.models.low_rank import flat, unflat
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.processes.segments import Segment
 from phasewise.serving.ranks.rank_teams import TABLES
@@ -149,10 +150,36 @@ class SharedWeights:
     source: Holding | None
     """From where each rank copies its own panels to `weights`; None: they are there."""
     copied_bytes: int
+    adapters: Holding | None = None
+    """None: the model has none."""
 
 
 @contextmanager
 def share_weights(model: PackedModel, division: Division, spread: bool) -> Iterator[SharedWeights]:
+    """The model's arrays, and those of its adapters, which every rank reads whole."""
+    with _shared_model(model, division, spread) as shared:
+        if not model.adapters:
+            yield shared
+            return
+        weights, vectors = flat(model.adapters)
+        read = replace(model, weights=weights, vectors=vectors, file=None, adapters=())
+        with _shared_model(read, division, spread=False) as copy:
+            named = tuple(
+                replace(own, name=adapter.name, content_hash=adapter.content_hash)
+                for own, adapter in zip(
+                    unflat(copy.model.weights, copy.model.vectors), model.adapters, strict=True
+                )
+            )
+            yield replace(
+                shared,
+                model=replace(shared.model, adapters=named),
+                adapters=copy.weights,
+                copied_bytes=shared.copied_bytes + copy.copied_bytes,
+            )
+
+
+@contextmanager
+def _shared_model(model: PackedModel, division: Division, spread: bool) -> Iterator[SharedWeights]:
     """The packed file that is mapped already, or a copy; its descriptors are open within the block.
 
     spread: every rank has its own panels copied to where it runs, the first one here.

@@ -31,6 +31,8 @@ class Request:
     """False: keys and values of its prompt are all computed, because logits of every token are wanted."""
     in_shadow: bool = False
     """It takes what others leave of steps, places and slots (`shadow`)."""
+    adapter: int = 0
+    """The number of the model's adapter that computes it, from 1 on; 0: the model alone."""
 
     @property
     def most_tokens(self) -> int:

@@ -77,7 +77,8 @@ def batch_of(
         assert sequence.placement is not None, f"{sequence} waits"
         base, _, table, ring = sequence.placement
         is_last = len(token_ids) == sequence.n_pending
-        slices.append(SequenceSlice(token_ids, sequence.n_computed, base, is_last, table, 0, ring))
+        adapter = sequence.request.adapter
+        slices.append(SequenceSlice(token_ids, sequence.n_computed, base, is_last, table, 0, ring, adapter))
     names = tuple(sequence.request_id for sequence, _ in parts)
     n_in_shadow = sum(sequence.request.in_shadow for sequence, _ in parts)
     return Batch(phase, tuple(slices), names, tuple(copies), n_in_shadow)

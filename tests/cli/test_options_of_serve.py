@@ -22,8 +22,9 @@ from tests.cli.command_options import options_of
 from tests.cli.opened_by_serve import Boundary, Run
 from tests.support.machines.paper_machines import xeon
 from tests.support.machines.stored_plans import keep_embedding_plan, keep_plan
+from tests.support.models.adapters import drawn_pairs, write_peft
 from tests.support.models.encoder_models import write_encoder
-from tests.support.models.tiny_models import TinyShape, tiny_gguf
+from tests.support.models.tiny_models import TinyShape, tiny_gguf, tiny_weights
 from tests.support.prefix_packs import write_pack
 
 TLS = Path(__file__).parents[1] / "data" / "tls"
@@ -48,8 +49,10 @@ class Places:
 def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     folder = tmp_path_factory.mktemp("places")
     models = [folder / name for name in ("tiny.gguf", "other.gguf")]
+    shape = TinyShape(context_length=4000)
     for path in models:
-        path.write_bytes(tiny_gguf(shape=TinyShape(context_length=4000)).to_bytes())
+        path.write_bytes(tiny_gguf(shape=shape).to_bytes())
+    write_peft(folder / "adapter", drawn_pairs(tiny_weights("llama", shape), "adapter"))
     keys = folder / "keys"
     keys.write_text("one\n")
     keys.chmod(0o600)
@@ -136,6 +139,7 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--drain": one("--drain", 3),
         "--format": one("--format", "int8"),
         "--sparse": one("--sparse", "always"),
+        "--lora": one("--lora", f"poet={here / 'adapter'}"),
         "--checksum": one("--checksum"),
         "--tile-prompts": one("--tile-prompts"),
         "--arithmetic": one("--arithmetic", "canonical"),

@@ -141,7 +141,8 @@ def test_only_a_sealed_program_runs_and_it_takes_no_more_ops() -> None:
 
 def test_a_team_larger_than_the_program_is_refused() -> None:
     class Slice:
-        token_ids, start, slot_base, wants_logits, table, n_drafted, ring = (1,), 0, 0, True, None, 0, None
+        token_ids, start, slot_base, wants_logits = (1,), 0, 0, True
+        table, n_drafted, ring, adapter = None, 0, None, 0
 
     built = program()
     built.embed(weight(20, 16), 0, 16)
@@ -156,7 +157,8 @@ def test_a_team_larger_than_the_program_is_refused() -> None:
 
 def test_touched_memory_is_there_and_keeps_what_it_held() -> None:
     class First:
-        token_ids, start, slot_base, wants_logits, table, n_drafted, ring = (1,), 0, 0, True, None, 0, None
+        token_ids, start, slot_base, wants_logits = (1,), 0, 0, True
+        table, n_drafted, ring, adapter = None, 0, None, 0
 
     class Second(First):
         token_ids, start = (2,), 1

@@ -53,6 +53,7 @@ def computed(program: Program, at: int) -> Array:
         table=None,
         n_drafted=0,
         ring=None,
+        adapter=0,
         second=None,
     )
     n_rows = program.run(Team(None, members=2), [piece], every_row=True)

@@ -53,6 +53,7 @@ class OwnServer:
         # Nobody waits for a token: prompts and answers take turns by their sizes alone.
         words += ["--tpot", str(_NO_PROMISE_MS), "--max-sequences", str(self.concurrency)]
         words += ["--kv-format", self.kv_format]
+        words += [word for adapter in self.weights.lora or () for word in ("--lora", adapter)]
         for flag, value in (("--ranks", self.ranks), ("--draft", self.draft), ("--db", self.db)):
             words += [] if value is None else [flag, str(value)]
         return words

@@ -35,11 +35,13 @@ class ChatSession:
         weight_format: str = "native",
         kv_format: str = "auto",
         threads: int | None = None,
+        lora: str | None = None,
         db: str | None = None,
         report: Report = silent,
     ) -> None:
         """Opens the model. Raises ModelError, PlanError, KernelDbError; WorkflowError without a template."""
-        loaded = open_model(model, Weights(weight_format), threads, db, report)
+        weights = Weights(weight_format, lora=None if lora is None else [lora])
+        loaded = open_model(model, weights, threads, db, report)
         if loaded.model.chat_template is None:
             raise WorkflowError(f"{loaded.model.name} has no chat template: use generate instead")
         hint_at_tuning(model, db, report)
@@ -48,6 +50,7 @@ class ChatSession:
         self._opened = open_engine(loaded.model, loaded.plans, size, self._text, loaded.schedules)
         self._ids = map(str, itertools.count())
         self.model_name = loaded.model.name
+        self._adapter = loaded.model.adapters[0].name if loaded.model.adapters else ""
         self.defaults = loaded.model.sampling
         self.context_tokens = size.limits.context_length
         self.messages: list[Message] = []
@@ -85,7 +88,8 @@ class ChatSession:
                 f"the conversation has {counted(len(prompt_ids), 'token')}, the context {self.context_tokens}"
             )
         most = room if max_tokens is None else min(room, max_tokens)
-        request = Submit(next(self._ids), prompt_ids, most, sampling.params(self.defaults))
+        params = sampling.params(self.defaults)
+        request = Submit(next(self._ids), prompt_ids, most, params, adapter=self._adapter)
         answer = OneAnswer(request)
         self.messages = asked
         engine = self._opened.engine

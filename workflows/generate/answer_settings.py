@@ -63,6 +63,8 @@ class AnswerSettings:
     ranks: int | None = None
     tile_prompts: bool = False
     arithmetic: ArithmeticChoice = "tuned"
+    lora: str | None = None
+    """The adapter that answers: a path, or NAME=PATH."""
     draft: str | None = None
     """`lookup` or a model, as `workflows.opening.drafts.find_drafts` reads it."""
 
@@ -73,6 +75,7 @@ class AnswerSettings:
             self.sparse,
             tile_prompts=self.tile_prompts,
             arithmetic=self.arithmetic,
+            lora=None if self.lora is None else [self.lora],
         )
 
     @property

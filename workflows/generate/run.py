@@ -96,7 +96,9 @@ def generate_text(
     size = EngineSize.for_one(loaded.model, len(prompt_ids), n_tokens, settings.kv_format)
     if explain is not None:
         explain(loaded.explain(size.limits.max_batch_tokens, size.limits.max_sequences, settings.kv_format))
-    answer = OneAnswer(Submit("generate", prompt_ids, n_tokens, params, stop, settings.ignore_eos))
+    adapter = loaded.model.adapters[0].name if loaded.model.adapters else ""
+    request = Submit("generate", prompt_ids, n_tokens, params, stop, settings.ignore_eos, adapter=adapter)
+    answer = OneAnswer(request)
     with open_engine(loaded.model, loaded.plans, size, text, loaded.schedules, drafts=drafts) as opened:
         for piece in answer.pieces(opened.engine):
             on_text(piece)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ class Weights:
     checksum: read the
     packed file whole, and make it anew where it is not as it was written. tile_prompts: prefill multiplies
     quantised weights as bf16 on the tile unit, where there is one. arithmetic: how weights are multiplied.
+    lora: adapters that requests may have on top, NAME=PATH each.
     """
 
     weight_format: str = "native"
@@ -37,6 +38,7 @@ class Weights:
     checksum: bool = False
     tile_prompts: bool = False
     arithmetic: ArithmeticChoice = "tuned"
+    lora: Sequence[str] | None = None
 
     @property
     def is_canonical(self) -> bool:
@@ -103,6 +105,10 @@ def open_under(
 
     storage = storage_choice(weights.sparse, db, machine, plans, report)
     model = load_model(ref, weights.weight_format, report=report, checksum=weights.checksum, storage=storage)
+    if weights.lora:
+        from phasewise.serving.loaders.adapters.load_adapter import with_adapters
+
+        model = with_adapters(model, weights.lora)
     return OpenModel(model, plans, schedules_under(plans, weights, db, machine, report), storage)
 
 

@@ -220,7 +220,13 @@ class _Replayer:
 
         opened = self._found
         positions = theirs.context or opened.model.config.context_length
-        return fingerprint_of(opened.model, theirs.kv_format, opened.schedules, positions)
+        ours = fingerprint_of(opened.model, theirs.kv_format, opened.schedules, positions)
+        return ours.with_adapter(theirs.adapter) if self._adapter(theirs) else ours
+
+    def _adapter(self, theirs: Fingerprint) -> int:
+        """The number of the adapter that a receipt is of; 0: none of those here."""
+        hashes = [adapter.content_hash for adapter in self._found.model.adapters]
+        return hashes.index(theirs.adapter) + 1 if theirs.adapter in hashes else 0
 
     def _replayed(self, receipt: Receipt) -> tuple[Replaying, Sampler]:
         from phasewise.serving.batch import Batch, SequenceSlice
@@ -236,12 +242,13 @@ class _Replayer:
         sampler = Sampler(settings.sampling, prompt, self._found.model.config.vocab_size, guide)
         replaying = Replaying(receipt, sampler)
         ids = (*prompt, *receipt.token_ids[:-1])
-        ranks = self._open_ranks(receipt, len(ids))
+        ranks, adapter = self._open_ranks(receipt, len(ids)), self._adapter(receipt.fingerprint)
         if len(prompt) > 1:
-            ranks.forward(Batch("prefill", (SequenceSlice(prompt[:-1], 0, 0, False),)))
+            ranks.forward(Batch("prefill", (SequenceSlice(prompt[:-1], 0, 0, False, adapter=adapter),)))
         for start in range(len(prompt) - 1, len(ids), _ROWS_AT_ONCE):
             piece = ids[start : start + _ROWS_AT_ONCE]
-            replaying.feed(ranks.all_logits(Batch("prefill", (SequenceSlice(piece, start, 0, True),))))
+            piece_slice = SequenceSlice(piece, start, 0, True, adapter=adapter)
+            replaying.feed(ranks.all_logits(Batch("prefill", (piece_slice,))))
         return replaying, sampler
 
     def _open_ranks(self, receipt: Receipt, n_tokens: int) -> Ranks:

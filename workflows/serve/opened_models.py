@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from phasewise.serving.prefix_store.opening import PrefixSettings
     from phasewise.serving.service import Predictor, Served
     from phasewise.topology import Machine
-    from phasewise.workflows.opening.open_model import OpenModel
+    from phasewise.workflows.opening.open_model import OpenModel, Weights
     from phasewise.workflows.opening.tuned_schedules import ScheduleUse
     from phasewise.workflows.serve.instance_process import InstanceSpec
     from phasewise.workflows.serve.pools import PlannedInstance
@@ -71,7 +71,8 @@ def open_models(
     running, deadline_s = settings.running, time.monotonic() + FIRST_S
     pull_what_fits(settings.remote, settings.db, FIRST_S, report)
     opened = [
-        open_model(ref, settings.weights, running.threads, settings.db, report, running.ranks) for ref in refs
+        open_model(ref, weights, running.threads, settings.db, report, running.ranks)
+        for ref, weights in zip(refs, _weights_of(refs, settings), strict=True)
     ]
     if settings.remote.remote is not None:
         machine = read_machine()
@@ -79,10 +80,16 @@ def open_models(
             _fought(model, settings, machine, deadline_s - time.monotonic(), report) for model in opened
         ]
     budgets = _budgets(opened, settings.kv)
+    owns = [replace(settings, weights=weights) for weights in _weights_of(refs, settings)]
     return [
-        open_sized(sized(ref, model, kv_bytes, settings, report), settings, stack, report)
-        for ref, model, kv_bytes in zip(refs, opened, budgets, strict=True)
+        open_sized(sized(ref, model, kv_bytes, own, report), own, stack, report)
+        for ref, model, kv_bytes, own in zip(refs, opened, budgets, owns, strict=True)
     ]
+
+
+def _weights_of(refs: Sequence[str], settings: ServeSettings) -> list[Weights]:
+    """Adapters are of the first model."""
+    return [settings.weights, *(replace(settings.weights, lora=None) for _ in refs[1:])]
 
 
 def _fought(

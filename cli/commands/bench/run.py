@@ -19,6 +19,7 @@ from phasewise.cli.options import (
     ExplainOption,
     FormatOption,
     KvFormatOption,
+    LoraOption,
     SparseOption,
     TilePromptsOption,
 )
@@ -157,6 +158,7 @@ def run(
     sparse: SparseOption = "auto",
     tile_prompts: TilePromptsOption = False,
     arithmetic: ArithmeticOption = "tuned",
+    lora: LoraOption = None,
     db: DbOption = None,
     explain: ExplainOption = False,
 ) -> None:
@@ -166,7 +168,8 @@ def run(
     values, batch size, number of sequences and depth. The rows have
     llama-bench's field names. Its flags about GPUs, and others that cannot be
     followed here, are refused by name, except with the values that hold here
-    anyway (-ngl 0, -fa 1, -mmp 1, -ub 512).
+    anyway (-ngl 0, -fa 1, -mmp 1, -ub 512). With --lora the sequences have the
+    adapters in turn.
     """
     from phasewise.cli.commands.bench.run_text import FORMATS
     from phasewise.cli.row_forms import written
@@ -182,7 +185,8 @@ def run(
     if not workloads:
         raise typer.BadParameter("nothing to measure: give -p, -n or -pg, and at least one sequence")
     formats = running.kv_formats(kv_format)
-    weights = Weights(weight_format, sparse, tile_prompts=tile_prompts, arithmetic=arithmetic)
+    weights = Weights(weight_format, sparse, tile_prompts=tile_prompts, arithmetic=arithmetic, lora=lora)
+    workloads = [replace(workload, n_adapters=len(lora or ())) for workload in workloads]
     opened_models = []
     for name in names:
         for threads in running.threads or (None,):

@@ -27,6 +27,7 @@ from phasewise.cli.options import (
     FormatOption,
     KvFormatOption,
     ModelArgument,
+    OneLoraOption,
     ThreadsOption,
 )
 from phasewise.cli.present import note, write_text
@@ -53,6 +54,7 @@ def chat(
     weight_format: FormatOption = "native",
     kv_format: KvFormatOption = "auto",
     threads: ThreadsOption = None,
+    lora: OneLoraOption = None,
     db: DbOption = None,
 ) -> None:
     """Talk to MODEL. /help lists the commands; Ctrl-C ends an answer, Ctrl-D the conversation.
@@ -69,6 +71,7 @@ def chat(
         weight_format=weight_format,
         kv_format=kv_format,
         threads=threads,
+        lora=lora,
         db=db,
         report=note,
     ) as session:

@@ -42,6 +42,7 @@ class _Slice:
     table: None = None
     n_drafted: int = 0
     ring: None = None
+    adapter: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,8 @@ class ListedModel:
             card["default_sampling"] = self.served.sampling.to_json()
             card["system_fingerprint"] = self.served.system_fingerprint
             card["arithmetic"] = self.served.arithmetic
+            if self.served.parent:
+                card["parent"] = self.served.parent
         return card
 
 

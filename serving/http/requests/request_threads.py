@@ -67,7 +67,7 @@ class Preparation:
 
         def work() -> tuple[list[Submit], list[RequestFacts], HeldTo | None]:
             requests = [
-                replace(submit, model=model.model_id, in_shadow=client.in_shadow)
+                replace(submit, model=model.engine_id, adapter=model.adapter, in_shadow=client.in_shadow)
                 for submit in make(body, model, sender)
             ]
             facts = facts_of(requests, body)

@@ -102,7 +102,7 @@ def _encoder_source(file: GgufFiles, header: GgufHeader, name: str, family: Enco
         return field(metadata, key, kind, default)
 
     config = encoder_gguf.config_of(family, read, header.tensors, str(file.path))
-    pairs = ((theirs, _tensor(file, info)) for theirs, info in header.tensors.items())
+    pairs = ((theirs, tensor_in(file, info)) for theirs, info in header.tensors.items())
     return ModelSource(
         name=name,
         path=file.path,
@@ -143,15 +143,15 @@ def _tensors(
         what = f"{file.path} has a tensor {theirs!r:.80} that"
         try:
             renamed = list(
-                our_tensors(stem, name, names if stem else GLOBAL_NAMES, _tensor(file, info), shapes, what)
+                our_tensors(stem, name, names if stem else GLOBAL_NAMES, tensor_in(file, info), shapes, what)
             )
         except KeyError:
             raise ModelError(f"{what} {family.name} models do not use") from None
         for ours, tensor in renamed:
             if ours in tensors:
                 raise ModelError(f"{file.path} has the tensor for {ours} twice")
-            heads = _heads(ours, family, config)
-            tensors[ours] = _half_split(tensor, heads) if heads else tensor
+            heads = interleaved_heads(ours, family, config)
+            tensors[ours] = half_split(tensor, heads) if heads else tensor
     return tensors
 
 
@@ -275,7 +275,7 @@ def _adds_bos(metadata: Mapping[str, Any]) -> bool:
     return bool(field(metadata, "tokenizer.ggml.add_bos_token", bool, by_kind))
 
 
-def _heads(name: str, family: Family, config: ModelConfig) -> int:
+def interleaved_heads(name: str, family: Family, config: ModelConfig) -> int:
     """The number of heads whose rows llama.cpp's converter interleaved; 0 where it left the order alone."""
     match = PERMUTED.fullmatch(name)
     if not family.gguf_interleaved_heads or match is None:
@@ -283,7 +283,7 @@ def _heads(name: str, family: Family, config: ModelConfig) -> int:
     return config.n_heads if match[1] == "q" else config.n_kv_heads
 
 
-def _tensor(file: GgufFiles, info: TensorInfo) -> SourceTensor:
+def tensor_in(file: GgufFiles, info: TensorInfo) -> SourceTensor:
     kind = BLOCK_TYPES.get(info.type_name)
     if kind is None:
         raise ModelError(
@@ -306,7 +306,7 @@ def _tensor(file: GgufFiles, info: TensorInfo) -> SourceTensor:
     return SourceTensor(info.type_name, info.shape, info.n_bytes, kind.form, rows)
 
 
-def _half_split(tensor: SourceTensor, n_heads: int) -> SourceTensor:
+def half_split(tensor: SourceTensor, n_heads: int) -> SourceTensor:
     """Undo the converter's interleaving: our row (head, half, i) is the file's row (head, i, half)."""
     head_dim, rows = max(tensor.shape[0] // n_heads, 1), tensor.rows
 

@@ -51,6 +51,8 @@ LAYER_NAMES = {
 }  # fmt: skip
 MAX_SHARDS = 512
 BLOCKS, SCALES = "_blocks", "_scales"  # of one tensor in MXFP4
+Shards = list[tuple[SourceFile, dict[str, TensorEntry]]]
+"""Weight files, open, each with its table."""
 BARE = ("layers.", "embed_tokens.", "norm.")
 DERIVED = "self_attn.rotary_emb.inv_freq"  # old checkpoints store what the config implies
 
@@ -107,6 +109,12 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
         raise
 
 
+def open_shards(path: Path) -> Shards:
+    """The weight files of a directory with their tables. The caller closes them."""
+    directory = ModelDirectory(path)
+    return open_all(directory, _shards(directory))
+
+
 def _shards(directory: ModelDirectory) -> list[str]:
     """The weight files: the single one, those of the index, or the only one there is."""
     if directory.has(SINGLE):
@@ -151,7 +159,7 @@ def _our_tensors(
     shapes = shapes_of_all(config, biased)
     tensors: dict[str, SourceTensor] = {}
     for theirs, tensor in _file_tensors(opened, family, quantisation):
-        stem, name, expert = _place(theirs)
+        stem, name, expert = layer_place(theirs)
         if name == DERIVED or (theirs == "lm_head.weight" and config.tied_embeddings):
             continue
         what = f"{directory} has a tensor {theirs!r:.80} that"
@@ -187,7 +195,7 @@ def _file_tensors(
         if theirs.endswith(SCALES)
     }
     for theirs, parts in _sparse_parts(opened).items():
-        yield _without_prefix(theirs, family), bitmask_tensor(theirs, parts)
+        yield without_prefix(theirs, family), bitmask_tensor(theirs, parts)
     for file, entries in opened:
         for theirs, entry in entries.items():
             if (
@@ -203,7 +211,7 @@ def _file_tensors(
                 theirs = f"{stem}.mxfp4"
             else:
                 tensor = tensor_of(file, theirs, entry)
-            yield _without_prefix(theirs, family), tensor
+            yield without_prefix(theirs, family), tensor
 
 
 def _is_zero_bias(name: str, tensor: SourceTensor) -> bool:
@@ -226,7 +234,7 @@ def _sparse_parts(
     return parts
 
 
-def _without_prefix(theirs: str, family: Family) -> str:
+def without_prefix(theirs: str, family: Family) -> str:
     if theirs.startswith(BARE):  # of a model that was saved without its head, as embedding models are
         return f"model.{theirs}"
     for prefix in family.hf_text_prefixes:
@@ -236,7 +244,7 @@ def _without_prefix(theirs: str, family: Family) -> str:
     return theirs
 
 
-def _place(theirs: str) -> tuple[str, str, str]:
+def layer_place(theirs: str) -> tuple[str, str, str]:
     """ "layers.3." (empty outside layers), the name within the layer, and the expert's number that "{e}"
     replaces.
     """

@@ -1,0 +1,1 @@
+"""Adapters of a model (LoRA), from PEFT's directories and from GGUF files."""

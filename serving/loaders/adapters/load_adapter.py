@@ -1,0 +1,53 @@
+"""From a path to an adapter of a model that is open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from phasewise._words import counted
+from phasewise.cython_kernels._native import MAX_ADAPTERS
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.adapters.low_rank_tensors import Pair, adapter_of, parts_of
+from phasewise.serving.loaders.adapters.named_paths import named_paths
+from phasewise.serving.models.low_rank import Adapter, LowRank
+from phasewise.serving.models.packed_model import ModelConfig, PackedModel
+
+
+def load_adapter(name: str, path: Path, config: ModelConfig) -> Adapter:
+    """PEFT's directory, or a GGUF file. ModelError in one line for what cannot run beside this model."""
+    return adapter_of(name, load_parts(path, config), config)
+
+
+def load_parts(path: Path, config: ModelConfig) -> dict[str, LowRank]:
+    """Its numbers, by our names of the weights that they are added to. ModelError."""
+    with ExitStack() as stack:
+        return parts_of(_pairs(path, config, stack), config, str(path))
+
+
+def _pairs(path: Path, config: ModelConfig, stack: ExitStack) -> dict[str, Pair]:
+    """Readers of foreign formats are imported for the format that it is."""
+    if path.is_dir():
+        from phasewise.serving.loaders.adapters.peft_directory import peft_pairs
+
+        return peft_pairs(path, config, stack)
+    if path.suffix == ".safetensors":
+        raise ModelError(f"{path} is only the numbers of an adapter: give the directory that holds it")
+    from phasewise.serving.loaders.adapters.gguf_adapter import gguf_pairs
+
+    return gguf_pairs(path, config, stack)
+
+
+def with_adapters(model: PackedModel, lora: Sequence[str]) -> PackedModel:
+    """The model with adapters of `NAME=PATH` each, numbered in this order. ModelError."""
+    if not lora:
+        return model
+    found = named_paths(lora)
+    if len(found) > MAX_ADAPTERS:
+        raise ModelError(f"{counted(len(found), 'adapter')} of one model; at most {MAX_ADAPTERS} can run")
+    if model.config.encoder is not None or model.embedding is not None:
+        raise ModelError(f"{model.name} makes vectors: adapters are for models that generate text")
+    adapters = tuple(load_adapter(name, path, model.config) for name, path in found)
+    return replace(model, adapters=adapters)

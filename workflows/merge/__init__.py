@@ -1,0 +1,1 @@
+"""Merging: a model and an adapter as one model."""
