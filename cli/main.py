@@ -20,6 +20,7 @@ from phasewise.cli.commands import (
     db,
     doctor,
     embed,
+    evaluate,
     generate,
     help_topic,
     kernels,
@@ -59,6 +60,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
     "Models, texts and vectors": {
         "models": models.app,
         "generate": generate.generate,
+        "eval": evaluate.evaluate,
         "batch": batch.batch,
         "replay": replay.replay,
         "tune-embed": tune_embed.tune_embed,

@@ -283,6 +283,17 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         replace(_OF_K_QUANTS, unless=("--url",)),
     ),
     "generate": (_CANONICAL,),
+    "eval": (
+        _CANONICAL,
+        Way(
+            "where questions alone are asked",
+            ("--context", "--chunks"),
+            when=("--choices",),
+            unless=("--text", "--against"),
+            instead="add --text FILE, or leave that out",
+        ),
+        Way("without --choices", ("--questions",), unless=("--choices",)),
+    ),
     "topo": (
         Way("without --trees", ("--limit", "--power-of-two"), unless=("--trees",)),
         Way("with --trees", ("--svg",), when=("--trees",), instead="--tree draws one of them"),

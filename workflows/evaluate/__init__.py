@@ -1,0 +1,1 @@
+"""What `phasewise eval` does: judge a model as it runs."""
