@@ -28,6 +28,7 @@ from phasewise.cli.commands import (
     predict_len,
     prefix,
     prune,
+    quantise,
     replay,
     report,
     serve,
@@ -66,6 +67,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "tune-embed": tune_embed.tune_embed,
         "predict-len": predict_len.app,
         "prune": prune.prune,
+        "quantise": quantise.quantise,
     },
     "Planning": {
         "simulate": simulate.simulate,

@@ -150,7 +150,7 @@ def _tensors(
         for ours, tensor in renamed:
             if ours in tensors:
                 raise ModelError(f"{file.path} has the tensor for {ours} twice")
-            heads = _heads(ours, family, config)
+            heads = interleaved_heads(ours, family, config)
             tensors[ours] = _half_split(tensor, heads) if heads else tensor
     return tensors
 
@@ -275,7 +275,7 @@ def _adds_bos(metadata: Mapping[str, Any]) -> bool:
     return bool(field(metadata, "tokenizer.ggml.add_bos_token", bool, by_kind))
 
 
-def _heads(name: str, family: Family, config: ModelConfig) -> int:
+def interleaved_heads(name: str, family: Family, config: ModelConfig) -> int:
     """The number of heads whose rows llama.cpp's converter interleaved; 0 where it left the order alone."""
     match = PERMUTED.fullmatch(name)
     if not family.gguf_interleaved_heads or match is None:
