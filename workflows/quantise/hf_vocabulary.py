@@ -52,9 +52,10 @@ def vocabulary_keys(source: ModelSource) -> dict[str, Any]:
 
 def _tokens(document: dict[str, Any], source: ModelSource) -> dict[str, Any]:
     model = document.get("model") or {}
-    if model.get("type") != "BPE":
+    if model.get("type") != "BPE" or not model.get("merges"):
         raise WorkflowError(
-            f"{source.name} has a tokenizer of the kind {model.get('type')!r:.40}: BPE can be written"
+            f"{source.name} has a tokenizer of the kind {model.get('type')!r:.40}: BPE with merges can be"
+            " written"
         )
     size, vocabulary = source.config.vocab_size, dict(model["vocab"])
     kinds: dict[int, TokenKind] = {}

@@ -7,8 +7,8 @@ Both have blocks of 256 inputs, in groups that have small whole numbers as scale
 
 The error of a block is the sum of importance[input] (w - x)^2. A group is fitted alone first: codes for many
 steps, least squares for each, the best kept. Then the scales of a block are rounded, and each is
-moved by one where that lowers the error with codes rounded anew. llama.cpp fits in the same way, and stops at
-the rounded scales.
+moved by one where that lowers the error with codes rounded anew; last d and m are fitted to what was chosen.
+llama.cpp fits groups in the same way, and stops at the rounded scales.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ def q4_k(rows: Array, importance: Array | None = None) -> Array:
     d, s = _rounded_scales(scales, total)
     m, t = _rounded_scales(mins, total)
     s, t, codes = _moved_affine(x, weights, (d, s), (m, t))
+    d, m = _refitted(x, weights, codes * s[..., None], np.broadcast_to(-t[..., None], x.shape), d, m)
+    s, t, codes = (part.astype(np.uint8) for part in (s, t, codes))
     out = np.empty((len(x), Q4_K_BYTES), np.uint8)
     out[:, 0:2] = d.view(np.uint8).reshape(-1, 2)
     out[:, 2:4] = m.view(np.uint8).reshape(-1, 2)
@@ -55,6 +57,8 @@ def q6_k(rows: Array, importance: Array | None = None) -> Array:
     step = d.astype(np.float32)[:, None]
     s = np.clip(np.rint(_divided(scales, step)), -128, 127).astype(np.float32)
     s, codes = _moved_linear(x, weights, step, s)
+    d, _ = _refitted(x, weights, codes * s[..., None], np.zeros_like(x), d, np.zeros_like(d))
+    codes = (codes + 32).astype(np.uint8).reshape(-1, BLOCK)
     out = np.empty((len(x), Q6_K_BYTES), np.uint8)
     quarters = codes.reshape(-1, 2, 4, 32)
     out[:, :128] = ((quarters[:, :, :2] & 15) | (quarters[:, :, 2:] & 15) << 4).reshape(-1, 128)
@@ -148,7 +152,7 @@ def _rounded_scales(scales: Array, total: Array) -> tuple[Array, Array]:
 def _moved_affine(
     x: Array, weights: Array, scale: tuple[Array, Array], minimum: tuple[Array, Array]
 ) -> tuple[Array, Array, Array]:
-    """Whole scales and minima, each moved by at most one, uint8 [blocks, 8], and codes."""
+    """Whole scales and minima, each moved by at most one, and codes; float32."""
     (d, s), (m, t) = scale, minimum
     step, low_step = d.astype(np.float32)[:, None], m.astype(np.float32)[:, None]
     best = np.full(s.shape, np.inf, np.float32)
@@ -161,7 +165,32 @@ def _moved_affine(
             best = np.where(better, error, best)
             best_s, best_t = np.where(better, new_s, best_s), np.where(better, new_t, best_t)
     codes = _codes(x, step * best_s, -low_step * best_t)
-    return best_s.astype(np.uint8), best_t.astype(np.uint8), codes.astype(np.uint8)
+    return best_s, best_t, codes
+
+
+def _refitted(
+    x: Array, weights: Array, units: Array, low_units: Array, d: Array, m: Array
+) -> tuple[Array, Array]:
+    """The float16 d and m of each block that bring d units + m low_units nearest to x."""
+    at = tuple(range(1, x.ndim))
+
+    def summed(product: Array) -> Array:
+        return np.broadcast_to(weights * product, x.shape).sum(axis=at)
+
+    aa, ab, bb = summed(units * units), summed(units * low_units), summed(low_units * low_units)
+    ax, bx = summed(units * x), summed(low_units * x)
+    determinant = aa * bb - ab * ab
+    both = determinant > 1e-6 * aa * bb
+    new_d = np.where(both, _divided(ax * bb - bx * ab, determinant), _divided(ax, aa)).astype(np.float16)
+    new_m = np.where(both, _divided(bx * aa - ax * ab, determinant), 0).astype(np.float16)
+
+    def error(scale: Array, low_scale: Array) -> Array:
+        wide = (slice(None), None, None)
+        values = scale.astype(np.float32)[wide] * units + low_scale.astype(np.float32)[wide] * low_units
+        return summed((values - x) ** 2)
+
+    better = (error(new_d, new_m) < error(d, m)) & (new_m >= 0) & (both | (m == 0))
+    return np.where(better, new_d, d), np.where(better, new_m, m)
 
 
 def _linear_fit(x: Array, weights: Array) -> Array:
@@ -188,7 +217,7 @@ def _signed_codes(x: Array, scale: Array) -> Array:
 
 
 def _moved_linear(x: Array, weights: Array, step: Array, s: Array) -> tuple[Array, Array]:
-    """Whole scales, each moved by at most one, and codes above -32, uint8."""
+    """Whole scales, each moved by at most one, and codes; float32."""
     best, best_s = np.full(s.shape, np.inf, np.float32), s
     for move in MOVES:
         new_s = np.clip(s + move, -128, 127)
@@ -196,5 +225,4 @@ def _moved_linear(x: Array, weights: Array, step: Array, s: Array) -> tuple[Arra
         error = _error(x, weights, _signed_codes(x, scale) * scale[..., None])
         better = error < best
         best, best_s = np.where(better, error, best), np.where(better, new_s, best_s)
-    codes = _signed_codes(x, step * best_s) + 32
-    return best_s, codes.astype(np.uint8).reshape(len(x), BLOCK)
+    return best_s, _signed_codes(x, step * best_s)

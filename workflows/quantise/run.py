@@ -237,5 +237,6 @@ def _add_key(writer: Any, key: str, value: Any, types: tuple[int, int | None] | 
 def _check(model: PlainModel, path: Path, located: Located) -> None:
     """Read the file as any model; one from a Hugging Face directory must have the same config."""
     with open_source(Located(located.name, path)) as written:
+        written.tokenizer_json()  # ModelError where it cannot be built
         if model.config is not None:
             check_read_back(model.config, written.config, model.name)

@@ -26,6 +26,14 @@ BLOCKS = {"Q8_0": 32, "Q4_0": 32, "Q5_0": 32, "Q4_K": k_quants.BLOCK, "Q6_K": k_
 """Inputs of a block."""
 INSTEAD = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 """For rows that are not whole blocks of 256."""
+LARGEST_HALF = 65504.0
+LARGEST = {
+    name: LARGEST_HALF * levels
+    for name, levels in (
+        ("F16", 1), ("Q4_0", 8), ("Q5_0", 16), ("Q8_0", 127), ("Q4_K", 63 * 7), ("Q6_K", 127 * 31)
+    )
+}  # fmt: skip
+"""The largest magnitude for which every float16 scale is finite."""
 WEIGHED = ("Q4_K", "Q6_K")
 """Types whose search can weigh inputs."""
 
@@ -44,15 +52,13 @@ def type_of(name: str, shape: tuple[int, ...], quant_format: QuantFormat, *, tie
 
 def encoded(rows: Array, type_name: str, importance: Array | None = None) -> Array:
     """uint8 [n, bytes] of float32 [n, k]. OverflowError for numbers that the type cannot hold."""
-    with np.errstate(over="ignore"):
-        if type_name == "Q4_K":
-            raw = k_quants.q4_k(rows, importance)
-        elif type_name == "Q6_K":
-            raw = k_quants.q6_k(rows, importance)
-        else:
-            raw = _by_gguf(rows, type_name)
-    _refuse_infinite_scales(raw, type_name, len(rows))
-    return raw
+    if type_name in LARGEST and np.abs(rows).max(initial=0) > LARGEST[type_name]:
+        raise OverflowError(f"numbers too large for {type_name}")
+    if type_name == "Q4_K":
+        return k_quants.q4_k(rows, importance)
+    if type_name == "Q6_K":
+        return k_quants.q6_k(rows, importance)
+    return _by_gguf(rows, type_name)
 
 
 def _by_gguf(rows: Array, type_name: str) -> Array:
@@ -61,23 +67,3 @@ def _by_gguf(rows: Array, type_name: str) -> Array:
 
     raw: Array = gguf.quants.quantize(rows, gguf.GGMLQuantizationType[type_name])
     return np.ascontiguousarray(raw).view(np.uint8).reshape(len(rows), -1)
-
-
-_SCALES = {"Q8_0": (34, 0), "Q4_0": (18, 0), "Q5_0": (22, 0), "Q4_K": (144, 0, 2), "Q6_K": (210, 208)}
-"""Bytes of a block, and the places of its float16 scales."""
-
-
-def _refuse_infinite_scales(raw: Array, type_name: str, count: int) -> None:
-    if type_name == "F16":
-        finite = bool(np.isfinite(raw.view(np.float16)).all())
-    elif type_name in _SCALES:
-        n_bytes, *places = _SCALES[type_name]
-        blocks = raw.reshape(count, -1, n_bytes)
-        finite = all(
-            bool(np.isfinite(np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)).all())
-            for at in places
-        )
-    else:
-        return
-    if not finite:
-        raise OverflowError(f"numbers too large for {type_name}")
