@@ -28,7 +28,7 @@ from phasewise.cli.status_line import status_line
 from phasewise.workflows.evaluate.settings import EvalSettings
 
 if TYPE_CHECKING:
-    from phasewise.workflows.evaluate.figures import Divergence, Estimate
+    from phasewise.workflows.evaluate.figures import Divergence, MeanError
     from phasewise.workflows.evaluate.run import ChoiceFigures, Evaluation, TextFigures
 
 LABEL_COLUMNS = 26
@@ -135,7 +135,7 @@ def _choice_lines(figures: ChoiceFigures) -> Iterator[str]:
     yield _line("accuracy per character", _estimate(accuracy.accuracy_per_character, 2, scale=100))
 
 
-def _estimate(estimate: Estimate, places: int, scale: int = 1) -> str:
+def _estimate(estimate: MeanError, places: int, scale: int = 1) -> str:
     """`scale` 100: in per cent."""
     unit = "%" if scale == 100 else ""
     return f"{scale * estimate.value:.{places}f}{unit} +/- {scale * estimate.error:.{places}f}{unit}"

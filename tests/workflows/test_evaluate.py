@@ -16,7 +16,7 @@ pytest.importorskip(
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.evaluate.answers import answer
 from phasewise.workflows.evaluate.figures import token_losses
-from phasewise.workflows.evaluate.questions import Question
+from phasewise.workflows.evaluate.questions import ChoiceQuestion
 from phasewise.workflows.evaluate.run import evaluate, until_interrupted
 from phasewise.workflows.evaluate.scorer import Scorer
 from phasewise.workflows.evaluate.settings import EvalSettings
@@ -59,13 +59,13 @@ def test_a_chunk_has_the_same_rows_wherever_counting_begins(scorer: Scorer, firs
 @pytest.mark.parametrize(
     "question",
     [
-        Question("Which is it?", ("this", "that", "this one", "z"), 0),
-        Question("Trailing spaces  ", ("a", "b"), 1),
-        Question("x", ("same start, one end", "same start, other end"), 1),
-        Question("long " * 60, ("yes", "no"), 0),
+        ChoiceQuestion("Which is it?", ("this", "that", "this one", "z"), 0),
+        ChoiceQuestion("Trailing spaces  ", ("a", "b"), 1),
+        ChoiceQuestion("x", ("same start, one end", "same start, other end"), 1),
+        ChoiceQuestion("long " * 60, ("yes", "no"), 0),
     ],
 )
-def test_choices_are_as_likely_as_each_computed_alone(scorer: Scorer, question: Question) -> None:
+def test_choices_are_as_likely_as_each_computed_alone(scorer: Scorer, question: ChoiceQuestion) -> None:
     """The question is computed once for all; alone means anew from its first token."""
     context = question.context.rstrip()
     expected = []
@@ -87,7 +87,7 @@ def test_choices_are_as_likely_as_each_computed_alone(scorer: Scorer, question: 
 
 def test_a_choice_longer_than_the_model_s_context_is_refused(scorer: Scorer) -> None:
     with pytest.raises(WorkflowError, match="too many tokens"):
-        answer(scorer, Question("short", ("many words " * 99, "few"), 0))
+        answer(scorer, ChoiceQuestion("short", ("many words " * 99, "few"), 0))
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)

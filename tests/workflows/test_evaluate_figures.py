@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.evaluate import figures
-from phasewise.workflows.evaluate.questions import Question, read_questions
+from phasewise.workflows.evaluate.questions import ChoiceQuestion, read_questions
 from phasewise.workflows.evaluate.texts import halves, windows
 from tests.support.tiers import examples
 
@@ -27,7 +27,7 @@ def test_the_loss_of_even_odds_is_the_logarithm_of_the_choices() -> None:
     losses = figures.token_losses(np.zeros((4, 8), np.float32), [2, 3, 4, 5])
 
     assert losses == pytest.approx([math.log(8)] * 4)
-    assert figures.perplexity(losses) == figures.Estimate(pytest.approx(8), pytest.approx(0))
+    assert figures.perplexity(losses) == figures.MeanError(pytest.approx(8), pytest.approx(0))
 
 
 def test_the_loss_survives_logits_of_any_size() -> None:
@@ -42,10 +42,10 @@ def test_a_model_beside_itself_diverges_nowhere() -> None:
 
     found = figures.divergence(figures.compare(logits, logits, [5] * len(logits)))
 
-    assert found.kl == figures.Estimate(0, 0)
+    assert found.kl == figures.MeanError(0, 0)
     assert found.same_top.value == 1
-    assert found.ratio == figures.Estimate(1, 0)
-    assert found.delta_p_rms == figures.Estimate(0, 0)
+    assert found.ratio == figures.MeanError(1, 0)
+    assert found.delta_p_rms == figures.MeanError(0, 0)
     assert found.log_correlation == pytest.approx(1)
 
 
@@ -72,7 +72,7 @@ def test_figures_are_those_of_llama_perplexity(seed: int, count: int) -> None:
     (a, a_error), (b, b_error) = mean(nll), mean(base_nll)
     covariance = (sum(x * y for x, y in zip(nll, base_nll, strict=True)) / count - a * b) / (count - 1)
     ratio_error = math.sqrt(a_error**2 + b_error**2 - 2 * covariance)
-    assert found.log_ratio == figures.Estimate(pytest.approx(a - b), pytest.approx(ratio_error))
+    assert found.log_ratio == figures.MeanError(pytest.approx(a - b), pytest.approx(ratio_error))
     assert found.ratio.error == pytest.approx(math.exp(a - b) * ratio_error)
     assert found.log_correlation == pytest.approx(covariance / (a_error * b_error))
     assert (found.kl.value, found.kl.error) == pytest.approx(mean(kl))
@@ -126,7 +126,7 @@ STEM: dict[str, Any] = {
 HUB_ARC = {"question": "Why?", "choices": {"text": ["so", "no"], "label": ["1", "2"]}, "answerKey": "2"}
 MMLU = {"question": " Which? ", "subject": "abstract_algebra", "choices": ["x", "y", "z"], "answer": 2}
 PLAIN = {"question": "One two", "choices": ["three", "ten"], "answer": 0}
-ASKED_MMLU = Question(
+ASKED_MMLU = ChoiceQuestion(
     "The following are multiple choice questions (with answers) about abstract algebra.\n\n"
     "Which?\nA. x\nB. y\nC. z\nAnswer:",
     ("A", "B", "C"),
@@ -140,16 +140,16 @@ ASKED_MMLU = Question(
         (
             HELLASWAG,
             "HellaSwag",
-            Question("Removing ice: A man is outside. He", ("scrapes. the ice.", "flies."), 1),
+            ChoiceQuestion("Removing ice: A man is outside. He", ("scrapes. the ice.", "flies."), 1),
         ),
-        (STEM, "ARC", Question("Question: Why?\nAnswer:", ("so", "no"), 1)),
-        (HUB_ARC, "ARC", Question("Question: Why?\nAnswer:", ("so", "no"), 1)),
+        (STEM, "ARC", ChoiceQuestion("Question: Why?\nAnswer:", ("so", "no"), 1)),
+        (HUB_ARC, "ARC", ChoiceQuestion("Question: Why?\nAnswer:", ("so", "no"), 1)),
         (MMLU, "MMLU", ASKED_MMLU),
-        (PLAIN, "questions", Question("One two", ("three", "ten"), 0)),
+        (PLAIN, "questions", ChoiceQuestion("One two", ("three", "ten"), 0)),
     ],
 )
 def test_published_files_are_asked_as_by_lm_eval(
-    fields: dict[str, Any], kind: str, asked: Question, tmp_path: Path
+    fields: dict[str, Any], kind: str, asked: ChoiceQuestion, tmp_path: Path
 ) -> None:
     path = tmp_path / "file.jsonl"
     path.write_text(json.dumps(fields) + "\n\n" + json.dumps(fields) + "\n")

@@ -36,18 +36,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def with_merges(directory: Path) -> Path:
-    """A tokenizer with one merge in a directory's tokenizer.json: every published one has some."""
-    path = directory / "tokenizer.json"
-    document = json.loads(path.read_text())
-    document["added_tokens"] = [token for token in document["added_tokens"] if token["id"] != 259]
-    vocabulary = document["model"]["vocab"]
-    document["model"]["vocab"] = {token: at for token, at in vocabulary.items() if at != 259} | {"th": 259}
-    document["model"]["merges"] = ["t h"]
-    path.write_text(json.dumps(document))
-    return directory
-
-
 def written(model: Path, out: Path, quant_format: QuantFormat = "q8_0", **more: Any) -> gguf.GGUFReader:
     quantise(QuantiseSettings(str(model), out, quant_format, **more))
     return gguf.GGUFReader(out)
@@ -67,7 +55,7 @@ def test_a_directory_becomes_the_file_that_its_gguf_becomes(name: str, tmp_path:
     families.write_family_hf(directory, name)
     families.write_family_gguf(plain, name)
 
-    ours = written(with_merges(directory), tmp_path / "ours.gguf")
+    ours = written(tiny_models.with_merges(directory), tmp_path / "ours.gguf")
     theirs = gguf.GGUFReader(plain)
 
     expected = {
@@ -91,7 +79,7 @@ def test_what_cannot_be_named_is_refused_and_nothing_is_left(name: str, tmp_path
     families.write_family_hf(directory, name)
 
     with pytest.raises(WorkflowError, match=r"convert it with llama\.cpp"):
-        written(with_merges(directory), tmp_path / "out.gguf")
+        written(tiny_models.with_merges(directory), tmp_path / "out.gguf")
 
     assert [path.name for path in tmp_path.glob("*.gguf")] + [*tmp_path.glob(".out*")] == []
 
@@ -102,7 +90,7 @@ def test_a_written_model_loads_and_is_near_the_original(
     architecture: str, quant_format: QuantFormat, tmp_path: Path
 ) -> None:
     shape = tiny_models.TinyShape(hidden=256, ffn=256, n_heads=4, n_kv_heads=2, head_dim=64)
-    directory = with_merges(tiny_models.write_tiny_hf(tmp_path / "m", architecture, shape=shape))
+    directory = tiny_models.with_merges(tiny_models.write_tiny_hf(tmp_path / "m", architecture, shape=shape))
 
     written(directory, tmp_path / "out.gguf", quant_format)
 
@@ -117,7 +105,7 @@ def test_a_written_model_loads_and_is_near_the_original(
 
 def test_the_same_arguments_give_the_same_bytes_with_a_calibration_too(tmp_path: Path) -> None:
     shape = tiny_models.TinyShape(hidden=256, ffn=256, n_heads=4, n_kv_heads=2, head_dim=64)
-    directory = with_merges(tiny_models.write_tiny_hf(tmp_path / "m", shape=shape))
+    directory = tiny_models.with_merges(tiny_models.write_tiny_hf(tmp_path / "m", shape=shape))
     text = tiny_models.write_calibration(tmp_path / "text.txt")
 
     for name in ("a", "b"):
@@ -131,7 +119,7 @@ def test_the_same_arguments_give_the_same_bytes_with_a_calibration_too(tmp_path:
 
 
 def test_quantised_weights_are_rounded_again_only_where_that_is_asked_for(tmp_path: Path) -> None:
-    directory = with_merges(tiny_models.write_tiny_hf(tmp_path / "m"))
+    directory = tiny_models.with_merges(tiny_models.write_tiny_hf(tmp_path / "m"))
     written(directory, tmp_path / "first.gguf")
 
     with pytest.raises(WorkflowError, match="--requantise"):
@@ -173,7 +161,7 @@ def test_a_file_that_exists_is_left_alone(tmp_path: Path) -> None:
     ],
 )
 def test_settings_of_a_config_are_read_back_as_they_were(changes: dict[str, Any], tmp_path: Path) -> None:
-    directory = with_merges(tiny_models.write_tiny_hf(tmp_path / "m", config=changes))
+    directory = tiny_models.with_merges(tiny_models.write_tiny_hf(tmp_path / "m", config=changes))
 
     written(directory, tmp_path / "out.gguf")
 
@@ -185,7 +173,7 @@ def test_settings_of_a_config_are_read_back_as_they_were(changes: dict[str, Any]
 
 def test_a_setting_that_no_gguf_file_can_say_is_refused_by_its_name(tmp_path: Path) -> None:
     changes = {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}
-    directory = with_merges(tiny_models.write_tiny_hf(tmp_path / "m", "qwen2", config=changes))
+    directory = tiny_models.with_merges(tiny_models.write_tiny_hf(tmp_path / "m", "qwen2", config=changes))
 
     with pytest.raises(WorkflowError, match="window of layers"):
         written(directory, tmp_path / "out.gguf")
@@ -202,7 +190,7 @@ def test_a_setting_that_no_gguf_file_can_say_is_refused_by_its_name(tmp_path: Pa
 def test_a_tokenizer_that_would_give_other_tokens_is_refused(
     change: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
-    directory = with_merges(tiny_models.write_tiny_hf(tmp_path / "m"))
+    directory = tiny_models.with_merges(tiny_models.write_tiny_hf(tmp_path / "m"))
     path = directory / "tokenizer.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
 

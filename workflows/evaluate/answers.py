@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from phasewise.workflows.errors import WorkflowError
-from phasewise.workflows.evaluate.figures import Estimate, Floats, mean, token_losses
-from phasewise.workflows.evaluate.questions import Question
+from phasewise.workflows.evaluate.figures import Floats, MeanError, mean, token_losses
+from phasewise.workflows.evaluate.questions import ChoiceQuestion
 from phasewise.workflows.evaluate.scorer import Scorer
 
 
@@ -36,8 +36,8 @@ class Accuracy:
     """The share of right answers."""
 
     questions: int
-    accuracy: Estimate
-    accuracy_per_character: Estimate
+    accuracy: MeanError
+    accuracy_per_character: MeanError
 
 
 def accuracy(answered: Sequence[Answered]) -> Accuracy:
@@ -49,7 +49,7 @@ def accuracy(answered: Sequence[Answered]) -> Accuracy:
     return Accuracy(len(answered), mean(right), mean(per_character))
 
 
-def answer(scorer: Scorer, question: Question) -> Answered:
+def answer(scorer: Scorer, question: ChoiceQuestion) -> Answered:
     """What the choices have in common is computed once; too long a question loses its beginning."""
     known, wholes = _tokens(scorer, question)
     shared = min(_common(wholes), known - 1)  # the last token of the question predicts each choice's first
@@ -61,7 +61,7 @@ def answer(scorer: Scorer, question: Question) -> Answered:
     return Answered(logs, logs / characters, question.answer)
 
 
-def _tokens(scorer: Scorer, question: Question) -> tuple[int, list[list[int]]]:
+def _tokens(scorer: Scorer, question: ChoiceQuestion) -> tuple[int, list[list[int]]]:
     """The number of the question's own tokens, and the tokens of it with each choice."""
     encode = scorer.tokenizer.encode
     context = question.context.rstrip()

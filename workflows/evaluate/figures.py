@@ -22,7 +22,7 @@ DIFFERENCE_PERCENTS = (99.9, 99.0, 95.0, 90.0, 75.0, 50.0, 25.0, 10.0, 5.0, 1.0,
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MeanError:
     """A mean and its standard error; `nan` for the error of fewer than two values."""
 
     value: float
@@ -35,7 +35,7 @@ class TokenScores:
 
     losses: Floats
     base_losses: Floats
-    """Of the reference."""
+    """The reference's."""
     divergences: Floats
     """The Kullback-Leibler divergence of the model from the reference, over the whole vocabulary."""
     same_top: npt.NDArray[np.bool_]
@@ -52,23 +52,24 @@ class TokenScores:
 class Divergence:
     """A model beside its reference: what `llama-perplexity --kl-divergence` prints."""
 
-    base_perplexity: Estimate
+    base_perplexity: MeanError
     log_correlation: float
     """Between losses of the two."""
-    log_ratio: Estimate
-    """Of the perplexity to the reference's."""
-    ratio: Estimate
-    difference: Estimate
-    kl: Estimate
+    log_ratio: MeanError
+    """The logarithm of `ratio`."""
+    ratio: MeanError
+    """The perplexity over the reference's."""
+    difference: MeanError
+    kl: MeanError
     kl_max: float
     kl_min: float
     kl_percentiles: Mapping[float, float]
-    delta_p: Estimate
+    delta_p: MeanError
     delta_p_max: float
     delta_p_min: float
     delta_p_percentiles: Mapping[float, float]
-    delta_p_rms: Estimate
-    same_top: Estimate
+    delta_p_rms: MeanError
+    same_top: MeanError
 
 
 def _rows(logits: Logits) -> Iterable[tuple[slice, Floats]]:
@@ -105,21 +106,21 @@ def joined(parts: Sequence[TokenScores]) -> TokenScores:
     return TokenScores(*(np.concatenate([getattr(part, name) for part in parts]) for name in columns))
 
 
-def mean(values: npt.NDArray[np.floating | np.bool_]) -> Estimate:
+def mean(values: npt.NDArray[np.floating | np.bool_]) -> MeanError:
     """The mean with its standard error."""
     count = len(values)
     error = float(np.std(values)) / math.sqrt(count - 1) if count > 1 else math.nan
-    return Estimate(float(np.mean(values)), error)
+    return MeanError(float(np.mean(values)), error)
 
 
-def perplexity(losses: Floats) -> Estimate:
+def perplexity(losses: Floats) -> MeanError:
     """exp of the mean loss."""
     return exponential(mean(losses))
 
 
-def exponential(logarithm: Estimate) -> Estimate:
+def exponential(logarithm: MeanError) -> MeanError:
     value = math.exp(logarithm.value)
-    return Estimate(value, value * logarithm.error)
+    return MeanError(value, value * logarithm.error)
 
 
 def divergence(scores: TokenScores) -> Divergence:
@@ -127,7 +128,7 @@ def divergence(scores: TokenScores) -> Divergence:
     ours, base = mean(scores.losses), mean(scores.base_losses)
     shared = float(np.mean(scores.losses * scores.base_losses)) - ours.value * base.value
     covariance = shared / (len(scores.losses) - 1) if len(scores.losses) > 1 else math.nan
-    log_ratio = Estimate(ours.value - base.value, _error_of_difference(ours.error, base.error, covariance))
+    log_ratio = MeanError(ours.value - base.value, _error_of_difference(ours.error, base.error, covariance))
     both = ours.error * base.error
     p, base_p = exponential(ours), exponential(base)
     squares = mean(scores.differences**2)
@@ -138,7 +139,7 @@ def divergence(scores: TokenScores) -> Divergence:
         log_correlation=covariance / both if both else math.nan,
         log_ratio=log_ratio,
         ratio=exponential(log_ratio),
-        difference=Estimate(
+        difference=MeanError(
             p.value - base_p.value,
             _error_of_difference(p.error, base_p.error, p.value * base_p.value * covariance),
         ),
@@ -150,7 +151,7 @@ def divergence(scores: TokenScores) -> Divergence:
         delta_p_max=float(deltas.max()),
         delta_p_min=float(deltas.min()),
         delta_p_percentiles=_percentiles(deltas, DIFFERENCE_PERCENTS),
-        delta_p_rms=Estimate(rms, squares.error / (2 * rms) if rms else 0.0),
+        delta_p_rms=MeanError(rms, squares.error / (2 * rms) if rms else 0.0),
         same_top=mean(scores.same_top),
     )
 

@@ -23,7 +23,7 @@ Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Question:
+class ChoiceQuestion:
     """A text, and the continuations of which one is right; each follows a space."""
 
     context: str
@@ -45,7 +45,7 @@ class QuestionFile:
 
     name: str
     kind: str
-    questions: tuple[Question, ...]
+    questions: tuple[ChoiceQuestion, ...]
 
 
 def read_questions(path: Path, most: int | None = None) -> QuestionFile:
@@ -112,11 +112,11 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, Fields]]:
         raise WorkflowError(f"{path}:{reader.line_num}: {error}") from None
 
 
-def _hellaswag(fields: Fields) -> Question:
+def _hellaswag(fields: Fields) -> ChoiceQuestion:
     begun = f"{fields['ctx_a']} {fields['ctx_b'].capitalize()}"
     context = _without_marks(f"{fields['activity_label']}: {begun}")
     endings = tuple(_without_marks(ending) for ending in fields["endings"])
-    return Question(context, endings, int(fields["label"]))
+    return ChoiceQuestion(context, endings, int(fields["label"]))
 
 
 def _without_marks(text: str) -> str:
@@ -125,7 +125,7 @@ def _without_marks(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
-def _arc(fields: Fields) -> Question:
+def _arc(fields: Fields) -> ChoiceQuestion:
     """As published (`question.stem`), and as exported from the hub (`choices.text`)."""
     question = fields["question"]
     if isinstance(question, dict):
@@ -134,16 +134,18 @@ def _arc(fields: Fields) -> Question:
         labels = [choice["label"] for choice in choices]
     else:
         stem, texts, labels = question, tuple(fields["choices"]["text"]), list(fields["choices"]["label"])
-    return Question(f"Question: {stem}\nAnswer:", texts, labels.index(fields["answerKey"]))
+    return ChoiceQuestion(f"Question: {stem}\nAnswer:", texts, labels.index(fields["answerKey"]))
 
 
-def _mmlu(fields: Fields) -> Question:
+def _mmlu(fields: Fields) -> ChoiceQuestion:
     """The letters are what is judged."""
     choices, subject = fields["choices"], fields["subject"].replace("_", " ")
     letters = tuple(LETTERS[: len(choices)])
     listed = "".join(f"{letter}. {text}\n" for letter, text in zip(letters, choices, strict=True))
     about = f"The following are multiple choice questions (with answers) about {subject}.\n\n"
-    return Question(f"{about}{fields['question'].strip()}\n{listed}Answer:", letters, _index(fields, letters))
+    return ChoiceQuestion(
+        f"{about}{fields['question'].strip()}\n{listed}Answer:", letters, _index(fields, letters)
+    )
 
 
 def _index(fields: Fields, letters: tuple[str, ...]) -> int:
@@ -151,11 +153,11 @@ def _index(fields: Fields, letters: tuple[str, ...]) -> int:
     return letters.index(answer) if isinstance(answer, str) else int(answer)
 
 
-def _plain(fields: Fields) -> Question:
-    return Question(fields["question"], tuple(fields["choices"]), int(fields["answer"]))
+def _plain(fields: Fields) -> ChoiceQuestion:
+    return ChoiceQuestion(fields["question"], tuple(fields["choices"]), int(fields["answer"]))
 
 
-ASKED: Mapping[str, Callable[[Fields], Question]] = {
+ASKED: Mapping[str, Callable[[Fields], ChoiceQuestion]] = {
     "HellaSwag": _hellaswag,
     "ARC": _arc,
     "MMLU": _mmlu,

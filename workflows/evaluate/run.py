@@ -16,8 +16,8 @@ from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.evaluate.answers import Accuracy, Answered, accuracy, answer
 from phasewise.workflows.evaluate.figures import (
     Divergence,
-    Estimate,
     Floats,
+    MeanError,
     TokenScores,
     compare,
     divergence,
@@ -51,7 +51,7 @@ class TextFigures:
     context: int
     chunks: int
     tokens: int
-    perplexity: Estimate
+    perplexity: MeanError
     reference: str | None = None
     divergence: Divergence | None = None
 

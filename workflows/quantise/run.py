@@ -34,7 +34,7 @@ NUMBERS_AT_ONCE = 1 << 20
 PLAIN_TYPES = ("F32", "F16", "BF16")
 QUANTISATION_VERSION = 2
 LEAST_IMPORTANCE = 1e-6
-"""Of the mean: an input that a text never uses counts a little."""
+"""The weight of an input that a text never uses, as a share of the mean."""
 
 
 @dataclass
@@ -217,10 +217,10 @@ def _add_key(writer: Any, key: str, value: Any, types: tuple[int, int | None] | 
     import gguf
 
     kinds = gguf.GGUFValueType
+    if value == []:
+        raise WorkflowError(f"the model's {key} is an empty list, which the gguf package cannot write")
     if types is not None:
         sub_type = None if types[1] is None else kinds(types[1])
-        if isinstance(value, list) and not value:
-            return  # the writer cannot tell an empty list's type
         writer.add_key_value(key, value, kinds(types[0]), sub_type)
     elif isinstance(value, list):
         writer.add_array(key, value)
