@@ -176,11 +176,12 @@ def _scores(
     total, tokens = 0.0, 0
     for number, chunk in enumerate(chunks, 1):
         logits = scorer.logits(chunk)
-        if base is None:
-            losses = score = token_losses(logits, chunk.next_ids)
-        else:
-            score = compare(logits, base.logits(chunk), chunk.next_ids)
-            losses = score.losses
+        score: Floats | TokenScores = (
+            token_losses(logits, chunk.next_ids)
+            if base is None
+            else compare(logits, base.logits(chunk), chunk.next_ids)
+        )
+        losses = score.losses if isinstance(score, TokenScores) else score
         total, tokens = total + float(losses.sum()), tokens + len(losses)
         progress(f"chunk {number} of {len(chunks)}: perplexity {math.exp(total / tokens):.4f}")
         yield score

@@ -175,7 +175,8 @@ def _refitted(
     at = tuple(range(1, x.ndim))
 
     def summed(product: Array) -> Array:
-        return np.broadcast_to(weights * product, x.shape).sum(axis=at)
+        sums: Array = np.broadcast_to(weights * product, x.shape).sum(axis=at)
+        return sums
 
     aa, ab, bb = summed(units * units), summed(units * low_units), summed(low_units * low_units)
     ax, bx = summed(units * x), summed(low_units * x)

@@ -170,7 +170,12 @@ def judged(
         *(COMMAND, "--model", kind, "--tasks", "phasewise_tiny", "--model_args", settings),
         *("--include_path", str(tasks), "--output_path", str(out), "--log_samples"),
     ]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
+    offline = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HOME": str(folder / "hub"),
+    }
     done = subprocess.run(
         arguments, env={**environment, **offline}, capture_output=True, text=True, timeout=500, check=False
     )
