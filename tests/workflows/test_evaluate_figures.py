@@ -181,7 +181,7 @@ def test_mmlu_as_it_was_first_published(tmp_path: Path) -> None:
         (json.dumps({**PLAIN, "answer": 2}), "the answer 2 is none of 2 choices"),
         (json.dumps({**PLAIN, "answer": -1}), "the answer -1"),
         (json.dumps({**PLAIN, "question": " "}), "the question is empty"),
-        (json.dumps({**PLAIN, "choices": ["one"]}), "2 to 26 choices"),
+        (json.dumps({**PLAIN, "choices": ["one"]}), "choices from 2 to 26"),
         (json.dumps({**PLAIN, "choices": 3}), "file.jsonl:1"),
         (json.dumps({"question": "x"}), "questions without 'choices'"),
         (json.dumps(PLAIN) + "\n" + json.dumps({**STEM, "answerKey": "Z"}), "file.jsonl:2"),

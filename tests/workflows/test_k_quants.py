@@ -67,7 +67,7 @@ def test_the_error_is_at_most_llama_cpp_s(name: str, kind: str, is_weighed: bool
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 3), st.sampled_from([1e-4, 1.0, 300.0]))
 @examples(15)
 def test_numbers_of_the_grid_come_back(seed: int, count: int, n_blocks: int, size: float) -> None:
-    """What blocks say is said again in as few bits: rounding twice adds little."""
+    """Numbers of blocks are said again in as few bits: rounding twice adds little."""
     rows = np.random.default_rng(seed).normal(0, size, (count, 256 * n_blocks)).astype(np.float32)
     for kind, search in SEARCHES.items():
         once = read(search(rows), kind)

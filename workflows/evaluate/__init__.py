@@ -1,1 +1,1 @@
-"""What `phasewise eval` does: judge a model as it runs."""
+"""Judge a model as it runs: `phasewise eval`."""

@@ -50,7 +50,7 @@ def accuracy(answered: Sequence[Answered]) -> Accuracy:
 
 
 def answer(scorer: Scorer, question: ChoiceQuestion) -> Answered:
-    """What the choices have in common is computed once; too long a question loses its beginning."""
+    """The beginning that all choices share is computed once; too long a question loses its beginning."""
     known, wholes = _tokens(scorer, question)
     shared = min(_common(wholes), known - 1)  # the last token of the question predicts each choice's first
     logs = np.empty(len(wholes))

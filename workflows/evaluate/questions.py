@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phasewise._words import counted
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.evaluate.texts import read_text
 
@@ -34,9 +35,9 @@ class ChoiceQuestion:
         if not self.context.strip():
             raise ValueError("the question is empty")
         if not 2 <= len(self.choices) <= len(LETTERS) or not all(self.choices):
-            raise ValueError(f"2 to {len(LETTERS)} choices expected, none of them empty")
+            raise ValueError(f"choices from 2 to {len(LETTERS)} expected, none of them empty")
         if not 0 <= self.answer < len(self.choices):
-            raise ValueError(f"the answer {self.answer} is none of {len(self.choices)} choices")
+            raise ValueError(f"the answer {self.answer} is none of {counted(len(self.choices), 'choice')}")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from phasewise.workflows.opening.open_model import Weights
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """What is measured, and how the model runs. against: a weight format of the same model, or another model.
+    """The measurements, and the way the model runs. against: a weight format of the same model, or another model.
 
     context: tokens of a chunk of the text. chunks, questions: at most so many; None: all.
     """

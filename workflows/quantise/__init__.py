@@ -1,1 +1,1 @@
-"""What `phasewise quantise` does: a model's weights in fewer bits, as a GGUF file."""
+"""A model's weights in fewer bits, as a GGUF file: `phasewise quantise`."""

@@ -53,7 +53,7 @@ class PlainTensor:
 
 @dataclass(frozen=True)
 class PlainModel:
-    """What a quantised file is made of. keys: plain values by key, without the architecture."""
+    """The material of a quantised file. keys: plain values by key, without the architecture."""
 
     name: str
     architecture: str
