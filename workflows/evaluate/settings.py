@@ -12,9 +12,9 @@ from phasewise.workflows.opening.open_model import Weights
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """The measurements, and the way the model runs. against: a weight format of the same model, or another model.
+    """The measurements, and the way the model runs.
 
-    context: tokens of a chunk of the text. chunks, questions: at most so many; None: all.
+    against: a weight format of the same model, or another model. context: tokens of a chunk of the text. chunks, questions: at most so many; None: all.
     """
 
     text: Path | None = None
