@@ -14,7 +14,8 @@ from phasewise.workflows.opening.open_model import Weights
 class EvalSettings:
     """The measurements, and the way the model runs.
 
-    against: a weight format of the same model, or another model. context: tokens of a chunk of the text. chunks, questions: at most so many; None: all.
+    against: a weight format of the same model, or another model. context: tokens of
+    a chunk of the text. chunks, questions: at most so many; None: all.
     """
 
     text: Path | None = None
