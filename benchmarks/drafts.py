@@ -4,7 +4,7 @@
     python benchmarks/drafts.py written [MODEL]       # the same, the answers being written beforehand
     python benchmarks/drafts.py model TARGET DRAFT    # a draft model made to agree 70 % of the time
 
-`lookup` answers prompts over bundled text (benchmarks/data/alice.txt): copies, edits and quotations, which
+`lookup` answers prompts over bundled text (workflows/evaluate/alice.txt): copies, edits and quotations, which
 repeat it, and seeded stories, which repeat nothing. Ratio: decode tokens a second with drafts over those
 without, the median of pairs. "null" is the same of two answers without drafts in the same turns: what the
 host alone makes of 1.
@@ -27,7 +27,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -48,11 +47,12 @@ from phasewise.serving.engine.one_answer import OneAnswer
 from phasewise.serving.engine.open_engine import OpenEngine, open_engine
 from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
 from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
+from phasewise.workflows.evaluate.texts import TEXT as SHIPPED_TEXT
 from phasewise.workflows.opening.open_model import open_model
 
 MOST_ROWS = 64
 Tokens = Annotated[int, Option("-n", help="tokens of each answer")]
-TEXT = (Path(__file__).parent / "data" / "alice.txt").read_text(encoding="utf-8")
+TEXT = SHIPPED_TEXT.read_text(encoding="utf-8")
 STORY = SamplingParams(temperature=1.0, top_p=0.95, seed=1)
 
 

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from typer import Argument, Option
 
 from benchmarks.harness import Yielded, commands, listed
-from benchmarks.perplexity import N_TOKENS, english_text, windows
+from benchmarks.perplexity import N_TOKENS, WINDOW_TOKENS, english_text
+from phasewise.workflows.evaluate.texts import windows
 
 
 def pruned(x: torch.Tensor, share: float) -> torch.Tensor:
@@ -47,12 +48,12 @@ class PrunedCache(DynamicCache):
 def perplexity(model: Any, ids: list[int], n_tokens: int, shares: tuple[float, float]) -> float:
     """Perplexity of the text's first `n_tokens`; each window begins with an empty cache."""
     total, count = 0.0, 0
-    for window in windows(ids, n_tokens):
-        tokens = torch.tensor([window])
+    for window in windows(ids[:n_tokens], WINDOW_TOKENS):
+        tokens = torch.tensor([window.ids])
         with torch.no_grad():
             logits = model(tokens, past_key_values=PrunedCache(*shares)).logits[0, :-1].double()
         total += float(torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum"))
-        count += len(window) - 1
+        count += len(window.next_ids)
     return math.exp(total / count)
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/pruning_table.py smollm2-135m-instruct --sparsities 0.3,0.5,0.7,2:4
 
-The first tokens of benchmarks/data/alice.txt are measured (as bf16, in windows of 512), its second half
+The first tokens of workflows/evaluate/alice.txt are measured (as bf16, in windows of 512), its second half
 calibrates, so that no method has seen what it is judged by. Seconds and GB are those of the `phasewise
 prune` command: wall clock, and the most memory that the process held.
 """
@@ -18,10 +18,15 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 from typer import Option
 
 from benchmarks.harness import Model, Yielded, commands, listed
-from benchmarks.perplexity import english_text, model_perplexity
+from benchmarks.perplexity import WINDOW_TOKENS, english_text
+from phasewise.workflows.evaluate import figures
+from phasewise.workflows.evaluate.scorer import Scorer, losses_of
+from phasewise.workflows.evaluate.texts import windows
+from phasewise.workflows.opening.open_model import Weights, open_model
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 
@@ -40,10 +45,11 @@ def prune(arguments: list[str]) -> tuple[float, float]:
 
 def perplexity(model: str, n_tokens: int) -> float:
     """As bf16; zeros stored as numbers, which changes no bit."""
-    from phasewise.serving.loaders import load_model
-    from phasewise.serving.loaders.storage import StorageChoice
-
-    return model_perplexity(load_model(model, "bf16", storage=StorageChoice("never")), None, n_tokens)
+    opened = open_model(model, Weights("bf16", "never"))
+    with Scorer(opened, WINDOW_TOKENS) as scorer:
+        ids = scorer.tokenizer.encode(english_text(), False)[:n_tokens]
+        losses = np.concatenate(list(losses_of(scorer, windows(ids, WINDOW_TOKENS))))
+    return figures.perplexity(losses).value
 
 
 def pruning_table(

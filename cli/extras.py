@@ -9,6 +9,7 @@ EXTRAS = {
     "zmq": "pools",
     "ray": "ray",
     "cryptography": "sign",
+    "gguf": "quantise",
 }
 """By the module that is imported."""
 

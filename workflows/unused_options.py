@@ -315,6 +315,17 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         replace(_OF_K_QUANTS, unless=("--url",)),
     ),
     "generate": (_CANONICAL,),
+    "eval": (
+        _CANONICAL,
+        Way(
+            "where questions alone are asked",
+            ("--context", "--chunks"),
+            when=("--choices",),
+            unless=("--text", "--against"),
+            instead="add --text FILE, or leave that out",
+        ),
+        Way("without --choices", ("--questions",), unless=("--choices",)),
+    ),
     "topo": (
         Way("without --trees", ("--limit", "--power-of-two"), unless=("--trees",)),
         Way("with --trees", ("--svg",), when=("--trees",), instead="--tree draws one of them"),
@@ -375,6 +386,15 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
             "with --method magnitude and --allocation uniform",
             ("--calibration",),
             unless=("--method=wanda", "--method=sparsegpt", "--allocation=owl"),
+        ),
+        Way("without --calibration", ("--calibration-tokens",), unless=("--calibration",)),
+    ),
+    "quantise": (
+        Way(
+            "with --format q8_0 and q4_0",
+            ("--calibration",),
+            when=("--format=q8_0", "--format=q4_0"),
+            instead="they are rounded as by llama.cpp, which weighs nothing; leave that out",
         ),
         Way("without --calibration", ("--calibration-tokens",), unless=("--calibration",)),
     ),

@@ -93,6 +93,26 @@ HANDED = {
             "--db": ["--db", "other.db"],
         },
     ),
+    "eval": Handing(
+        "phasewise.workflows.evaluate.run.evaluate",
+        ["m"],
+        {
+            "--context": ["--context", "64"],
+            "--sparse": ["--sparse", "always"],
+            "--threads": ["--threads", "2"],
+            "--ranks": ["--ranks", "2"],
+            "--tile-prompts": ["--tile-prompts"],
+            "--db": ["--db", "x.db"],
+        },
+    ),
+    "quantise": Handing(
+        "phasewise.workflows.quantise.run.quantise",
+        ["m", "-o", "out", "--calibration", "text"],
+        {
+            "--calibration-tokens": ["--calibration-tokens", "99"],
+            "--requantise": ["--requantise"],
+        },
+    ),
     "chat": Handing(
         "phasewise.workflows.chat.session.ChatSession",
         ["m"],

@@ -195,13 +195,17 @@ def make_long_context() -> None:
 def make_perplexity(gguf: Path) -> None:
     """perplexity.json: of the default model in float32, over windows that do not overlap."""
     import torch
-    from perplexity import N_TOKENS, WINDOW_TOKENS, english_text, perplexity, token_losses, windows
+    from perplexity import N_TOKENS, WINDOW_TOKENS, english_text
+
+    from phasewise.workflows.evaluate.figures import perplexity, token_losses
+    from phasewise.workflows.evaluate.texts import windows
 
     (ids,) = llama_ids(gguf, [english_text()])
     model = load_gguf_model(gguf)
     with torch.inference_mode():
         losses = [
-            token_losses(model(torch.tensor([window])).logits[0].numpy(), window) for window in windows(ids)
+            token_losses(model(torch.tensor([chunk.ids])).logits[0].numpy()[:-1], chunk.next_ids)
+            for chunk in windows(ids[:N_TOKENS], WINDOW_TOKENS)
         ]
     _write_json(
         "perplexity.json",
@@ -210,8 +214,10 @@ def make_perplexity(gguf: Path) -> None:
             "n_tokens": N_TOKENS,
             "window_tokens": WINDOW_TOKENS,
             "ids_sha256": ids_digest(ids[:N_TOKENS]),
-            "perplexity": perplexity(losses),
-            "perplexity_of_first_windows": perplexity(losses[: layout.N_TESTED_WINDOWS]),
+            "perplexity": perplexity(np.concatenate(losses)).value,
+            "perplexity_of_first_windows": perplexity(
+                np.concatenate(losses[: layout.N_TESTED_WINDOWS])
+            ).value,
         },
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from phasewise._files import read_input
 from phasewise._words import counted
 from phasewise.cython_kernels import packing
 from phasewise.cython_kernels.blocks import BlockRows
@@ -19,6 +17,7 @@ from phasewise.serving.loaders.formats.hf_model import GLOBAL_NAMES, LAYER_NAMES
 from phasewise.serving.loaders.forms import BF16, INT8
 from phasewise.serving.loaders.storage import StorageChoice, bytes_share
 from phasewise.workflows.errors import UsageError, WorkflowError
+from phasewise.workflows.evaluate.texts import read_text
 from phasewise.workflows.prune import masks
 from phasewise.workflows.prune.calibration import READERS, Activations, gather, windows
 from phasewise.workflows.prune.directory import (
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 CALIBRATION_TOKENS = 16384
-MAX_CALIBRATION_BYTES = 256 << 20
 EVALUATION_TOKENS = 20480
 EMBEDDINGS = ("embed", "lm_head")
 LAYER_WEIGHTS = tuple(READERS)
@@ -152,15 +150,8 @@ def _calibrate(settings: PruneSettings, report: Report, progress: Report) -> Act
     from phasewise.serving.loaders import load_model
 
     model = load_model(settings.model, "bf16", report=report, storage=StorageChoice("never"))
-    pieces = windows(model, _read(settings.calibration), settings.calibration_tokens)
+    pieces = windows(model, read_text(settings.calibration), settings.calibration_tokens)
     return gather(model, pieces, "hessian" if settings.method == "sparsegpt" else "squares", progress)
-
-
-def _read(path: Path) -> str:
-    try:
-        return read_input(path, MAX_CALIBRATION_BYTES).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise WorkflowError(f"{path} cannot be read as text: {error}") from error
 
 
 def _choose(
@@ -322,27 +313,17 @@ _LAYER = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
 
 def _perplexity(model: str, text: Path, report: Report, progress: Report) -> float:
     """Perplexity of a model as bf16 over the first tokens of a text, in windows that do not overlap."""
-    from phasewise.serving.batch import Batch, SequenceSlice
-    from phasewise.serving.loaders import load_model
-    from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
-    from phasewise.topology import read_machine
-    from phasewise.tuner.plans import PHASES, Phase, ServicePlan, default_plan
+    from phasewise.workflows.evaluate.figures import perplexity
+    from phasewise.workflows.evaluate.scorer import Scorer, losses_of
+    from phasewise.workflows.evaluate.texts import Chunk
+    from phasewise.workflows.opening.open_model import Weights, open_model
 
-    loaded = load_model(model, "bf16", report=report)
-    pieces = windows(loaded, _read(text), EVALUATION_TOKENS)
-    longest = max(map(len, pieces))
-    machine = read_machine()
-    plans: dict[Phase, ServicePlan] = {phase: default_plan(machine, phase) for phase in PHASES}
-    ranks = LocalRanks(loaded, plans, RankOptions(KvSettings(longest), longest, max_sequences=1))
-    total, count = 0.0, 0
-    try:
-        for number, piece in enumerate(pieces):
-            logits = ranks.all_logits(Batch("prefill", (SequenceSlice(piece, 0, 0, True),)))[: len(piece) - 1]
-            top = logits.max(axis=1, keepdims=True)
-            norm = np.log(np.exp(logits - top).sum(axis=1, dtype=np.float64)) + top[:, 0]
-            total += float((norm - logits[np.arange(len(logits)), np.asarray(piece[1:])]).sum())
-            count += len(piece) - 1
-            progress(f"perplexity of {loaded.name}: {number + 1} of {counted(len(pieces), 'window')}")
-    finally:
-        ranks.close()
-    return math.exp(total / count)
+    opened = open_model(model, Weights("bf16"), report=report)
+    pieces = windows(opened.model, read_text(text), EVALUATION_TOKENS)
+    losses = []
+    with Scorer(opened, max(map(len, pieces))) as scorer:
+        chunks = [Chunk(piece) for piece in pieces if len(piece) > 1]
+        for number, piece_losses in enumerate(losses_of(scorer, chunks), 1):
+            losses.append(piece_losses)
+            progress(f"perplexity of {opened.model.name}: {number} of {counted(len(chunks), 'window')}")
+    return perplexity(np.concatenate(losses)).value

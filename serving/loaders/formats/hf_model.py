@@ -187,7 +187,7 @@ def _file_tensors(
         quantised, used = quantised_tensors(opened, quantisation)
         for theirs, tensor in quantised:
             if not theirs.startswith(family.hf_ignored):
-                yield _without_prefix(theirs, family), tensor
+                yield without_prefix(theirs, family), tensor
     scales = {
         theirs.removesuffix(SCALES): (file, entry)
         for file, entries in opened

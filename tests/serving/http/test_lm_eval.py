@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,9 @@ from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.engine.open_engine import ModelText
 from phasewise.serving.loaders import load_model
 from phasewise.serving.sampling.sampling import GREEDY
-from tests.support.models.tiny_models import TinyShape, write_tiny_gguf
+from phasewise.workflows.evaluate.run import evaluate
+from phasewise.workflows.evaluate.settings import EvalSettings
+from tests.support.models.tiny_models import TinyShape, write_tiny_gguf, write_tiny_hf
 from tests.support.servers.fake_engine import run_all
 from tests.support.servers.pools import open_alone, size_of
 from tests.support.servers.served_command import own_places, serving
@@ -93,6 +96,57 @@ def test_its_log_likelihoods_are_those_of_the_engine(
         assert sample["acc"] == float(likeliest == question["answer"])
 
 
+def test_accuracies_are_those_of_transformers_on_200_questions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch in lm-eval's process, by our server, and by `phasewise eval`, of the same numbers in f32."""
+    assert COMMAND is not None
+    python = Path(COMMAND).resolve().parent / "python"
+    if subprocess.run(
+        [python, "-c", "import torch, transformers"], check=False, capture_output=True
+    ).returncode:
+        pytest.skip(f"{python} has no torch and transformers")
+    environment = own_places(tmp_path / "home")
+    monkeypatch.setenv("XDG_CACHE_HOME", environment["XDG_CACHE_HOME"])
+    directory = write_tiny_hf(tmp_path / "tiny", shape=TinyShape(context_length=1024))
+    fast = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(fast))
+    drawn = drawn_questions(200)
+
+    theirs = judged(
+        tmp_path, environment, drawn, "hf", f"pretrained={directory},dtype=float32,max_length=1024"
+    )
+    with serving(directory, environment, "--port", 0, "--format", "f32") as server:
+        served = judged(tmp_path, environment, drawn, *of_server(server.url, "tiny"))
+        assert server.end(signal.SIGTERM) == 0
+    settings = EvalSettings(choices=[tmp_path / "questions.jsonl"], weight_format="f32")
+    own = evaluate(str(directory), settings, db=str(tmp_path / "tuned.db")).choices[0].accuracy
+
+    for metric in ("acc", "acc_norm"):
+        shares = [sum(sample[metric] for sample in samples) / 200 for samples in (theirs, served)]
+        mean = own.accuracy if metric == "acc" else own.accuracy_per_character
+        assert shares == [mean.value] * 2, metric
+    assert 0 < own.accuracy.value < 1
+
+
+def drawn_questions(count: int) -> list[dict[str, Any]]:
+    """Of random words, with choices of several lengths."""
+    rng = random.Random(7)
+    words = ["one", "night", "the", "spring", "é", "Z", "last", "word", "of", "seven", "A", "42"]
+
+    def text(least: int, most: int) -> str:
+        return " ".join(rng.choices(words, k=rng.randint(least, most)))
+
+    return [
+        {
+            "question": f"Question: {text(3, 12)}?\nAnswer:",
+            "choices": choices,
+            "answer": rng.randrange(len(choices)),
+        }
+        for choices in ([text(1, 5) for _ in range(rng.randint(2, 4))] for _ in range(count))
+    ]
+
+
 def of_server(url: str, name: str) -> tuple[str, str]:
     """The arguments of lm-eval that a user gives."""
     settings = f"model={name},base_url={url}/v1/completions,num_concurrent=2,max_length=1024"
@@ -116,7 +170,12 @@ def judged(
         *(COMMAND, "--model", kind, "--tasks", "phasewise_tiny", "--model_args", settings),
         *("--include_path", str(tasks), "--output_path", str(out), "--log_samples"),
     ]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
+    offline = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HOME": str(folder / "hub"),
+    }
     done = subprocess.run(
         arguments, env={**environment, **offline}, capture_output=True, text=True, timeout=500, check=False
     )

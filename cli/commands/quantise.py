@@ -1,0 +1,66 @@
+"""`phasewise quantise`: a model's weights in fewer bits, as a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phasewise._words import counted, percent
+from phasewise.cli.options import JsonOption, ModelArgument
+from phasewise.cli.present import on_one_line, print_json, say
+from phasewise.cli.status_line import status_line
+from phasewise.workflows.quantise.settings import CALIBRATION_TOKENS, QuantFormat, QuantiseSettings
+
+if TYPE_CHECKING:
+    from phasewise.workflows.quantise.run import Quantised
+
+
+def quantise(
+    model: ModelArgument,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="GGUF file to write; new")],
+    quant_format: Annotated[
+        QuantFormat, typer.Option("--format", help="type of most matrices in the file")
+    ] = "q4_k",
+    calibration: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="text whose activations weigh the inputs: q4_k and q6_k"),
+    ] = None,
+    calibration_tokens: Annotated[
+        int, typer.Option(min=64, help="tokens of the calibration text")
+    ] = CALIBRATION_TOKENS,
+    requantise: Annotated[
+        bool, typer.Option("--requantise", help="round weights that are quantised already a second time")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write MODEL's weights in fewer bits as a GGUF file, which llama.cpp reads too.
+
+    MODEL is a Hugging Face directory, or a GGUF file in F32, F16 or BF16. The
+    file appears when it is whole and has been read back; the same arguments
+    give the same bytes. What a format costs: phasewise eval FILE --against
+    MODEL.
+    """
+    from phasewise.workflows.quantise.run import quantise as run
+
+    settings = QuantiseSettings(model, out, quant_format, calibration, calibration_tokens, requantise)
+    with status_line() as status:
+        quantised = run(settings, status.say, lambda line: status.show(lambda: line))
+    if as_json:
+        print_json({**asdict(quantised), "out": str(quantised.out)})
+        return
+    for line in quantised_lines(quantised):
+        say(line)
+
+
+def quantised_lines(quantised: Quantised) -> Iterator[str]:
+    """The file, and a line for each type in it."""
+    bits = 8 * quantised.n_bytes / quantised.weights
+    yield f"{on_one_line(quantised.out)}: {quantised.n_bytes / 1e6:.1f} MB, {bits:.2f} bits a weight"
+    for kind in quantised.types:
+        error = f", error {percent(kind.relative_error, 3)}" if kind.relative_error else ""
+        tensors = counted(kind.tensors, "tensor")
+        yield f"  {kind.type_name:<6}{tensors}, {kind.weights / 1e6:.2f} M weights{error}"

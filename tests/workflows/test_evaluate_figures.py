@@ -1,0 +1,199 @@
+"""Figures of an evaluation: llama-perplexity's formulas, chunks, and files of questions."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.workflows.errors import WorkflowError
+from phasewise.workflows.evaluate import figures
+from phasewise.workflows.evaluate.questions import ChoiceQuestion, read_questions
+from phasewise.workflows.evaluate.texts import halves, windows
+from tests.support.tiers import examples
+
+
+def rows(seed: int, count: int = 40, vocabulary: int = 33) -> figures.Logits:
+    return np.random.default_rng(seed).normal(0, 3, (count, vocabulary)).astype(np.float32)
+
+
+def test_the_loss_of_even_odds_is_the_logarithm_of_the_choices() -> None:
+    losses = figures.token_losses(np.zeros((4, 8), np.float32), [2, 3, 4, 5])
+
+    assert losses == pytest.approx([math.log(8)] * 4)
+    assert figures.perplexity(losses) == figures.MeanError(pytest.approx(8), pytest.approx(0))
+
+
+def test_the_loss_survives_logits_of_any_size() -> None:
+    logits = np.array([[1e4, 0, -1e4]], np.float32)
+
+    assert figures.token_losses(logits, [0]) == pytest.approx([0])
+    assert figures.token_losses(logits, [2]) == pytest.approx([2e4])
+
+
+def test_a_model_beside_itself_diverges_nowhere() -> None:
+    logits = rows(1)
+
+    found = figures.divergence(figures.compare(logits, logits, [5] * len(logits)))
+
+    assert found.kl == figures.MeanError(0, 0)
+    assert found.same_top.value == 1
+    assert found.ratio == figures.MeanError(1, 0)
+    assert found.delta_p_rms == figures.MeanError(0, 0)
+    assert found.log_correlation == pytest.approx(1)
+
+
+@given(st.integers(0, 2**32), st.integers(12, 90))
+@examples(20)
+def test_figures_are_those_of_llama_perplexity(seed: int, count: int) -> None:
+    """Its sums (tools/perplexity/perplexity.cpp), written out one token after another."""
+    ours, base = rows(seed, count), rows(seed + 1, count)
+    ids = np.random.default_rng(seed).integers(0, ours.shape[1], count).tolist()
+    logs = [row.astype(float) - math.log(sum(math.exp(x) for x in row.tolist())) for row in ours]
+    base_logs = [row.astype(float) - math.log(sum(math.exp(x) for x in row.tolist())) for row in base]
+    nll = [-row[token] for row, token in zip(logs, ids, strict=True)]
+    base_nll = [-row[token] for row, token in zip(base_logs, ids, strict=True)]
+    kl = [float((np.exp(b) * (b - o)).sum()) for o, b in zip(logs, base_logs, strict=True)]
+    p = [math.exp(-x) - math.exp(-y) for x, y in zip(nll, base_nll, strict=True)]
+
+    def mean(values: list[float]) -> tuple[float, float]:
+        value = sum(values) / count
+        squares = sum(x * x for x in values) / count - value * value
+        return value, math.sqrt(squares / (count - 1)) if squares > 0 else 0.0
+
+    found = figures.divergence(figures.compare(ours, base, ids))
+
+    (a, a_error), (b, b_error) = mean(nll), mean(base_nll)
+    covariance = (sum(x * y for x, y in zip(nll, base_nll, strict=True)) / count - a * b) / (count - 1)
+    ratio_error = math.sqrt(a_error**2 + b_error**2 - 2 * covariance)
+    assert found.log_ratio == figures.MeanError(pytest.approx(a - b), pytest.approx(ratio_error))
+    assert found.ratio.error == pytest.approx(math.exp(a - b) * ratio_error)
+    assert found.log_correlation == pytest.approx(covariance / (a_error * b_error))
+    assert (found.kl.value, found.kl.error) == pytest.approx(mean(kl))
+    assert min(kl) > 0
+    mse, mse_error = mean([x * x for x in p])
+    assert found.delta_p_rms.value == pytest.approx(math.sqrt(mse))
+    assert found.delta_p_rms.error == pytest.approx(0.5 / math.sqrt(mse) * mse_error)
+    same = sum(o.argmax() == b.argmax() for o, b in zip(ours, base, strict=True)) / count
+    assert found.same_top.value == pytest.approx(same)
+    assert found.same_top.error == pytest.approx(math.sqrt(same * (1 - same) / (count - 1)))
+
+
+@given(st.integers(8, 70), st.integers(0, 300), st.booleans())
+@examples(30)
+def test_chunks_are_whole_and_their_second_half_counts(context: int, count: int, has_bos: bool) -> None:
+    ids = list(range(1000, 1000 + count))
+    if count < context:
+        with pytest.raises(WorkflowError, match="--context"):
+            halves(ids, context, None)
+        return
+
+    chunks = halves(ids, context, 1 if has_bos else None)
+
+    assert len(chunks) == count // context
+    for number, chunk in enumerate(chunks):
+        own = ids[number * context : (number + 1) * context]
+        assert chunk.ids == ([1, *own[1:]] if has_bos else own)
+        assert len(chunk.next_ids) == context - context // 2 - 1
+        assert list(chunk.next_ids) == own[context // 2 + 1 :]
+
+
+def test_windows_cover_every_token_once() -> None:
+    found = windows(list(range(1300)), 512)
+
+    assert [token for window in found for token in window.ids] == list(range(1300))
+    assert [len(window.next_ids) for window in found] == [511, 511, 275]
+    assert windows([1, 2, 3], 2)[-1].ids == [1, 2]  # a single token predicts nothing
+
+
+HELLASWAG: dict[str, Any] = {
+    "activity_label": "Removing ice",
+    "ctx_a": "A man is [step] outside.",
+    "ctx_b": "he",
+    "endings": ["scrapes [title] the ice.", "flies."],
+    "label": "1",
+}
+STEM: dict[str, Any] = {
+    "question": {"stem": "Why?", "choices": [{"text": "so", "label": "A"}, {"text": "no", "label": "B"}]},
+    "answerKey": "B",
+}
+HUB_ARC = {"question": "Why?", "choices": {"text": ["so", "no"], "label": ["1", "2"]}, "answerKey": "2"}
+MMLU = {"question": " Which? ", "subject": "abstract_algebra", "choices": ["x", "y", "z"], "answer": 2}
+PLAIN = {"question": "One two", "choices": ["three", "ten"], "answer": 0}
+ASKED_MMLU = ChoiceQuestion(
+    "The following are multiple choice questions (with answers) about abstract algebra.\n\n"
+    "Which?\nA. x\nB. y\nC. z\nAnswer:",
+    ("A", "B", "C"),
+    2,
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "asked"),
+    [
+        (
+            HELLASWAG,
+            "HellaSwag",
+            ChoiceQuestion("Removing ice: A man is outside. He", ("scrapes. the ice.", "flies."), 1),
+        ),
+        (STEM, "ARC", ChoiceQuestion("Question: Why?\nAnswer:", ("so", "no"), 1)),
+        (HUB_ARC, "ARC", ChoiceQuestion("Question: Why?\nAnswer:", ("so", "no"), 1)),
+        (MMLU, "MMLU", ASKED_MMLU),
+        (PLAIN, "questions", ChoiceQuestion("One two", ("three", "ten"), 0)),
+    ],
+)
+def test_published_files_are_asked_as_by_lm_eval(
+    fields: dict[str, Any], kind: str, asked: ChoiceQuestion, tmp_path: Path
+) -> None:
+    path = tmp_path / "file.jsonl"
+    path.write_text(json.dumps(fields) + "\n\n" + json.dumps(fields) + "\n")
+
+    found = read_questions(path)
+
+    assert (found.kind, found.name) == (kind, "file.jsonl")
+    assert found.questions == (asked, asked)
+    assert read_questions(path, 1).questions == (asked,)
+
+
+def test_mmlu_as_it_was_first_published(tmp_path: Path) -> None:
+    path = tmp_path / "abstract_algebra_test.csv"
+    path.write_text('" Which? ",x,y,z,C\n"One\nmore, ""quoted""",x,y,z,A\n')
+
+    first, second = read_questions(path).questions
+
+    assert first == ASKED_MMLU
+    assert 'One\nmore, "quoted"\nA. x' in second.context
+    assert second.answer == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no questions"),
+        ("{", "file.jsonl:1"),
+        ("[]", "a JSON object expected, not list"),
+        (json.dumps({**PLAIN, "answer": 2}), "the answer 2 is none of 2 choices"),
+        (json.dumps({**PLAIN, "answer": -1}), "the answer -1"),
+        (json.dumps({**PLAIN, "question": " "}), "the question is empty"),
+        (json.dumps({**PLAIN, "choices": ["one"]}), "choices from 2 to 26"),
+        (json.dumps({**PLAIN, "choices": 3}), "file.jsonl:1"),
+        (json.dumps({"question": "x"}), "questions without 'choices'"),
+        (json.dumps(PLAIN) + "\n" + json.dumps({**STEM, "answerKey": "Z"}), "file.jsonl:2"),
+        (json.dumps({**STEM, "answerKey": "Z"}), "no question of ARC"),
+        ("9" * 5000, "file.jsonl:1"),
+    ],
+)
+def test_what_is_no_question_is_refused_by_its_line(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.jsonl"
+    path.write_text(text)
+
+    with pytest.raises(WorkflowError, match=says) as refused:
+        read_questions(path)
+
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,1 @@
+"""Judge a model as it runs: `phasewise eval`."""

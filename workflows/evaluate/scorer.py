@@ -1,0 +1,72 @@
+"""A model that says how likely given tokens are, by the engine's own ranks, plans and arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Self
+
+from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.ranks.open_ranks import KvSettings, RankOptions, open_ranks
+from phasewise.serving.text.tokenizer import Tokenizer
+from phasewise.workflows.errors import WorkflowError
+from phasewise.workflows.evaluate.figures import Floats, Logits, token_losses
+from phasewise.workflows.evaluate.texts import Chunk
+
+if TYPE_CHECKING:
+    from phasewise.workflows.opening.open_model import OpenModel
+
+
+class Scorer:
+    """Ranks with one sequence of at most `context` tokens. Close it, or use it in `with`.
+
+    WorkflowError for a model without next tokens. Errors of `open_ranks`.
+    """
+
+    def __init__(self, opened: OpenModel, context: int, kv_format: str = "auto") -> None:
+        model = opened.model
+        if model.embedding is not None:
+            raise WorkflowError(f"{model.name} makes vectors and predicts no tokens: give a language model")
+        self.model = model
+        self.context = context
+        self.tokenizer = Tokenizer.from_json(model.tokenizer_json, model.config)
+        options = RankOptions(KvSettings(context, kv_format), context, 1, opened.schedules)
+        self._ranks = open_ranks(model, opened.plans, options)
+
+    @property
+    def kv_format(self) -> str:
+        """The format of keys and values, never `auto`."""
+        return self._ranks.kv_format
+
+    def logits(self, chunk: Chunk) -> Logits:
+        """A row for each of `chunk.next_ids`; valid until the next call."""
+        self._read(chunk.ids[: chunk.first])
+        counted = SequenceSlice(chunk.ids[chunk.first : -1], chunk.first, 0, True)
+        return self._ranks.all_logits(Batch("prefill", (counted,)))
+
+    def continued(self, start: Sequence[int], continuations: Sequence[Sequence[int]]) -> Iterator[Logits]:
+        """For each of several continuations of the same tokens: a row after each of its tokens.
+
+        `start` is computed once; a continuation takes the place of the one before it.
+        """
+        self._read(start)
+        for ids in continuations:
+            yield self._ranks.all_logits(Batch("prefill", (SequenceSlice(ids, len(start), 0, True),)))
+
+    def _read(self, ids: Sequence[int]) -> None:
+        if ids:
+            self._ranks.forward(Batch("prefill", (SequenceSlice(ids, 0, 0, False),)))
+
+    def close(self) -> None:
+        self._ranks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+
+def losses_of(scorer: Scorer, chunks: Sequence[Chunk]) -> Iterator[Floats]:
+    """After each chunk: the losses of its predicted tokens."""
+    for chunk in chunks:
+        yield token_losses(scorer.logits(chunk), chunk.next_ids)
