@@ -30,6 +30,10 @@ class SequenceSlice(NamedTuple):
     are wanted too."""
     ring: tuple[int, int] | None = None
     """For layers that keep rings: first slot and number of slots. Position p lies at `first + p % slots`."""
+    state: int = 0
+    """For layers that keep a state: its place. A slice that starts at 0 begins with none, another goes on."""
+    keeps: tuple[tuple[int, int], ...] = ()
+    """Pairs (position, place): the state before that position is copied there."""
 
 
 class KvCopy(NamedTuple):

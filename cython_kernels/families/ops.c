@@ -8,4 +8,5 @@
 #include "families/rows/elementwise.c"
 #include "families/rows/activations.c"
 #include "families/rows/layernorm.c"
+#include "families/rows/recurrence.c"
 #include "families/rows/softmax.c"

@@ -112,8 +112,8 @@ def _batches(workload: Workload, tokens: list[int], max_batch_tokens: int) -> It
         yield Batch(
             "decode",
             tuple(
-                SequenceSlice((tokens[base + position],), position, base, wants_logits=True)
-                for base in _bases(workload)
+                SequenceSlice((tokens[base + position],), position, base, wants_logits=True, state=sequence)
+                for sequence, base in enumerate(_bases(workload))
             ),
         )
 
@@ -124,12 +124,12 @@ def _prefill(
     """The positions from `first` to before `last` of every sequence, cut into batches."""
     pending: list[SequenceSlice] = []
     room = max_batch_tokens
-    for base in _bases(workload):
+    for sequence, base in enumerate(_bases(workload)):
         start = first
         while start < last:
             end = min(last, start + room)
             ids = tokens[base + start : base + end]
-            pending.append(SequenceSlice(ids, start, base, wants_logits=end == last))
+            pending.append(SequenceSlice(ids, start, base, wants_logits=end == last, state=sequence))
             room -= end - start
             start = end
             if room == 0:
@@ -174,7 +174,7 @@ def _uses(model: PackedModel, name: str) -> int:
 def _attention_flops(config: ModelConfig, workload: Workload) -> int:
     n = workload.n_prompt + workload.n_gen
     scores = n * workload.n_depth + n * (n + 1) // 2  # causal: position i sees i + 1 keys
-    return 4 * scores * config.n_heads * config.head_dim * config.n_layers
+    return 4 * scores * config.n_heads * config.head_dim * len(config.attention_layers)
 
 
 def streamed_bytes(model: PackedModel, workload: Workload, kv_bytes_per_slot: int) -> float:

@@ -33,6 +33,7 @@ from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
 from phasewise.serving.errors import QueueFull, RequestError, check_context
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Grant, KvPool, Placement
+from phasewise.serving.scheduling import sequence_states as states
 from phasewise.serving.scheduling.admission import (
     demand_of,
     held_in_vain,
@@ -42,7 +43,7 @@ from phasewise.serving.scheduling.admission import (
 )
 from phasewise.serving.scheduling.client_shares import ClientShares
 from phasewise.serving.scheduling.prefill_turns import PrefillTurns
-from phasewise.serving.scheduling.prefixes import NOTHING, PrefixIndex, chain, copies_between
+from phasewise.serving.scheduling.prefixes import PrefixIndex, chain
 from phasewise.serving.scheduling.request import LiveSequence, Request, TokenOut
 from phasewise.serving.scheduling.scheduler_laws import check_laws
 from phasewise.serving.scheduling.scheduler_terms import (
@@ -72,6 +73,7 @@ class Scheduler:
         self._running: list[LiveSequence] = []  # by age
         self._turns = PrefillTurns()
         self._prefixes = PrefixIndex(pool.n_slots, pool.rings) if limits.prefix_reuse else None
+        self._states = None if pool.states is None else states.SequenceStates(pool.states, self._prefixes)
         self._copies: list[KvCopy] = []  # that the next batch brings, in their order
         self._moved: set[str] = set()  # whom they move
         self._stored: StoredBeginnings | None = None
@@ -240,7 +242,10 @@ class Scheduler:
         No block grows for drafts: they use what is free in it.
         """
         flight = self._flight_of(batch)
-        return [DraftRoom(sequence, _room_for_drafts(sequence)) for sequence in flight.sequences]
+        if self._states is not None:
+            self._states.share_for_drafts(len(flight.sequences))
+        rooms = (states.room_for_drafts(sequence, self._states) for sequence in flight.sequences)
+        return list(map(DraftRoom, flight.sequences, rooms))
 
     def extend(self, batch: Batch, drafts: Tokens[Tokens[int]]) -> Batch:
         """The decode batch under way, each slice with its drafts behind its token. In place of `batch`."""
@@ -249,9 +254,11 @@ class Scheduler:
             raise SchedulerError("only the tokens of answers can be drafted")
         slices = []
         for sequence, piece, draft in zip(flight.sequences, batch.slices, drafts, strict=True):
-            if len(draft) > _room_for_drafts(sequence):
+            if len(draft) > states.room_for_drafts(sequence, self._states):
                 raise SchedulerError(f"{counted(len(draft), 'draft')} for {sequence}")
-            slices.append(piece._replace(token_ids=(*piece.token_ids, *draft), n_drafted=len(draft)))
+            keeps = () if self._states is None else self._states.keeps_before_drafts(piece, len(draft))
+            tokens = (*piece.token_ids, *draft)
+            slices.append(piece._replace(token_ids=tokens, n_drafted=len(draft), keeps=keeps))
         extended = batch._replace(slices=tuple(slices))
         self._in_flight = flight._replace(batch=extended)
         return extended
@@ -273,6 +280,7 @@ class Scheduler:
         for sequence, piece in zip(sequences, batch.slices, strict=True):
             run = next(sampled) if piece.wants_logits else ()
             if sequence.placement is None:  # aborted while its step was computed
+                states.put_back(self._states, [piece])
                 continue
             if len(run) > 1 + piece.n_drafted:
                 raise SchedulerError(
@@ -286,6 +294,7 @@ class Scheduler:
                     self._prefixes.advance(sequence.request_id, sequence.n_computed)
                     if run:
                         self._prefixes.completed(sequence.request_id)
+            states.go_on(sequence, piece, len(run), self._states, self._prefixes)
             if run and not sequence.request.prefill_only:
                 sequence.n_computed += len(run) - 1
                 outs += self._append_run(sequence, run)
@@ -297,18 +306,19 @@ class Scheduler:
         Other requests of the batch whose slots were being moved are computed again: copies may be missing.
         """
         flight = self._take_flight(batch)
+        states.put_back(self._states, flight.batch.slices)
         dropped = [sequence for sequence in flight.sequences if sequence.placement is not None]
         for sequence in dropped:
-            if self._prefixes is not None:
-                self._prefixes.drop(sequence.request_id)  # it is unknown how far the step came
+            states.forget(sequence, self._states, self._prefixes)  # it is unknown how far the step came
             self._end(sequence, None)
         for sequence in self._running:
             if sequence.request_id in flight.moved:
-                if self._prefixes is not None:
-                    self._prefixes.drop(sequence.request_id)
+                states.forget(sequence, self._states, self._prefixes)
                 sequence.begin_again()
         if batch.copies and self._prefixes is not None:
             self._prefixes.forget_ended()
+            if self._states is not None:
+                self._states.clear()
         return tuple(sequence.request_id for sequence in dropped)
 
     def abort(self, request_id: str) -> bool:
@@ -328,11 +338,15 @@ class Scheduler:
     def clear(self) -> None:
         """Drop every request, also those of a batch that is neither committed nor discarded, and all that
         is known of keys and values."""
+        if self._in_flight is not None:
+            states.put_back(self._states, self._in_flight.batch.slices)
         self._in_flight = None
         self._copies.clear()
         self._moved.clear()
         for request_id in self.request_ids():
             self.abort(request_id)
+        if self._states is not None:
+            self._states.clear()
         if self._prefixes is not None:
             self._prefixes.clear()
 
@@ -485,22 +499,22 @@ class Scheduler:
 
     def _start(self, sequence: LiveSequence) -> bool:
         """Begin to write its block, with keys and values that others have computed. False: they soon will."""
-        prefixes, placement = self._prefixes, _placed(sequence)
-        if prefixes is not None:
-            token_ids, space = sequence.token_ids, sequence.request.cache_space
+        if self._prefixes is not None:
             if sequence.runs is None:
-                sequence.runs = chain(token_ids, space=space)
-            takes_over = sequence.request.takes_over
-            match = prefixes.find(token_ids, sequence.runs, space) if takes_over else NOTHING
-            if 2 * (match.n_coming - match.n_ready) >= len(token_ids) - match.n_ready:
+                sequence.runs = chain(sequence.token_ids, space=sequence.request.cache_space)
+            window = self.pool.rings.window if self.pool.rings else 0
+            brought = states.take_over(sequence, _placed(sequence), self._prefixes, self._states, window)
+            if brought is None:
                 return False
-            prefixes.start(sequence.request_id, (token_ids, sequence.runs), placement, space)
-            if takes_over and self._stored is not None and self._stored.is_wanted(sequence, match.n_ready):
+            if (
+                sequence.request.takes_over
+                and self._stored is not None
+                and self._stored.is_wanted(sequence, brought[0])
+            ):
                 self._pin(sequence)
                 return False
-            if match.source is not None:
-                window = self.pool.rings.window if self.pool.rings else 0
-                self._reuse(sequence, copies_between(match.source, placement, match.n_ready, window))
+            if brought[0]:
+                self._reuse(sequence, brought)
         sequence.has_started = True
         return True
 
@@ -521,9 +535,11 @@ class Scheduler:
     def _fly(self, phase: Phase, parts: list[tuple[LiveSequence, Tokens[int]]]) -> Batch:
         slices = []
         for sequence, token_ids in parts:
-            base, _, table, ring = _placed(sequence)
+            base, _, table, ring, state = _placed(sequence)
             is_last = len(token_ids) == sequence.n_pending
-            slices.append(SequenceSlice(token_ids, sequence.n_computed, base, is_last, table, 0, ring))
+            start, kept = sequence.n_computed, self._states if phase == "prefill" else None
+            keeps = () if kept is None else kept.keeps(sequence, len(token_ids))
+            slices.append(SequenceSlice(token_ids, start, base, is_last, table, 0, ring, state or 0, keeps))
         sequences = tuple(sequence for sequence, _ in parts)
         names = tuple(sequence.request_id for sequence in sequences)
         batch = Batch(phase, tuple(slices), names, tuple(self._copies))
@@ -566,23 +582,13 @@ class Scheduler:
             self._leave_pool(sequence, answer_tokens)
 
     def _leave_pool(self, sequence: LiveSequence, answer_tokens: int | None) -> None:
+        is_computed = self._in_flight is None or sequence not in self._in_flight.sequences
+        states.leave(sequence, self._states, self._prefixes, is_computed=is_computed)
         self.pool.release(sequence.request_id, answer_tokens)
         self.n_pool_changes += 1
         self._running.remove(sequence)
-        if self._prefixes is not None and sequence.is_restored:
-            self._prefixes.drop(sequence.request_id)
-        elif self._prefixes is not None and sequence.has_started:
-            self._prefixes.retire(sequence.request_id, sequence.token_ids[: sequence.n_computed])
         sequence.placement, sequence.is_pinned = None, False
         sequence.begin_again()
-
-
-def _room_for_drafts(sequence: LiveSequence) -> int:
-    """As many as its block has slots for, and as the tokens that it may still get after one more."""
-    request, placement = sequence.request, sequence.placement
-    if placement is None or request.prefill_only:
-        return 0
-    return min(placement.n_slots, request.most_tokens - 1) - sequence.n_tokens
 
 
 def _age(sequence: LiveSequence) -> int:

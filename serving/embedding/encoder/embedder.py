@@ -42,6 +42,8 @@ class _Slice:
     table: None = None
     n_drafted: int = 0
     ring: None = None
+    state: int = 0
+    keeps: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
