@@ -38,6 +38,10 @@ class _Slice(Protocol):
     def ring(self) -> tuple[int, int] | None: ...
     @property
     def adapter(self) -> int: ...
+    @property
+    def state(self) -> int: ...
+    @property
+    def keeps(self) -> Iterable[tuple[int, int]]: ...
 
 class _Experts(Protocol):
     """A mixture of experts: how many there are, and how many of them compute a row."""
@@ -388,7 +392,73 @@ class AdaptableBuilder(ProgramBuilder):
         ups: Sequence[tuple[int, PackedWeight]],
     ) -> None: ...
 
-class Program(AdaptableBuilder):
+class _Recurrence(Protocol):
+    @property
+    def heads(self) -> int: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def key_dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def erases(self) -> bool: ...
+
+class StateBuilder(AdaptableBuilder):
+    def convolve(
+        self,
+        weights: npt.ArrayLike,
+        from_at: int,
+        from_stride: int,
+        out: int,
+        out_stride: int,
+        bias: npt.ArrayLike | None = None,
+        gates_rows: bool = False,
+        silu: bool = False,
+    ) -> None: ...
+    def state_gates(
+        self,
+        shape: _Recurrence,
+        from_at: int,
+        from_stride: int,
+        out: int,
+        out_stride: int,
+        rates: npt.ArrayLike,
+        offsets: npt.ArrayLike,
+        steps: tuple[float, float] = ...,
+        normalised: tuple[int, int, int, int] | None = None,
+        eps: float = 1e-6,
+    ) -> None: ...
+    def recur(
+        self,
+        shape: _Recurrence,
+        from_at: int,
+        from_stride: int,
+        out: int,
+        out_stride: int,
+        gates: tuple[int, int],
+        columns: tuple[int, int, int],
+        skips: npt.ArrayLike | None = None,
+    ) -> None: ...
+    def gate_rows(
+        self,
+        width: int,
+        from_at: int,
+        from_stride: int,
+        out: int,
+        out_stride: int,
+        by: tuple[int, int],
+        gate: str = "silu",
+        norm: npt.ArrayLike | None = None,
+        shape: _Recurrence | None = None,
+        norm_first: bool = False,
+        eps: float | None = None,
+        rows: _Rows = "every",
+        one_gate: bool = False,
+    ) -> None: ...
+    def state_bytes(self) -> int: ...
+
+class Program(StateBuilder):
     def __buffer__(self, flags: int, /) -> memoryview: ...
     @property
     def native_ns(self) -> int: ...

@@ -81,7 +81,7 @@ static inline pw_kv_head pw_kv_head_at(char *memory, int64_t slots, int32_t form
 
 /* Activations by name, in the order of their numbers: of the gate of a feed-forward layer before it multiplies
  * (NAME_gate_lanes, families/rows/elementwise.c), and of a layer without a gate (NAME_lanes, families/rows/activations.c). */
-#define PW_EACH_GATE(X) X(silu) X(gelu_tanh) X(clamped_silu)
+#define PW_EACH_GATE(X) X(silu) X(gelu_tanh) X(clamped_silu) X(logistic)
 #define PW_EACH_ACTIVATION(X) X(gelu) X(gelu_tanh) X(silu) X(relu) X(relu2)
 
 #define PW_GATE_NUMBER(NAME) PW_GATE_##NAME,
@@ -151,6 +151,30 @@ typedef struct {
     float factor;
 } pw_turn;
 
+/* Of one row: its predecessors in a convolution, the oldest first and itself last. */
+typedef struct {
+    const float *const *rows; /* [taps] */
+    const float *weights;     /* [taps] at weights_stride */
+    int64_t weights_stride;
+    const float *bias, *gate; /* NULL: none */
+    int32_t taps;
+    bool silu;
+    float *y;
+} pw_convolution;
+
+/* Rows of one head of a sequence, and sixteen columns of its state. */
+typedef struct {
+    const float *query, *key, *value; /* rows at `stride` */
+    const float *gates;               /* of a row: its decay; at factor_at what its change is multiplied by */
+    float *out;
+    float *state; /* [key_dim][16] */
+    int64_t n_rows, stride, gates_stride, factor_at, out_stride;
+    int32_t key_dim;
+    int32_t columns; /* of the sixteen that there are */
+    float skip;      /* times the value, added to what is read; 0: nothing is */
+    bool erases;     /* what the key reads is taken from the value before */
+} pw_recurrence;
+
 typedef struct {
     int32_t lanes;
 
@@ -191,6 +215,15 @@ typedef struct {
     void (*softmax)(int64_t n, const float *x, float *y);
 
     void (*exponential)(int64_t n, const float *x, float *y);
+
+    /* Elements of one row of a convolution over the rows before. */
+    void (*convolve)(int64_t n, const pw_convolution *convolution);
+
+    /* y[n] *= x[n] */
+    void (*multiply)(int64_t n, const float *x, float *y);
+
+    /* Rows in order; the state is then that after the last one. */
+    void (*recur)(const pw_recurrence *recurrence);
 
     /* Stores one head's key or value of a slot. float16 saturates at 65504 instead of overflowing; int8 is rounded to
      * multiples of a 127th of the largest magnitude, int16 of a finer part (pw_key_limit), and of an infinity or a NaN

@@ -32,6 +32,10 @@ class SequenceSlice(NamedTuple):
     """For layers that keep rings: first slot and number of slots. Position p lies at `first + p % slots`."""
     adapter: int = 0
     """The number of the model's adapter that its rows have, from 1 on; 0: none."""
+    state: int = 0
+    """For layers that keep a state: its place. A slice that starts at 0 begins with none, another goes on."""
+    keeps: tuple[tuple[int, int], ...] = ()
+    """Pairs (position, place): the state before that position is copied there."""
 
 
 class KvCopy(NamedTuple):

@@ -15,7 +15,7 @@ cdef int _check_run(int status) except -1:
     return _check_team(status)
 
 
-cdef class Program(AdaptableBuilder):
+cdef class Program(StateBuilder):
     """What a builder made, once it is sealed: seal, then run. The buffer protocol gives the logits, float32
     [max_logit_rows, outputs], of the last run.
 
@@ -84,9 +84,11 @@ cdef class Program(AdaptableBuilder):
 
         slices: objects with token_ids, start, slot_base, wants_logits, table (None, or the slots where every
         PW_CHUNK positions begin; then slot_base is not read), n_drafted (N: the N rows before the last one want
-        logits too), adapter (of `adapt`; 0: none) and ring (where layers with windows keep rings: its first slot, counted from kv_slots on, and
-        its slots); where embeddings have segments also `second`, its tokens before those of the second text, None:
-        all. ValueError when a token, a position or a slot is out
+        logits too), adapter (of `adapt`; 0: none) and ring (where layers with windows keep rings: its first slot,
+        counted from kv_slots on, and its slots); where layers keep states `state` (its place; a start of 0 begins
+        with zeros) and `keeps`, pairs (position, place): the state before that position is copied there; where
+        embeddings have segments also `second`, its tokens before those of the second text, None: all. ValueError
+        when a token, a position or a slot is out
         of range; then nothing has been written. Of several ranks, rank 0 runs it for all; GroupFailed
         when one of them fails or does not come.
         """
@@ -192,7 +194,7 @@ cdef class Program(AdaptableBuilder):
         cdef pw_step *step = &self.program.step
         cdef pw_capacity *room = &self.program.capacity
         cdef pw_slice *out
-        cdef int64_t row = 0, token, drafted, n_runs = 0
+        cdef int64_t row = 0, token, drafted, n_runs = 0, n_keeps = 0
         cdef int64_t vocab = self.program.shape.vocab
         step.n_tokens = step.n_slices = step.n_logit_rows = 0
         try:
@@ -215,6 +217,8 @@ cdef class Program(AdaptableBuilder):
                 out.n_rows = out.second = row - out.first_row
                 if self.has_segments and piece.second is not None:
                     out.second = piece.second
+                if self.program.state_floats:
+                    n_keeps = self._fill_state(out, piece, n_keeps)
                 if piece.table is None:
                     out.slot_base = piece.slot_base
                 else:
@@ -234,6 +238,18 @@ cdef class Program(AdaptableBuilder):
             raise ValueError("a token, position or slot does not fit in 64 bits") from None
         step.n_tokens = row
         return 0
+
+    cdef int64_t _fill_state(self, pw_slice *slice, piece, int64_t n_keeps) except -1:
+        """Its place, and the copies of it that are kept; `keeps` has room for them behind those of other slices."""
+        cdef int64_t position, place
+        slice.state, slice.first_keep, slice.n_keeps = -1 if piece.state is None else piece.state, n_keeps, 0
+        for position, place in piece.keeps:
+            if n_keeps == self.program.capacity.max_tokens:
+                raise ValueError(f"a step keeps at most {n_keeps} copies of states")
+            self.program.step.keeps[n_keeps] = pw_keep(position - slice.start, place)
+            slice.n_keeps += 1
+            n_keeps += 1
+        return n_keeps
 
     cdef int _copy_table(self, pw_slice *slice, table, int64_t first_run) except -1:
         """As many runs of it as the slice's positions need; `runs` has room for them behind those of other slices."""
@@ -275,7 +291,8 @@ cdef class Program(AdaptableBuilder):
     def copy_kv(self, Team team, int64_t source, int64_t target, int64_t n_slots):
         """Moves keys and values of n_slots slots, in every layer without rings; the ranges may overlap.
 
-        Slots from kv_slots on are those of layers that keep rings. ValueError for ranges in both, or outside.
+        Slots from kv_slots on are those of layers that keep rings, and behind them, one each, lie the places of states.
+        ValueError for ranges in two of them, or outside.
         """
         cdef pw_team *members = team._open()
         cdef int64_t slots = self.program.capacity.kv_slots
@@ -284,10 +301,19 @@ cdef class Program(AdaptableBuilder):
         cdef int64_t first = 0 if source < slots else slots
         if first:
             slots = self.program.capacity.ring_slots
+        if source >= first + slots and self.program.state_floats:
+            first, slots = self.program.capacity.kv_slots + self.program.capacity.ring_slots, self.program.capacity.state_places
         if not (0 <= n_slots <= slots and 0 <= source - first <= slots - n_slots
                 and 0 <= target - first <= slots - n_slots):
             raise ValueError(f"slots {source} to {target}, {n_slots} of them, of {slots} from {first} on")
         if n_slots == 0:
+            return
+        if first and first == self.program.capacity.kv_slots + self.program.capacity.ring_slots:
+            if abs(source - target) < n_slots:
+                raise ValueError(f"states {source} to {target}, {n_slots} of them, overlap")
+            with nogil:
+                status = pw_program_copy_states(self.program, members, source - first, target - first, n_slots)
+            _check_team(status)
             return
         with nogil:
             status = pw_program_copy_kv(self.program, members, source, target, n_slots)

@@ -19,6 +19,10 @@ cdef extern from "program/program.h" nogil:
         PW_ROUTE
         PW_EXPERTS
         PW_COMBINE
+        PW_CONVOLVE
+        PW_STATE_GATES
+        PW_RECUR
+        PW_GATE_ROWS
 
     ctypedef enum pw_source:
         PW_FROM_ROWS
@@ -48,6 +52,18 @@ cdef extern from "program/program.h" nogil:
         int32_t count, chosen, normalised
         int64_t n
 
+    ctypedef struct pw_state_op:
+        int64_t at, second, second_stride, query_at, key_at, value_at
+        int32_t taps, heads, groups, key_dim, value_dim
+        const float *weights
+        const float *rates
+        const float *offsets
+        const float *skips
+        const float *query_scale
+        const float *key_scale
+        float least, most
+        bint gates_rows, silu, erases, norm_first, one_gate
+
     ctypedef struct pw_op:
         int32_t code, source, epilogue
         int32_t rows, n_parts
@@ -69,6 +85,7 @@ cdef extern from "program/program.h" nogil:
         const float *sinks
         pw_experts experts
         float *tap
+        pw_state_op state
 
     ctypedef struct pw_attention_kind:
         int64_t window
@@ -82,11 +99,15 @@ cdef extern from "program/program.h" nogil:
         float norm_eps
 
     ctypedef struct pw_capacity:
-        int64_t kv_slots, ring_slots, max_tokens, max_slices, max_logit_rows
+        int64_t kv_slots, ring_slots, max_tokens, max_slices, max_logit_rows, state_places
         int32_t kv_format, max_threads
 
     ctypedef struct pw_slice:
-        int64_t first_row, n_rows, start, slot_base, first_run, n_runs, second, ring_base, ring_slots, adapter
+        int64_t first_row, n_rows, start, slot_base, first_run, n_runs, second, ring_base, ring_slots, adapter, state
+        int64_t first_keep, n_keeps
+
+    ctypedef struct pw_keep:
+        int64_t n_rows, place
 
     ctypedef struct pw_step:
         int64_t n_tokens, n_slices, n_logit_rows
@@ -94,6 +115,7 @@ cdef extern from "program/program.h" nogil:
         int64_t *logit_rows
         pw_slice *slices
         int32_t *runs
+        pw_keep *keeps
 
     ctypedef struct pw_division:
         int32_t ranks, own_threads
@@ -113,7 +135,7 @@ cdef extern from "program/program.h" nogil:
         bint bidirectional
         pw_step step
         float *arena
-        int64_t kv_bytes
+        int64_t kv_bytes, state_floats
 
     pw_program *pw_program_open(pw_shape shape, pw_capacity capacity)
     int32_t pw_program_kind(pw_program *program, pw_attention_kind kind)
@@ -126,6 +148,7 @@ cdef extern from "program/program.h" nogil:
     int64_t pw_runs_each(const pw_capacity *room)
     int64_t pw_layer_head_bytes(const pw_program *program, int64_t layer)
     pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head)
+    int64_t pw_program_kv_bytes(const pw_program *program)
     int64_t pw_program_bytes(const pw_program *program)
     int64_t pw_program_shared_bytes(const pw_program *program)
     enum:
@@ -152,6 +175,7 @@ cdef extern from "program/executor.h" nogil:
 
 
 cdef extern from "program/move_kv.h" nogil:
+    int pw_program_copy_states(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t places)
     int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t slots)
 
 
@@ -231,7 +255,7 @@ cdef class ProgramBuilder:
 
     def __cinit__(self, shape, capacity, inv_freq, division=None, double patience_s=60.0, double magnitude=1.0):
         cdef pw_shape s = shape
-        cdef pw_capacity c = {"ring_slots": 0, **capacity, "kv_format": kv_format_code(capacity["kv_format"])}
+        cdef pw_capacity c = {"ring_slots": 0, "state_places": 0, **capacity, "kv_format": kv_format_code(capacity["kv_format"])}
         if not 2 <= s.head_dim <= PW_MAX_HEAD_DIM or s.head_dim % 2:
             raise ProgramError(
                 f"attention heads of {s.head_dim} dimensions: even numbers up to {PW_MAX_HEAD_DIM} are supported")
@@ -241,6 +265,8 @@ cdef class ProgramBuilder:
             raise ProgramError(f"a program needs room for something: {capacity}")
         if max(c.kv_slots, c.ring_slots, c.max_tokens, c.max_slices, c.max_logit_rows) > 1 << 30:
             raise ProgramError(f"more than 2^30 slots, tokens or rows: {capacity}")
+        if not 0 <= c.state_places <= 1 << 20:
+            raise ProgramError(f"{c.state_places} places for states")
         if c.ring_slots < 0 or c.ring_slots % 16:
             raise ProgramError(f"{c.ring_slots} slots of rings: a multiple of 16 expected")
         c.kv_slots = (c.kv_slots + 15) // 16 * 16
@@ -587,6 +613,5 @@ cdef class ProgramBuilder:
         return pw_program_shared_bytes(self.program)
 
     def whole_kv_bytes(self):
-        """Bytes of all keys and values, also before the program is sealed."""
-        return self.program.shape.n_kv_heads * sum(
-            pw_layer_head_bytes(self.program, layer) for layer in range(self.program.shape.n_layers))
+        """Bytes of all keys, values and states, also before the program is sealed."""
+        return pw_program_kv_bytes(self.program)

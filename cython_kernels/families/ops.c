@@ -9,4 +9,5 @@
 #include "families/rows/activations.c"
 #include "families/rows/layernorm.c"
 #include "families/rows/low_rank.c"
+#include "families/rows/recurrence.c"
 #include "families/rows/softmax.c"

@@ -9,7 +9,8 @@
     X(row_bytes) X(prepare_rows) X(gemm) X(path_of) X(best_tile) X(has_tile) X(reads_blocks) X(unpack_row)
 #define PW_LIMIT_SLOTS(X) X(f32) X(f16) X(bf16) X(int8) X(read)
 #define PW_OP_SLOTS(X)                                                                              \
-    X(rmsnorm) X(layernorm) X(add) X(sum) X(rope) X(cap) X(add_scaled) X(add_low_rank) X(scale) X(exponential) X(softmax) X(store_key) \
+    X(rmsnorm) X(layernorm) X(add) X(sum) X(rope) X(cap) X(add_scaled) X(add_low_rank) X(scale) X(exponential) \
+    X(convolve) X(multiply) X(recur) X(softmax) X(store_key) \
     X(store_value) X(prepare_queries) X(attend_chunk) X(begin) X(merge) X(finish) X(argmax) X(logsumexp) X(top_k)
 
 #define PW_GEMM_FUNCTION(name) __typeof__(*((pw_gemm_kernels *)0)->name) ISA(name);

@@ -21,6 +21,7 @@ typedef struct {
     int64_t max_logit_rows;
     int32_t kv_format;       /* pw_kv_format */
     int32_t max_threads;
+    int64_t state_places;    /* of layers that keep a state of each sequence; 0: there are no such layers */
 } pw_capacity;
 
 /* Position p lies in slot slot_base + p; or, where first_run is not negative, as a table of n_runs among the step's runs says:
@@ -36,7 +37,14 @@ typedef struct {
     int64_t second;            /* rows before those of the second text of a pair; n_rows where there is one text */
     int64_t ring_base, ring_slots; /* not read where no layer keeps rings */
     int64_t adapter;           /* of its rows, from 1 on (low_rank.h); 0: none */
+    int64_t state;                 /* its place among states, not read where no layer keeps any */
+    int64_t first_keep, n_keeps;   /* among the step's, ascending by row */
 } pw_slice;
+
+/* A copy of a slice's state after some of its rows. */
+typedef struct {
+    int64_t n_rows, place;
+} pw_keep;
 
 /* Slots [begin, end). */
 typedef struct {

@@ -1,9 +1,10 @@
-/* Polynomials and constants are those of fdlibm's k_cos.c, k_sin.c and e_exp.c (Sun Microsystems 1993). Cosines and sines:
+/* Polynomials and constants are those of fdlibm's k_cos.c, k_sin.c, e_exp.c and e_log.c (Sun Microsystems 1993). Cosines and sines:
  * whole quarter turns off, in three steps (Cody and Waite 1980), then the polynomials within an eighth of a turn. pi / 2 is cut
  * into parts of which two have 28 bits, so that their products with up to 2^25 quarter turns are exact. */
 #include "program/exact.h"
 
 #include <math.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -52,4 +53,28 @@ double pw_exponential(double x) {
     double scale;
     memcpy(&scale, &bits, sizeof scale);
     return y * scale;
+}
+
+static const double LOGARITHM[7] = {6.666666666666735130e-01, 3.999999999940941908e-01, 2.857142874366239149e-01,
+                                    2.222219843214978396e-01, 1.818357216161805012e-01, 1.531383769920937332e-01,
+                                    1.479819860511658591e-01};
+
+/* ln(1 + y), 0 <= y <= 1: fdlibm's e_log.c with at most one halving. */
+static double logarithm_of_one_and(double y) {
+    bool halves = 1.0 + y > 1.41421356237309504880;
+    double f = halves ? (y - 1.0) * 0.5 : y, s = f / (2.0 + f), z = s * s, sum = LOGARITHM[6];
+    for (int i = 5; i >= 0; --i) sum = sum * z + LOGARITHM[i];
+    double log = f - s * (f - z * sum);
+    return halves ? LN2_HIGH + (LN2_LOW + log) : log;
+}
+
+double pw_softplus(double x) {
+    if (x != x) return x;
+    return (x > 0.0 ? x : 0.0) + logarithm_of_one_and(pw_exponential(x > 0.0 ? -x : x));
+}
+
+double pw_logistic(double x) {
+    if (x != x) return x;
+    double e = pw_exponential(x > 0.0 ? -x : x);
+    return (x > 0.0 ? 1.0 : e) / (1.0 + e);
 }

@@ -8,6 +8,7 @@
 #include "program/experts.h"
 #include "program/linear.h"
 #include "adapters/low_rank.h"
+#include "state/run_state.h"
 
 /* The slots of positions [position, end) of a slice, as far as they lie one behind the other. */
 static pw_slots slots_from(const pw_step *step, const pw_slice *slice, int64_t position, int64_t end) {
@@ -161,6 +162,7 @@ const char *pw_program_check(pw_program *program, int threads, int32_t table) {
     if (!problem) problem = check_overlaps(step);
     if (!problem && program->ring_window) problem = check_rings_apart(program);
     if (!problem) problem = pw_low_rank_check(program);
+    if (!problem && program->state_floats) problem = pw_check_states(program);
     if (!problem) pw_plan_attention(program, threads, table);
     return problem;
 }
@@ -179,6 +181,10 @@ static void run_ops(void *context, int member) {
         if (op->code == PW_ROUTE) pw_run_route(run, op, member);
         if (op->code == PW_EXPERTS) pw_run_experts(run, op, member);
         if (op->code == PW_COMBINE) pw_run_combine(run, op, member);
+        if (op->code == PW_CONVOLVE) pw_run_convolve(run, op, member);
+        if (op->code == PW_STATE_GATES) pw_run_state_gates(run, op, member);
+        if (op->code == PW_RECUR) pw_run_recur(run, op, member);
+        if (op->code == PW_GATE_ROWS) pw_run_gate_rows(run, op, member);
         if (i + 1 == program->n_ops && run->division->ranks == 1) return;
         if (!pw_meet(run, member)) return;
         if (op->code == PW_ATTEND && member == 0 && program->rank == 0)

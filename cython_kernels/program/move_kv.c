@@ -72,6 +72,20 @@ static void move_share(void *context, int member) {
     }
 }
 
+static void move_states(void *context, int member) {
+    const moving *move = context;
+    int64_t floats = move->program->state_floats * move->slots;
+    int64_t begin = floats * member / move->members, end = floats * (member + 1) / move->members;
+    const float *from = move->program->states + move->source * move->program->state_floats;
+    memcpy(move->program->states + move->target * move->program->state_floats + begin, from + begin,
+           sizeof(float) * (size_t)(end - begin));
+}
+
+int pw_program_copy_states(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t places) {
+    moving move = {program, source, target, places, false, pw_team_size(team), NULL};
+    return pw_team_run(team, move_states, &move);
+}
+
 int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t slots) {
     int members = pw_team_size(team);
     char *line = malloc((size_t)(slots * pw_kv_element_bytes(program->capacity.kv_format) * members));

@@ -8,4 +8,7 @@
  * while no step runs. */
 int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t slots);
 
+/* The same of states, whose places do not overlap. */
+int pw_program_copy_states(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t places);
+
 #endif

@@ -88,6 +88,9 @@ static bool open_step(pw_program *program) {
     step->rings = calloc((size_t)room->max_slices, sizeof *step->rings);
     step->written = calloc((size_t)room->max_tokens, sizeof *step->written);
     step->tail_pieces = calloc((size_t)room->max_logit_rows, sizeof *step->tail_pieces);
+    step->keeps = calloc((size_t)room->max_tokens, sizeof *step->keeps);
+    step->is_state_taken = calloc((size_t)larger(room->state_places, 1), sizeof *step->is_state_taken);
+    if (!step->keeps || !step->is_state_taken) return false;
     return step->tokens && step->positions && step->slots && step->logit_rows && step->slices && step->runs &&
            step->ring_places && step->rings && step->written && step->tail_pieces;
 }
@@ -137,6 +140,7 @@ static void free_what_is_told(pw_step *step) {
     free(step->logit_rows);
     free(step->slices);
     free(step->runs);
+    free(step->keeps);
 }
 
 void pw_program_close(pw_program *program) {
@@ -153,7 +157,7 @@ void pw_program_close(pw_program *program) {
     void *owned[] = {program->ops,     program->tickets,  program->merged, program->region_tickets, step->positions,
                      step->slots,      step->tail_pieces, step->written,   routes->expert,          routes->weight,
                      routes->pair,     routes->first,     routes->busy,    routes->expert_of,       program->layers,
-                     step->ring_places, step->rings};
+                     step->ring_places, step->rings,       step->is_state_taken};
     for (int32_t kind = 0; kind < program->n_kinds; ++kind) {
         free(program->kinds[kind].inv_freq);
         free(step->plans[kind].first_part);
@@ -239,7 +243,7 @@ static void measure_rows(const pw_program *program, int64_t *row_bytes, int64_t 
     *row_bytes = *row_floats = 0;
     for (int32_t i = 0; i < program->n_ops; ++i) {
         const pw_op *op = &program->ops[i];
-        if (op->code == PW_ADJUST) *row_floats = larger(*row_floats, op->k);
+        if (op->code == PW_ADJUST || op->code == PW_GATE_ROWS) *row_floats = larger(*row_floats, op->k);
         if (op->code != PW_LINEAR && op->code != PW_EXPERTS) continue;
         int64_t read = op->code == PW_EXPERTS && op->source == PW_FROM_GATE ? 2 * op->k : op->k; /* with biases added */
         *row_floats = larger(*row_floats, pw_padded_k(read));
@@ -277,7 +281,7 @@ static int64_t split_floats(const pw_program *program) {
 /* Byte offsets: of what ranks share, within the shared memory (or program->rows, where nothing comes before the
  * arena), and of a process's own within program->memory. */
 typedef struct {
-    int64_t orders, tokens, logit_rows, slices, runs, arena, angles, prepared, pairs, low, rows_end, kv, shared_end;
+    int64_t orders, tokens, logit_rows, slices, runs, keeps, arena, angles, prepared, pairs, low, rows_end, kv, shared_end;
     int64_t partials, own_prepared, split, scratch, end;
     int64_t angles_each, split_each, private_row, prepared_each, own_prepared_each, scratch_each;
     int32_t forms;
@@ -291,7 +295,8 @@ static void lay_out_step(const pw_program *program, layout *l) {
     l->logit_rows = l->tokens + aligned(room->max_tokens * (int64_t)sizeof(int32_t));
     l->slices = l->logit_rows + aligned(room->max_logit_rows * (int64_t)sizeof(int64_t));
     l->runs = l->slices + aligned(room->max_slices * (int64_t)sizeof(pw_slice));
-    l->arena = whole_pages(l->runs + room->max_slices * pw_runs_each(room) * (int64_t)sizeof(int32_t));
+    l->keeps = l->runs + aligned(room->max_slices * pw_runs_each(room) * (int64_t)sizeof(int32_t));
+    l->arena = whole_pages(l->keeps + room->max_tokens * (int64_t)sizeof(pw_keep));
 }
 
 /* Bytes of the keys and values of the layers before `layer`. */
@@ -301,7 +306,15 @@ static int64_t kv_bytes_before(const pw_program *program, int64_t layer) {
     return bytes;
 }
 
-static int64_t kv_bytes(const pw_program *program) { return kv_bytes_before(program, program->shape.n_layers); }
+/* States begin with a page behind the last layer. */
+static int64_t states_offset(const pw_program *program) {
+    int64_t bytes = kv_bytes_before(program, program->shape.n_layers);
+    return program->state_floats ? whole_pages(bytes) : bytes;
+}
+
+int64_t pw_program_kv_bytes(const pw_program *program) {
+    return states_offset(program) + program->capacity.state_places * program->state_floats * (int64_t)sizeof(float);
+}
 
 static layout lay_out(const pw_program *program) {
     const pw_capacity *room = &program->capacity;
@@ -322,7 +335,7 @@ static layout lay_out(const pw_program *program) {
     l.low = l.pairs + program->experts.chosen * l.prepared_each;
     l.rows_end = l.low + low_rank_bytes(program);
     l.kv = whole_pages(l.rows_end);
-    l.shared_end = whole_pages(l.kv + kv_bytes(program));
+    l.shared_end = whole_pages(l.kv + pw_program_kv_bytes(program));
     l.own_prepared = aligned(program->partial_room * pw_partial_floats(&program->shape) * 4);
     l.split = l.own_prepared + l.forms * l.own_prepared_each;
     l.split_each = aligned(split_floats(program) * 4);
@@ -333,7 +346,7 @@ static layout lay_out(const pw_program *program) {
 
 int64_t pw_program_bytes(const pw_program *program) {
     layout l = lay_out(program);
-    return l.end + (program->n_ranks > 1 ? l.shared_end : l.rows_end + kv_bytes(program));
+    return l.end + (program->n_ranks > 1 ? l.shared_end : l.rows_end + pw_program_kv_bytes(program));
 }
 
 int64_t pw_program_shared_bytes(const pw_program *program) { return lay_out(program).shared_end; }
@@ -353,6 +366,7 @@ static void seal_shared(pw_program *program, const layout *l, char *shared) {
     step->logit_rows = (int64_t *)(shared + l->logit_rows);
     step->slices = (pw_slice *)(shared + l->slices);
     step->runs = (int32_t *)(shared + l->runs);
+    step->keeps = (pw_keep *)(shared + l->keeps);
     program->rows = shared;
     program->kv = shared + l->kv;
     if (program->rank == 0) pw_group_init(program->group, program->n_ranks);
@@ -376,7 +390,7 @@ bool pw_program_seal(pw_program *program, char *shared, char *kv) {
     layout l = lay_out(program);
     program->memory_bytes = l.end;
     program->rows_bytes = l.rows_end;
-    program->kv_bytes = kv_bytes(program);
+    program->kv_bytes = pw_program_kv_bytes(program);
     for (int32_t i = 0; i < program->shape.n_layers; ++i) program->layers[i].offset = kv_bytes_before(program, i);
     program->memory = pw_pages_open(l.end);
     if (shared) {
@@ -393,6 +407,7 @@ bool pw_program_seal(pw_program *program, char *shared, char *kv) {
         return false;
     if (!program->merged || !open_routes(program) || !open_low_rank(program, program->rows + l.low)) return false;
     program->arena = (float *)(program->rows + l.arena);
+    program->states = (float *)(program->kv + states_offset(program));
     for (int32_t kind = 0; kind < program->n_kinds; ++kind) {
         program->cosines[kind] = (float *)(program->rows + l.angles + 2 * kind * l.angles_each);
         program->sines[kind] = (float *)(program->rows + l.angles + (2 * kind + 1) * l.angles_each);

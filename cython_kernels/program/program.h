@@ -29,7 +29,10 @@ enum {
     PW_OWN_ROWS = 8, /* up to here each rank prepares all rows for itself, which is cheaper than a barrier over ranks */
 };
 
-typedef enum { PW_EMBED, PW_LINEAR, PW_ATTEND, PW_ADJUST, PW_ROUTE, PW_EXPERTS, PW_COMBINE } pw_opcode;
+typedef enum {
+    PW_EMBED, PW_LINEAR, PW_ATTEND, PW_ADJUST, PW_ROUTE, PW_EXPERTS, PW_COMBINE,
+    PW_CONVOLVE, PW_STATE_GATES, PW_RECUR, PW_GATE_ROWS, /* state/run_state.h */
+} pw_opcode;
 
 /* What a product reads: rows as they are, rows normalised, gate(first half) * second half of a row, or act(row + bias). */
 typedef enum { PW_FROM_ROWS, PW_FROM_NORM, PW_FROM_GATE, PW_FROM_ACTIVATION } pw_source;
@@ -95,6 +98,19 @@ typedef struct {
     pw_low_rank_target targets[PW_MAX_TARGETS];
 } pw_low_rank;
 
+/* What ops of layers with a state have of their own (state/run_state.h). */
+typedef struct {
+    int64_t at;                    /* floats of a sequence's state before this op's */
+    int64_t second, second_stride; /* rows that it reads or changes beside `in` */
+    int32_t taps, heads, groups, key_dim, value_dim;
+    int64_t query_at, key_at, value_at;              /* columns of a row of `in` */
+    const float *weights;                            /* [taps][k], or of a norm */
+    const float *rates, *offsets, *skips;            /* [heads] */
+    const float *query_scale, *key_scale;            /* [key_dim]; NULL: queries and keys stay as they are */
+    float least, most;                               /* time step */
+    bool gates_rows, silu, erases, norm_first, one_gate;
+} pw_state_op;
+
 /* Offsets and strides are floats in the arena. */
 typedef struct {
     int32_t code;
@@ -121,6 +137,7 @@ typedef struct {
     pw_experts experts;                   /* of PW_ROUTE, PW_EXPERTS and PW_COMBINE */
     pw_low_rank *low_rank;                /* linear: [PW_MAX_ADAPTERS] (low_rank.h), owned; NULL: no adapter changes it */
     float *tap;                           /* linear: rows [][k] as they enter the product are copied here; NULL: not */
+    pw_state_op state;
 } pw_op;
 
 /* Where a layer's keys and values lie. */
@@ -159,6 +176,7 @@ typedef struct {
     int64_t *logit_rows;  /* [max_logit_rows], ascending */
     pw_slice *slices;     /* [max_slices] */
     int32_t *runs;        /* [max_slices][pw_runs_each]: the tables of slices, in any order */
+    pw_keep *keeps;       /* [max_tokens]: those of slices, in any order */
     bool split;           /* one token per slice: pieces are runs of chunks, merged afterwards */
     pw_plan plans[PW_MAX_KINDS]; /* by kind of attention when split; else all layers use the first */
     int64_t n_tail_pieces;
@@ -168,6 +186,7 @@ typedef struct {
     int64_t *slots;       /* [max_tokens] */
     int64_t *ring_places; /* [max_tokens]: slots of layers that keep rings, counted from 0 */
     pw_slots *rings;      /* [max_slices], ascending */
+    bool *is_state_taken; /* [state_places] */
     int64_t n_written;
     pw_slots *written;    /* [max_tokens], ascending: what the step writes */
 } pw_step;
@@ -213,6 +232,8 @@ typedef struct {
     pw_group *group;           /* in the shared memory, from here on */
     pw_orders *orders;
     char *rows, *memory, *kv;  /* pages; what is shared is not owned */
+    int64_t state_floats;      /* of one sequence: what layers keep beside keys and values, which it lies behind */
+    float *states;             /* [state_places][state_floats] */
     bool is_kv_given;          /* and so are keys and values in memory of the caller's */
     int64_t rows_bytes, memory_bytes, kv_bytes;
     float *arena, *partials;
@@ -268,6 +289,9 @@ bool pw_program_adapt(pw_program *program, int32_t op, int32_t adapter, const pw
 
 /* Bytes that the program runs in once it is sealed: rows, scratch and KV. */
 int64_t pw_program_bytes(const pw_program *program);
+
+/* Those of keys and values, and of states, also before it is sealed. */
+int64_t pw_program_kv_bytes(const pw_program *program);
 
 /* Those of them that ranks share. */
 int64_t pw_program_shared_bytes(const pw_program *program);

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phasewise._words import counted
+from phasewise.serving.drafts.contract import MOST_DRAFTED
 from phasewise.serving.errors import ContextLengthExceeded, ServingError
 from phasewise.serving.models.forward import AUTO, kv_bytes_by_reach, kv_bytes_per_slot
 from phasewise.serving.models.packed_model import PackedModel
@@ -22,6 +23,9 @@ from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
 KV_SHARE_OF_FREE_MEMORY = 0.25
 KV_SHARE_OF_WEIGHTS = 4
 _KV_BYTES_ALWAYS_WORTH_IT = 1 << 30
+_STATES_SHARE = 0.5
+"""The share of a KV budget for states of models whose layers keep such, copies of earlier ones included."""
+_STATES_FOR_ONE = 1 + MOST_DRAFTED
 _LEAST_CONTEXT = 256
 """A server with a shorter context than this, and than the model's, is a mistake."""
 
@@ -54,7 +58,8 @@ class EngineSize:
         kv_slots = aligned(n_prompt + max_tokens)
         most_rows = max(1, min(STEP_TOKENS, n_prompt))
         limits = SchedulerLimits(context, most_rows, 1, prefix_reuse=False)
-        kv = KvSettings(kv_slots, kv_format, rings=_rings_of(model, kv_slots, 1))
+        states = _STATES_FOR_ONE if model.config.state_bytes else 1
+        kv = KvSettings(kv_slots, kv_format, rings=_rings_of(model, kv_slots, 1), states=states)
         return cls(limits, kv, "static")
 
     @classmethod
@@ -87,6 +92,8 @@ class EngineSize:
             raise ServingError(
                 f"a KV budget of {_mib(kv_bytes)} does not fit: this machine has {_mib(free)} of free memory"
             )
+        states = _n_states(model, max_sequences, budget, kv_shared)
+        budget -= states * model.config.state_bytes
         most = max_sequences * aligned(context)
         kv_slots = min(budget // per_slot, most)
         rings = None if kv_shared else _rings_of(model, context, max_sequences, kv_slots)
@@ -110,7 +117,8 @@ class EngineSize:
         if rings is not None:
             rings = replace(rings, first_slot=kv_slots)
         limits = SchedulerLimits(min(context, kv_slots), max_sequences=max_sequences)
-        return cls(limits, KvSettings(kv_slots, kv_format, shared=kv_shared, rings=rings))
+        kv = KvSettings(kv_slots, kv_format, shared=kv_shared, rings=rings, states=states)
+        return cls(limits, kv)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> EngineSize:
@@ -124,6 +132,27 @@ class EngineSize:
         context = min(self.limits.context_length, kv_slots)
         limits, kv = replace(self.limits, context_length=context), replace(self.kv, slots=kv_slots)
         return replace(self, limits=limits, kv=kv)
+
+
+def _n_states(model: PackedModel, max_sequences: int, budget: int, kv_shared: bool) -> int:
+    """Places for states of sequences: one for each, and as many for copies of earlier ones, as far as the
+    budget goes. ServingError where it does not go as far as two, or other processes would have to read
+    them."""
+    each = model.config.state_bytes
+    if each == 0:
+        return 1
+    if kv_shared:
+        raise ServingError(
+            f"{model.name} has layers that keep a state of each sequence, which pools do not hand over and"
+            " packs do not hold: serve it without pools, --cluster, --prefix-cache and --prefix-pack"
+        )
+    n_states = min(2 * max_sequences, int(budget * _STATES_SHARE) // each)
+    if n_states < 2:
+        raise ServingError(
+            f"a KV budget of {_mib(budget)} is too small for {model.name}, whose sequences keep a state of"
+            f" {_mib(each)} each: --kv-budget {_mib_up(int(4 * each / _STATES_SHARE))} would do"
+        )
+    return n_states
 
 
 def _mib(n_bytes: int) -> str:
@@ -144,6 +173,8 @@ def _rings_of(
     slots than `most_slots`, which those layers would have without rings.
     """
     config = model.config
+    if config.state is not None:  # what is copied of a prefix is as long as a kept state says
+        return None
     window = max((config.kind_of(layer).window or 0 for layer in range(config.n_layers)), default=0)
     longest = -(-(window + STEP_TOKENS) // KV_CHUNK) * KV_CHUNK
     if window == 0 or longest >= longest_request:

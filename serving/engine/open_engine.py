@@ -17,9 +17,12 @@ from phasewise.serving.engine.stored_prefixes import StoredPrefixes, shape_of
 from phasewise.serving.errors import RequestError
 from phasewise.serving.models.forward import kv_bytes_by_reach
 from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import KvPool, PoolSettings
 from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.pools.rings import RingedPool
+from phasewise.serving.pools.state_places import StatePlaces
+from phasewise.serving.pools.states import StatefulPool
 from phasewise.serving.prefix_store.opening import PrefixSettings, open_store
 from phasewise.serving.prefix_store.store import PrefixStore
 from phasewise.serving.ranks.kv_share import KvShape
@@ -122,7 +125,8 @@ class OpenEngine:
     def kv_bytes(self) -> int:
         kv = self.size.kv
         seen_by_all, windowed = kv_bytes_by_reach(self.model, kv.format)
-        return kv.slots * seen_by_all + (kv.ring_slots or kv.slots) * windowed
+        states = kv.states * self.model.config.state_bytes
+        return kv.slots * seen_by_all + (kv.ring_slots or kv.slots) * windowed + states
 
     def __enter__(self) -> OpenEngine:
         return self
@@ -177,6 +181,8 @@ def open_engine(
         pool = open_pool(size.kv_policy, kv.slots, PoolSettings(longest_request=limits.context_length))
     if kv.rings is not None:
         pool = RingedPool(pool, kv.rings)
+    if model.config.state is not None:
+        pool = StatefulPool(pool, StatePlaces(kv.states, aligned(kv.slots) + kv.ring_slots))
     engine = Engine(ranks, vocabulary, Scheduler(pool, limits), *_habits(size), drafter)
     engine.fingerprint = fingerprint
     if store is not None:

@@ -77,7 +77,7 @@ class StoredPrefixes:
     def _is_right(self, restored: Restored) -> bool:
         position = self._rng.randrange(restored.n_tokens)
         before = self._panel(restored, position)
-        base, _, table, ring = restored.placement
+        base, _, table, ring, _ = restored.placement
         token = restored.token_ids[position : position + 1]
         self._ranks.forward(
             Batch("prefill", (SequenceSlice(token, position, base, False, table, ring=ring),))

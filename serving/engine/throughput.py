@@ -125,8 +125,9 @@ def _batches(workload: Workload, tokens: list[int], max_batch_tokens: int) -> It
                     base,
                     wants_logits=True,
                     adapter=workload.adapter_of(base),
+                    state=sequence,
                 )
-                for base in _bases(workload)
+                for sequence, base in enumerate(_bases(workload))
             ),
         )
 
@@ -137,13 +138,15 @@ def _prefill(
     """The positions from `first` to before `last` of every sequence, cut into batches."""
     pending: list[SequenceSlice] = []
     room = max_batch_tokens
-    for base in _bases(workload):
+    for sequence, base in enumerate(_bases(workload)):
         start = first
         while start < last:
             end = min(last, start + room)
             ids = tokens[base + start : base + end]
             adapter = workload.adapter_of(base)
-            pending.append(SequenceSlice(ids, start, base, wants_logits=end == last, adapter=adapter))
+            pending.append(
+                SequenceSlice(ids, start, base, wants_logits=end == last, adapter=adapter, state=sequence)
+            )
             room -= end - start
             start = end
             if room == 0:
@@ -188,7 +191,7 @@ def _uses(model: PackedModel, name: str) -> int:
 def _attention_flops(config: ModelConfig, workload: Workload) -> int:
     n = workload.n_prompt + workload.n_gen
     scores = n * workload.n_depth + n * (n + 1) // 2  # causal: position i sees i + 1 keys
-    return 4 * scores * config.n_heads * config.head_dim * config.n_layers
+    return 4 * scores * config.n_heads * config.head_dim * len(config.attention_layers)
 
 
 def streamed_bytes(model: PackedModel, workload: Workload, kv_bytes_per_slot: int) -> float:

@@ -5,13 +5,16 @@ Everything here is a view: rows are read from the file when the packer asks for 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from decimal import Decimal, localcontext
 
 import numpy as np
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families import Names, TensorCut
+from phasewise.serving.loaders.families import Names, OtherForm, TensorCut
 from phasewise.serving.loaders.forms import Rows
 from phasewise.serving.loaders.source import RowReader, SourceTensor, take_rows
 
@@ -19,15 +22,28 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def our_tensors(
-    stem: str, name: str, names: Names, tensor: SourceTensor, shapes: Shapes, what: str
+    stem: str,
+    name: str,
+    names: Names,
+    tensor: SourceTensor,
+    shapes: Shapes,
+    what: str,
+    turns: Mapping[str, int] | None = None,
 ) -> Iterator[tuple[str, SourceTensor]]:
     """Our names and tensors of a layer's tensor `name`; KeyError where the family has no such name.
 
     stem: "layers.3.". shapes: what the config calls for, by our names. what: the tensor, in errors.
+    turns: how many runs of rows the parts of a cut come in, by what it names.
     """
     ours = names[name]
     if isinstance(ours, str):
         yield stem + ours, tensor
+        return
+    if isinstance(ours, OtherForm):
+        yield stem + ours.name, _in_other_form(tensor, ours)
+        return
+    if ours.turns:
+        yield from _parts_in_turns(stem, tensor, ours, shapes, what, (turns or {}).get(ours.turns, 1))
         return
     experts = _experts_of(tensor, ours, what) if ours.of_experts else [("", tensor)]
     for place, of_one in experts:
@@ -87,6 +103,56 @@ def _parts(
         first = index if cut.alternating else start
         yield stem + part, _rows_of(tensor, first, size, every)
         start += size
+
+
+def _parts_in_turns(
+    stem: str, tensor: SourceTensor, cut: TensorCut, shapes: Shapes, what: str, n_turns: int
+) -> Iterator[tuple[str, SourceTensor]]:
+    sizes = [shapes.get(stem + part, (0,))[0] for part in cut.parts]
+    if 0 in sizes or sum(sizes) != tensor.shape[0] or any(size % n_turns for size in sizes):
+        raise ModelError(
+            f"{what} has {tensor.shape[0]} rows for {stem}{' and '.join(cut.parts)} in"
+            f" {counted(n_turns, 'turn')}, for which the config asks for {' and '.join(map(str, sizes))}"
+        )
+    begin, of_turn = 0, tensor.shape[0] // n_turns
+    for part, size in zip(cut.parts, sizes, strict=True):
+        turn, row = np.divmod(np.arange(size), size // n_turns)
+        yield stem + part, _chosen_rows(tensor, turn * of_turn + begin + row)
+        begin += size // n_turns
+
+
+def _chosen_rows(tensor: SourceTensor, chosen: np.ndarray) -> SourceTensor:
+    """The rows of a matrix that `chosen` lists, in its order, which ascends."""
+
+    def rows(start: int, stop: int) -> Rows:
+        wanted = chosen[start:stop]
+        return take_rows(tensor.rows(int(wanted[0]), int(wanted[-1]) + 1), wanted - wanted[0])
+
+    n_bytes = tensor.n_bytes * len(chosen) // tensor.shape[0]
+    return replace(tensor, shape=(len(chosen), *tensor.shape[1:]), n_bytes=n_bytes, rows=rows)
+
+
+def _in_other_form(tensor: SourceTensor, form: OtherForm) -> SourceTensor:
+    n_numbers = math.prod(tensor.shape)
+    n_rows = math.prod(tensor.shape[:-1])
+
+    def rows(start: int, stop: int) -> Rows:
+        if stop <= start:
+            return np.empty((0, n_numbers), np.float32)
+        numbers = tensor.rows(0, n_rows)
+        assert isinstance(numbers, np.ndarray)
+        flat = np.asarray(numbers, np.float32).reshape(1, -1)
+        return negated_exponential(flat) if form.negated_exponential else flat
+
+    return replace(tensor, shape=(n_numbers,) if form.vector else (1, n_numbers), rows=rows)
+
+
+def negated_exponential(numbers: np.ndarray) -> np.ndarray:
+    """-e^x of each number, correctly rounded: libraries differ, and an answer's bits depend on it."""
+    with localcontext() as context:
+        context.prec = 40
+        found = [-float(Decimal(float(x)).exp()) if -200 <= x <= 80 else math.nan for x in numbers.flat]
+    return np.array(found, np.float32).reshape(numbers.shape)
 
 
 def _rows_of(tensor: SourceTensor, first: int, count: int, every: int) -> SourceTensor:

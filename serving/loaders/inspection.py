@@ -29,7 +29,9 @@ class TensorType:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A model's shape and sizes. `format_bytes`: packed weights, by user-facing format."""
+    """A model's shape and sizes. `format_bytes`: packed weights, by user-facing format. `state_bytes`: of
+    each sequence, beside its keys and values; 0 where no layer keeps a state.
+    """
 
     name: str
     path: Path
@@ -40,6 +42,7 @@ class Inspection:
     parameters: int
     tensor_types: tuple[TensorType, ...]
     format_bytes: dict[str, int]
+    state_bytes: int = 0
 
 
 def inspect_source(source: ModelSource) -> Inspection:
@@ -58,6 +61,7 @@ def inspect_source(source: ModelSource) -> Inspection:
         parameters=sum(math.prod(tensor.shape) for tensor in source.tensors.values()),
         tensor_types=tuple(sorted(types, key=lambda kind: -kind.file_bytes)),
         format_bytes={name: sum(plan.nbytes for plan in plan_weights(source, name)) for name in FORMATS},
+        state_bytes=source.config.state_bytes,
     )
 
 

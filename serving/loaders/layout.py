@@ -12,7 +12,12 @@ from phasewise.serving.loaders.forms import WeightForm, common_form, target_form
 from phasewise.serving.loaders.source import ModelSource, SourceTensor
 from phasewise.serving.models.packed_model import ModelConfig
 
-FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+FUSED = {
+    "qkv": ("q", "k", "v"),
+    "gate_up": ("gate", "up"),
+    "state_qkv": ("state_q", "state_k", "state_v"),
+    "state_ba": ("state_b", "state_a"),
+}
 BIASES = ("q_bias", "k_bias", "v_bias")
 STACKED = {  # of experts, one below the other
     "experts_gate_up": ("gate", "up"),
@@ -61,15 +66,20 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     shapes = {"embed": (config.vocab_size, config.hidden)}
     if not config.tied_embeddings:
         shapes["lm_head"] = (config.vocab_size, config.hidden)
-    layer = {
+    attention = {
         "q": (config.q_rows, config.hidden),
         "k": (config.kv_rows, config.hidden),
         "v": (config.kv_rows, config.hidden),
         "o": (config.hidden, config.q_rows),
-        **_feed_forward(config),
     }
+    if config.gated_attention:
+        attention["attn_gate"] = (config.q_rows, config.hidden)
+    feed_forward = _feed_forward(config)
     for i in range(config.n_layers):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+        mixing = attention
+        if config.state is not None and config.keeps_state(i):
+            mixing = config.state.weight_shapes(config.hidden)
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in {**mixing, **feed_forward}.items()}
     return shapes
 
 
@@ -84,6 +94,8 @@ def _feed_forward(config: ModelConfig) -> dict[str, tuple[int, int]]:
         f"experts.{e}.{name}": shape for e in range(config.experts.count) for name, shape in shapes.items()
     }
     shared = _feed_forward_shapes(config, config.experts.shared_ffn) if config.experts.shared_ffn else {}
+    if config.experts.shared_gate:
+        shared["shared_gate"] = (1, config.hidden)
     return {"router": (config.experts.count, config.hidden), **of_experts, **shared}
 
 
@@ -97,10 +109,27 @@ def vector_lengths(config: ModelConfig, has_bias: bool) -> dict[str, int]:
     if config.encoder is not None:
         return encoder_layout.vector_lengths(config, config.encoder, has_bias)
     layer: dict[str, int] = {}
+    attention = _attention_vectors(config, has_bias)
     if config.pre_norms:
         layer |= {"attn_norm": config.hidden, "ffn_norm": config.hidden}
     if config.post_norms:
         layer |= {"attn_post_norm": config.hidden, "ffn_post_norm": config.hidden}
+    if config.experts is not None and config.experts.biases:
+        layer["router_bias"] = config.experts.count
+        for e in range(config.experts.count):
+            sizes = (config.ffn, config.ffn, config.hidden)
+            layer |= {f"experts.{e}.{name}": size for name, size in zip(EXPERT_BIASES, sizes, strict=True)}
+    lengths = {"final_norm": config.hidden}
+    for i in range(config.n_layers):
+        mixing = attention
+        if config.state is not None and config.keeps_state(i):
+            mixing = config.state.vector_lengths(config.hidden)
+        lengths |= {f"layers.{i}.{name}": length for name, length in {**layer, **mixing}.items()}
+    return lengths
+
+
+def _attention_vectors(config: ModelConfig, has_bias: bool) -> dict[str, int]:
+    layer: dict[str, int] = {}
     if config.qk_norm:
         whole = config.whole_qk_norm
         layer |= {
@@ -113,15 +142,7 @@ def vector_lengths(config: ModelConfig, has_bias: bool) -> dict[str, int]:
         layer["o_bias"] = config.hidden
     if config.sinks:
         layer["sinks"] = config.n_heads
-    if config.experts is not None and config.experts.biases:
-        layer["router_bias"] = config.experts.count
-        for e in range(config.experts.count):
-            sizes = (config.ffn, config.ffn, config.hidden)
-            layer |= {f"experts.{e}.{name}": size for name, size in zip(EXPERT_BIASES, sizes, strict=True)}
-    lengths = {"final_norm": config.hidden}
-    for i in range(config.n_layers):
-        lengths |= {f"layers.{i}.{name}": length for name, length in layer.items()}
-    return lengths
+    return layer
 
 
 def shapes_of_all(config: ModelConfig, has_bias: bool) -> dict[str, tuple[int, ...]]:
@@ -190,7 +211,7 @@ def plan_weights(source: ModelSource, weight_format: str) -> list[WeightPlan]:
     config, tensors = source.config, source.tensors
     plans = _plans_for("embed", tensors, weight_format)
     for i in range(config.n_layers):
-        for name in _fused_names(config):
+        for name in _fused_names(config, i):
             plans += _plans_for(f"layers.{i}.{name}", tensors, weight_format)
         if config.experts:
             plans += _plans_for(f"layers.{i}.router", tensors, "native")
@@ -200,11 +221,15 @@ def plan_weights(source: ModelSource, weight_format: str) -> list[WeightPlan]:
     return plans
 
 
-def _fused_names(config: ModelConfig) -> tuple[str, ...]:
+def _fused_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     """Names of a layer's fused weights, experts' apart, in the order in which a pass reads them."""
+    mixing: tuple[str, ...] = ("qkv", "attn_gate", "o") if config.gated_attention else ("qkv", "o")
+    if config.state is not None and config.keeps_state(layer):
+        mixing = (*config.state.fused_names, "o")
     if config.experts is not None and not config.experts.shared_ffn:
-        return ("qkv", "o")
-    return ("qkv", "o", "gate_up" if config.gated else "up", "down")
+        return mixing
+    gate = ("shared_gate",) if config.experts is not None and config.experts.shared_gate else ()
+    return (*mixing, *gate, "gate_up" if config.gated else "up", "down")
 
 
 def _plans_for(name: str, tensors: Mapping[str, SourceTensor], weight_format: str) -> list[WeightPlan]:

@@ -21,6 +21,7 @@ from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.low_rank import Adapter, behind_zeros
 from phasewise.serving.models.packed_model import STACKS, Experts, LayerKind, ModelConfig, PackedModel, Vector
+from phasewise.serving.models.state_program import StateRows, add_state_ops, state_widths
 
 Parts = list[tuple[PackedWeight, int]]
 Place = tuple[int, int]  # offset and row stride in the arena
@@ -50,6 +51,8 @@ class Capacity:
     """The format of keys and values: `resolve_kv_format`."""
     ring_slots: int = 0
     """Slots of layers with windows, which keep a ring of each sequence; 0: all layers have `kv_slots`."""
+    state_places: int = 0
+    """States of sequences that layers without keys and values keep, copies of earlier ones included."""
     touched: bool = False
     """True if all memory is to be there before the first step: `rank_teams.touch_memory`."""
 
@@ -77,6 +80,11 @@ class ActivationArena:
     tail: int
     """Hidden rows of the last layer that want logits, and its feed-forward rows (in place of `gate_up`)."""
     logits: int
+    own: int
+    own_stride: int
+    """Rows of layers with a state between their products, and gates of attention."""
+    gates: int
+    gates_stride: int
 
 
 def rounded(floats: int) -> int:
@@ -87,8 +95,10 @@ def _lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationAre
     experts = config.experts
     rows, pairs = max(tokens, logit_rows), experts.chosen if experts else 1
     hidden_stride = rounded(config.hidden)
-    qkv_stride = rounded(config.q_rows + 2 * config.kv_rows)
-    mixed_stride = rounded(config.q_rows)
+    widths = state_widths(config)
+    own_stride, gates_stride = rounded(widths.own), rounded(widths.gates)
+    qkv_stride = rounded(max(config.q_rows + 2 * config.kv_rows, widths.products))
+    mixed_stride = rounded(max(config.q_rows, widths.mixed))
     gate_up_stride = rounded(config.n_into_ffn * config.ffn)
     router_stride = rounded(experts.count if experts else 0)
     shared = tokens * hidden_stride
@@ -96,7 +106,9 @@ def _lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationAre
     shared_ffn = experts.shared_ffn if experts else 0
     given = shared + rows * max(pairs * gate_up_stride, rounded(2 * shared_ffn))
     router = given + (rows * pairs * hidden_stride if experts else 0)
-    branch = max(mixed + tokens * mixed_stride, router + rows * router_stride)
+    own = mixed + tokens * mixed_stride
+    gates = own + tokens * own_stride
+    branch = max(gates + tokens * gates_stride, router + rows * router_stride)
     tail = branch + (rows * hidden_stride if config.post_norms or config.out_bias else 0)
     return ActivationArena(
         hidden=0,
@@ -115,6 +127,10 @@ def _lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationAre
         branch_stride=hidden_stride,
         tail=tail,
         logits=tail + logit_rows * hidden_stride,
+        own=own,
+        own_stride=own_stride,
+        gates=gates,
+        gates_stride=gates_stride,
     )
 
 
@@ -144,9 +160,10 @@ def kv_bytes_by_reach(model: PackedModel, kv_format: str = AUTO) -> tuple[int, i
         per_head = kv_slot_bytes(resolve_kv_format(model, kv_format), config.head_dim)
     except KernelError as error:
         raise ModelError(f"{model.name}: {error}") from error
-    n_windowed = sum(config.kind_of(layer).window is not None for layer in range(config.n_layers))
+    layers = config.attention_layers
+    n_windowed = sum(config.kind_of(layer).window is not None for layer in layers)
     per_layer = config.n_kv_heads * per_head
-    return (config.n_layers - n_windowed) * per_layer, n_windowed * per_layer
+    return (len(layers) - n_windowed) * per_layer, n_windowed * per_layer
 
 
 def build_program(
@@ -178,6 +195,8 @@ def build_program(
             raise ModelError(
                 f"{model.name} is an encoder and generates no text: `phasewise embed` makes vectors of it"
             )
+        if gives == "rows" and config.state is not None:
+            raise ModelError(f"{model.name} has layers that keep a state, which cannot make vectors of texts")
         program = open_program(model, capacity, division, patience_s, gives)
         most_rows = max(capacity.step_tokens, capacity.logit_rows)
         linears = Linears(
@@ -187,7 +206,8 @@ def build_program(
         embed_scale = config.embed_scale / config.residual_scale
         program.embed(weight_of(model, "embed"), arena.hidden, arena.hidden_stride, embed_scale)
         for layer in range(config.n_layers):
-            _Layer(linears, model, layer, arena, layer if gives == "logits" else 0).add()
+            n_before = layer - sum(config.keeps_state(before) for before in range(layer))
+            _Layer(linears, model, layer, arena, n_before if gives == "logits" else 0).add()
         if gives == "logits":
             _add_logits(linears, model, arena)
         else:
@@ -229,7 +249,7 @@ def _rotation(kind: LayerKind, config: ModelConfig) -> tuple[npt.NDArray[np.floa
 
 def _shape(config: ModelConfig) -> dict[str, int | float]:
     return {
-        "n_layers": config.n_layers,
+        "n_layers": len(config.attention_layers),
         "n_heads": config.n_heads,
         "n_kv_heads": config.n_kv_heads,
         "head_dim": config.head_dim,
@@ -244,6 +264,7 @@ def room_of(model: PackedModel, capacity: Capacity) -> dict[str, int | str]:
     return {
         "kv_slots": capacity.kv_slots,
         "ring_slots": capacity.ring_slots,
+        "state_places": capacity.state_places,
         "max_tokens": capacity.step_tokens,
         "max_slices": capacity.sequences,
         "max_logit_rows": capacity.logit_rows,
@@ -396,7 +417,10 @@ class _Layer:
     """The layer whose place keys and values have."""
 
     def add(self) -> None:
-        self._add_attention()
+        if self.config.keeps_state(self.layer):
+            self._add_state()
+        else:
+            self._add_attention()
         if self.config.experts is None:
             self._add_feed_forward(self.config.ffn)
         else:
@@ -455,17 +479,50 @@ class _Layer:
             q_norm=q_norm,
             k_norm=k_norm,
         )
-        self._add_back(
-            "o", {"source": "rows"}, mixed, "attn_post_norm", "o_bias", "gathered" if self.last else "every"
+        if config.gated_attention:
+            gates = arena.own, arena.own_stride
+            gate = [(weight_of(self.model, f"{self.name}.attn_gate"), 0)]
+            self.linears.add(gate, self._reads("attn_norm"), self.stream, gates)
+            program.gate_rows(config.q_rows, *mixed, *mixed, gates, gate="logistic")
+        self._add_out("o_bias")
+
+    def _add_state(self) -> None:
+        arena = self.arena
+        rows = StateRows(
+            (arena.qkv, arena.qkv_stride),
+            (arena.own, arena.own_stride),
+            (arena.gates, arena.gates_stride),
+            (arena.mixed, arena.mixed_stride),
         )
+
+        def add_product(parts: Parts, target: Place) -> None:
+            self.linears.add(parts, self._reads("attn_norm"), self.stream, target)
+
+        add_state_ops(self.linears.program, add_product, self.model, self.name, rows)
+        self._add_out(None)
+
+    def _add_out(self, bias: str | None) -> None:
+        """The product that leads from what the first half of a layer has mixed back to the stream."""
+        mixed = self.arena.mixed, self.arena.mixed_stride
+        rows: Rows = "gathered" if self.last else "every"
+        self._add_back("o", {"source": "rows"}, mixed, "attn_post_norm", bias, rows)
 
     def _add_feed_forward(self, width: int) -> None:
         rows, gate_up = self._rows(), (self.arena.gate_up, rounded(self.config.n_into_ffn * width))
         parts = into_ffn_parts(self.model, self.name, width)
         reader = f"{self.name}.{'gate_up' if self.config.gated else 'up'}"
         self.linears.add(parts, self._reads("ffn_norm"), self.after, gate_up, reader, rows=rows)
+        if self.config.experts is not None and self.config.experts.shared_gate:
+            self._gate_shared(width, (gate_up[0] + width, gate_up[1]), rows)
         reads = {"source": "gate" if self.config.gated else "activation", "gate": self.config.activation}
         self._add_back("down", reads, gate_up, "ffn_post_norm", None, rows)
+
+    def _gate_shared(self, width: int, up: Place, rows: Rows) -> None:
+        """The shared expert's rows times the logistic of one number each, which its product then is."""
+        gate = self.arena.router, self.arena.router_stride  # rows were routed by what was there
+        part = [(weight_of(self.model, f"{self.name}.shared_gate"), 0)]
+        self.linears.add(part, self._reads("ffn_norm"), self.after, gate, rows=rows)
+        self.linears.program.gate_rows(width, *up, *up, gate, rows=rows, one_gate=True)
 
     def _rows(self) -> Rows:
         return "logits" if self.last else "every"

@@ -22,6 +22,7 @@ from phasewise.cython_kernels.exact import logarithm, power
 from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.low_rank import Adapter
+from phasewise.serving.models.state_layers import StateLayers, state_from_json, state_to_json
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 
 STACKS = (".experts_gate_up", ".experts_down")  # weights of all experts of a layer
@@ -190,6 +191,8 @@ class Experts:
     """True if the router and the experts' products have biases."""
     shared_ffn: int = 0
     """Width of the feed-forward layer that computes every token beside its experts; 0: there is none."""
+    shared_gate: bool = False
+    """True if what that layer gives is multiplied by the logistic of a product of the stream."""
 
 
 @dataclass(frozen=True)
@@ -279,6 +282,10 @@ class ModelConfig:
     logit_cap: float | None = None
     experts: Experts | None = None
     encoder: Encoder | None = None
+    gated_attention: bool = False
+    """True if what attention gives is multiplied by the logistic of one more product of the stream."""
+    state: StateLayers | None = None
+    """Layers that keep a state in place of keys and values."""
 
     def __post_init__(self) -> None:
         for name, largest in LARGEST.items():
@@ -305,6 +312,8 @@ class ModelConfig:
             )
         self._check_scales()
         self._check_experts()
+        if self.state is not None:
+            self.state.check(self.n_layers)
         self._check_tokens()
 
     def _check_kind(self, kind: LayerKind) -> None:
@@ -383,6 +392,24 @@ class ModelConfig:
     def kind_of(self, layer: int) -> LayerKind:
         return self.layer_kinds[layer] if self.layer_kinds else LayerKind(self.sliding_window, self.rope)
 
+    def keeps_state(self, layer: int) -> bool:
+        return self.state is not None and layer in self.state.layers
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers that keep keys and values."""
+        return tuple(layer for layer in range(self.n_layers) if not self.keeps_state(layer))
+
+    @property
+    def turns(self) -> dict[str, int]:
+        """Runs of rows in which tensors hold several of ours (`loaders.families.family.TensorCut`)."""
+        return {"n_heads": self.n_heads, "groups": 1 if self.state is None else max(self.state.groups, 1)}
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that a sequence takes beside its keys and values, however long it is."""
+        return 0 if self.state is None else self.state.state_bytes(self.hidden)
+
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The different kinds of its layers."""
@@ -439,7 +466,9 @@ class PackedModel:
     rows) and ".experts_down"; ".gate_up" and ".down" are then the shared expert's, where there is one.
     vectors, float32: "final_norm"; per layer, as the config says, ".attn_norm", ".ffn_norm",
     ".attn_post_norm", ".ffn_post_norm", ".qkv_bias", ".q_norm", ".k_norm", ".o_bias", ".sinks" [n_heads],
-    ".router_bias", ".gate_up_bias", ".down_bias".
+    ".router_bias", ".gate_up_bias", ".down_bias". Layers with a state have what `state_layers` lists"
+    " in place of
+    attention's.
     content_hash names the source's content and the format, so equal models hash alike on every machine.
     """
 
@@ -485,20 +514,34 @@ class PackedModel:
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
     """Plain JSON values; `config_from_json` is the inverse.
 
-    A gate is not mentioned: files and fingerprints of before there were layers without one stay as they are.
+    What most models have or lack is not mentioned: files and fingerprints of before others were read stay as
+    they are.
     """
     fields = {name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}
     if config.gated:
         del fields["gated"]
+    if not config.gated_attention:
+        del fields["gated_attention"]
+    if config.state is None:
+        del fields["state"]
+    else:
+        fields["state"] = state_to_json(config.state)
     kinds = config.kinds if config.layer_kinds else ()
     return {
         **fields,
         "rope": _rope_to_json(config.rope),
-        "experts": None if config.experts is None else dict(vars(config.experts)),
+        "experts": None if config.experts is None else _experts_to_json(config.experts),
         "encoder": None if config.encoder is None else dict(vars(config.encoder)),
         "kinds": [{"window": kind.window, "rope": _rope_to_json(kind.rope)} for kind in kinds],
         "layer_kinds": [kinds.index(kind) for kind in config.layer_kinds],
     }
+
+
+def _experts_to_json(experts: Experts) -> dict[str, Any]:
+    fields = dict(vars(experts))
+    if not experts.shared_gate:
+        del fields["shared_gate"]
+    return fields
 
 
 def config_from_json(fields: Mapping[str, Any]) -> ModelConfig:
@@ -507,6 +550,7 @@ def config_from_json(fields: Mapping[str, Any]) -> ModelConfig:
     kinds = [LayerKind(kind["window"], _rope_from_json(kind["rope"])) for kind in values.pop("kinds")]
     values["layer_kinds"] = tuple(kinds[index] for index in values["layer_kinds"])
     values["experts"] = None if values["experts"] is None else Experts(**values["experts"])
+    values["state"] = state_from_json(values.get("state"))
     values["encoder"] = None if values["encoder"] is None else Encoder(**values["encoder"])
     values["eos_token_ids"] = tuple(values["eos_token_ids"])
     rope = _rope_from_json(values.pop("rope"))

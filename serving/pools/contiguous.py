@@ -130,6 +130,10 @@ class ContiguousPool:
     def rings(self) -> None:
         return None
 
+    @property
+    def states(self) -> None:
+        return None
+
     def reserve(self, owner: str, demand: Demand) -> Grant | None:
         check_demand(owner, demand, self._held)
         self._follow_bounds()

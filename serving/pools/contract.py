@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from phasewise.serving.batch import KvCopy
+from phasewise.serving.pools.state_places import StatePlaces
 
 ALIGNMENT = 16
 """Slots of a panel of keys: blocks begin and end at its multiples."""
@@ -59,6 +60,8 @@ class Placement(NamedTuple):
     """Slots at which its runs of `KV_CHUNK` positions begin; None where all are one run."""
     ring: tuple[int, int] | None = None
     """First slot and slots of its ring, in layers that keep rings (`pools.rings`). It never moves."""
+    state: int | None = None
+    """The place of its state, in layers that keep one (`pools.states`)."""
 
     def slot(self, position: int) -> int:
         """The slot of a position."""
@@ -193,6 +196,11 @@ class KvPool(Protocol):
     @property
     def rings(self) -> Rings | None:
         """The rings that its placements have; None: they have none."""
+        ...
+
+    @property
+    def states(self) -> StatePlaces | None:
+        """The places for states that its placements have; None: they have none."""
         ...
 
     def reserve(self, owner: str, demand: Demand) -> Grant | None:

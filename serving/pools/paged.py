@@ -49,6 +49,10 @@ class PagedPool:
     def rings(self) -> None:
         return None
 
+    @property
+    def states(self) -> None:
+        return None
+
     def reserve(self, owner: str, demand: Demand) -> Grant | None:
         check_demand(owner, demand, self._held)
         pages = _Pages([], demand)

@@ -34,6 +34,10 @@ class RingedPool:
         """All rings."""
         return self._rings
 
+    @property
+    def states(self) -> None:
+        return None
+
     def reserve(self, owner: str, demand: Demand) -> Grant | None:
         block = self._arena.take(min(aligned(demand.most_tokens), self._rings.longest))
         if block is None:

@@ -47,6 +47,7 @@ def room_for(options: RankOptions, threads: int, kv_format: str) -> Capacity:
         threads=threads,
         kv_format=kv_format,
         ring_slots=options.kv.ring_slots,
+        state_places=options.kv.states,
         touched=options.kv.touched,
     )
 
@@ -204,6 +205,8 @@ def _steps(slices: Iterable[SequenceSlice], most_tokens: int) -> Iterator[list[S
                     piece.table,
                     ring=piece.ring,
                     adapter=piece.adapter,
+                    state=piece.state,
+                    keeps=tuple(keep for keep in piece.keeps if done < keep[0] - piece.start <= done + count),
                 )
             )
             done, room = done + count, room - count

@@ -295,7 +295,7 @@ def _place_kv(program: Program, model: PackedModel, layout: RankLayout, step: Se
     teams = layout.teams[TABLES["decode"]]
     if not (layout.spans_nodes and teams):
         return
-    for layer in range(model.config.n_layers):
+    for layer in range(len(model.config.attention_layers)):
         for rank in range(len(teams)):
             node = layout.node(rank)
             for head in range(*share(model.config.n_kv_heads, teams, rank)):

@@ -32,6 +32,9 @@ class KvSettings:
     rings: Rings | None = None
     """Slots of layers with windows, which keep their windows alone; None: all layers have `slots`."""
 
+    states: int = 1
+    """Places for states, where the model has layers that keep them."""
+
     @property
     def ring_slots(self) -> int:
         return self.rings.n_slots if self.rings else 0

@@ -43,8 +43,8 @@ NOTHING = Match(0, None, 0)
 
 
 @dataclass(slots=True, eq=False)
-class _Source:
-    """The state of one sequence: the first `n_ready` of its tokens have keys and values."""
+class PrefixSource:
+    """A sequence as far as it is known: the first `n_ready` of its tokens have keys and values."""
 
     serial: int
     space: str
@@ -64,7 +64,7 @@ class Computed:
     """The keys and values of a sequence's first tokens, where they lie. Any thread may ask `is_there`: a
     reader asks it after it has read, and believes what it read only then."""
 
-    def __init__(self, index: PrefixIndex, source: _Source) -> None:
+    def __init__(self, index: PrefixIndex, source: PrefixSource) -> None:
         self._index = index
         self._source = source
         self.space = source.space
@@ -96,9 +96,9 @@ class PrefixIndex:
         self._stamps = [0] * (n_slots // RUN_TOKENS)
         self._ring_stamps = [0] * (rings.n_slots // RUN_TOKENS if rings else 0)
         self._serial = 0
-        self._by_chain: dict[int, _Source] = {}
-        self._live: dict[str, _Source] = {}
-        self._retired: dict[_Source, None] = {}  # the one that ended longest ago first
+        self._by_chain: dict[int, PrefixSource] = {}
+        self._live: dict[str, PrefixSource] = {}
+        self._retired: dict[PrefixSource, None] = {}  # the one that ended longest ago first
         self._n_retired_tokens = 0
         self._listener: list[Computed] | None = None
 
@@ -132,7 +132,7 @@ class PrefixIndex:
         """`owner` begins to write a block: what was there is gone. sequence: its tokens and their chain."""
         self._serial += 1
         token_ids, runs = sequence
-        source = _Source(self._serial, space, token_ids, runs, placement, 0)
+        source = PrefixSource(self._serial, space, token_ids, runs, placement, 0)
         self._live[owner] = source
         self._stamp(source)
         self._enter(source, 0)
@@ -140,7 +140,7 @@ class PrefixIndex:
     def overwritten(self, placement: Placement) -> None:
         """A block is written from elsewhere, by an owner that is not known here: what was there is gone."""
         self._serial += 1
-        self._stamp(_Source(self._serial, "", (), (), placement, 0))
+        self._stamp(PrefixSource(self._serial, "", (), (), placement, 0))
 
     def moved(self, owner: str, placement: Placement) -> None:
         """`owner` has a larger block; its keys and values are in it, or will be before they are read."""
@@ -178,21 +178,30 @@ class PrefixIndex:
         if source is not None:
             self._note(source)
 
-    def holds(self, source: _Source, placement: Placement, begin: int, end: int) -> bool:
+    def holds(self, source: PrefixSource, placement: Placement, begin: int, end: int) -> bool:
         """True if positions [begin, end) of `source` are where they were."""
         if source.n_ready < end or source.placement != placement:
             return False
         panels = (placement.slot(position) // RUN_TOKENS for position in range(begin, end, RUN_TOKENS))
         return all(self._stamps[panel] == source.serial for panel in panels)
 
-    def retire(self, owner: str, token_ids: tuple[int, ...]) -> None:
+    def source(self, owner: str) -> PrefixSource | None:
+        """The sequence of `owner`, while it runs."""
+        return self._live.get(owner)
+
+    def placed(self, source: PrefixSource, n_tokens: int) -> Placement | None:
+        """The block of a sequence if keys and values of its first tokens are still in it."""
+        n_there = self._n_there(source, -(-n_tokens // RUN_TOKENS) * RUN_TOKENS)
+        return source.placement if n_there >= n_tokens else None
+
+    def retire(self, owner: str, token_ids: tuple[int, ...]) -> PrefixSource | None:
         """`owner` gives its block back. What it has computed, `token_ids`, may be copied while it lasts.
 
         No more tokens are remembered than there are slots: those that ended longest ago are forgotten.
         """
         source = self._live.pop(owner, None)
         if source is None:
-            return
+            return None
         n_known = min(len(source.chain), len(token_ids) // RUN_TOKENS)
         self._leave(source, n_known)
         source.is_live, source.n_ready, source.token_ids = False, len(token_ids), token_ids
@@ -206,6 +215,7 @@ class PrefixIndex:
             del self._retired[oldest]
             self._n_retired_tokens -= len(oldest.token_ids)
             self._leave(oldest, 0)
+        return source
 
     def drop(self, owner: str) -> None:
         """Forget what the block of `owner` holds."""
@@ -245,20 +255,20 @@ class PrefixIndex:
                 f"{n_computed} computed at {placement}"
             )
 
-    def _note(self, source: _Source) -> None:
+    def _note(self, source: PrefixSource) -> None:
         if self._listener is not None and source.n_ready:
             self._listener.append(Computed(self, source))
 
-    def _enter(self, source: _Source, n_known: int) -> None:
+    def _enter(self, source: PrefixSource, n_known: int) -> None:
         for run_hash in source.chain[n_known:]:
             self._by_chain[run_hash] = source
 
-    def _leave(self, source: _Source, n_kept: int) -> None:
+    def _leave(self, source: PrefixSource, n_kept: int) -> None:
         for run_hash in source.chain[n_kept:]:
             if self._by_chain.get(run_hash) is source:
                 del self._by_chain[run_hash]
 
-    def _stamp(self, source: _Source) -> None:
+    def _stamp(self, source: PrefixSource) -> None:
         for begin, end in _pieces(source.placement, source.placement.n_slots):
             first, last = begin // RUN_TOKENS, -(-end // RUN_TOKENS)
             self._stamps[first:last] = [source.serial] * (last - first)
@@ -269,7 +279,7 @@ class PrefixIndex:
                 n_slots // RUN_TOKENS
             )
 
-    def _is_in_ring(self, source: _Source, n_ready: int, n_tokens: int) -> bool:
+    def _is_in_ring(self, source: PrefixSource, n_ready: int, n_tokens: int) -> bool:
         """True if the ring of `source` has what a token after its first `n_ready` sees, and, where it is
         live, will have what one after its first `n_tokens` sees."""
         assert self._rings is not None
@@ -285,7 +295,7 @@ class PrefixIndex:
         stamps = self._ring_stamps[first : first + n_slots // RUN_TOKENS]
         return all(stamp == source.serial for stamp in stamps)
 
-    def _n_there(self, source: _Source, n_tokens: int) -> int:
+    def _n_there(self, source: PrefixSource, n_tokens: int) -> int:
         """The number of the first tokens that have not been overwritten, in whole runs."""
         n_there = 0
         for begin, end in _pieces(source.placement, n_tokens // RUN_TOKENS * RUN_TOKENS):

@@ -36,17 +36,11 @@ from phasewise.serving.batch import Batch, KvCopy
 from phasewise.serving.errors import QueueFull
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Grant, KvPool, Placement
-from phasewise.serving.scheduling.admission import (
-    demand_of,
-    held_in_vain,
-    is_held,
-    last_to_come,
-    next_to_admit,
-    refuse_impossible,
-)
-from phasewise.serving.scheduling.client_shares import ClientShares
+from phasewise.serving.scheduling import sequence_states as states
+from phasewise.serving.scheduling.admission import last_to_come, refuse_impossible
+from phasewise.serving.scheduling.admitter import Admitter
 from phasewise.serving.scheduling.prefill_turns import PrefillTurns
-from phasewise.serving.scheduling.prefixes import NOTHING, PrefixIndex, chain, copies_between
+from phasewise.serving.scheduling.prefixes import PrefixIndex, chain
 from phasewise.serving.scheduling.request import LiveSequence, Request, TokenOut
 from phasewise.serving.scheduling.scheduler_laws import check_laws
 from phasewise.serving.scheduling.scheduler_terms import (
@@ -64,9 +58,7 @@ from phasewise.serving.scheduling.step_choice import (
     is_all_shadow,
     n_answering,
     prompts_in_step,
-    room_for_drafts,
     running_of,
-    with_drafts,
 )
 from phasewise.serving.scheduling.stored_beginnings import FindStored, StoredBeginnings
 from phasewise.serving.scheduling.waiting_line import WaitingLine
@@ -87,9 +79,11 @@ class Scheduler:
         self._waiting = WaitingLine(WAITING_ORDERS[limits.waiting_order])
         self._shadow_waiting = WaitingLine()
         self._running: list[LiveSequence] = []  # by age
+        self._admitter = Admitter(pool, limits, self._running, (self._waiting, self._shadow_waiting))
         self._turns = PrefillTurns()
         self._shadow_turns = PrefillTurns()
         self._prefixes = PrefixIndex(pool.n_slots, pool.rings) if limits.prefix_reuse else None
+        self._states = None if pool.states is None else states.SequenceStates(pool.states, self._prefixes)
         self._copies: list[KvCopy] = []  # that the next batch brings, in their order
         self._moved: set[str] = set()  # whom they move
         self._stored: StoredBeginnings | None = None
@@ -109,7 +103,7 @@ class Scheduler:
 
     @property
     def n_running(self) -> int:
-        return len(self._running_of(in_shadow=False))
+        return len(running_of(self._running, in_shadow=False))
 
     @property
     def n_in_shadow(self) -> int:
@@ -242,7 +236,7 @@ class Scheduler:
         if request.request_id in self._live:
             raise SchedulerError(f"request {request.request_id!r} is here already")
         sequence = self._live[request.request_id] = LiveSequence(request)
-        self._line_of(sequence).join(sequence)
+        self._admitter.line_of(sequence).join(sequence)
 
     def next_batch(
         self,
@@ -258,7 +252,7 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise SchedulerError("the batch before was neither committed nor discarded")
-        self._admit()
+        self._admitter.admit(self._place, self._preempt)
         most_tokens = self.limits.max_batch_tokens
         chunk = most_tokens if chunk_tokens is None else max(1, min(chunk_tokens, most_tokens))
         if self._last_phase == "prefill" or chunk_tokens == 0:
@@ -276,14 +270,19 @@ class Scheduler:
         No block grows for drafts: they use what is free in it.
         """
         flight = self._flight_of(batch)
-        return [DraftRoom(sequence, room_for_drafts(sequence)) for sequence in flight.sequences]
+        if self._states is not None:
+            self._states.share_for_drafts(len(flight.sequences))
+        return [
+            DraftRoom(sequence, states.room_for_drafts(sequence, self._states))
+            for sequence in flight.sequences
+        ]
 
     def extend(self, batch: Batch, drafts: Tokens[Tokens[int]]) -> Batch:
         """The decode batch under way, each slice with its drafts behind its token. In place of `batch`."""
         flight = self._flight_of(batch)
         if batch.phase != "decode":
             raise SchedulerError("only the tokens of answers can be drafted")
-        extended = with_drafts(batch, flight.sequences, drafts)
+        extended = states.with_drafts(batch, flight.sequences, drafts, self._states)
         self._in_flight = flight._replace(batch=extended)
         return extended
 
@@ -304,6 +303,7 @@ class Scheduler:
         for sequence, piece in zip(sequences, batch.slices, strict=True):
             run = next(sampled) if piece.wants_logits else ()
             if sequence.placement is None:  # aborted while its step was computed
+                states.put_back(self._states, [piece])
                 continue
             if len(run) > 1 + piece.n_drafted:
                 raise SchedulerError(
@@ -317,6 +317,7 @@ class Scheduler:
                     self._prefixes.advance(sequence.request_id, sequence.n_computed)
                     if run:
                         self._prefixes.completed(sequence.request_id)
+            states.go_on(sequence, piece, len(run), self._states, self._prefixes)
             if run and not sequence.request.prefill_only:
                 sequence.n_computed += len(run) - 1
                 outs += self._append_run(sequence, run)
@@ -328,18 +329,19 @@ class Scheduler:
         Other requests of the batch whose slots were being moved are computed again: copies may be missing.
         """
         flight = self._take_flight(batch)
+        states.put_back(self._states, flight.batch.slices)
         dropped = [sequence for sequence in flight.sequences if sequence.placement is not None]
         for sequence in dropped:
-            if self._prefixes is not None:
-                self._prefixes.drop(sequence.request_id)  # it is unknown how far the step came
+            states.forget(sequence, self._states, self._prefixes)  # it is unknown how far the step came
             self._end(sequence, None)
         for sequence in self._running:
             if sequence.request_id in flight.moved:
-                if self._prefixes is not None:
-                    self._prefixes.drop(sequence.request_id)
+                states.forget(sequence, self._states, self._prefixes)
                 sequence.begin_again()
         if batch.copies and self._prefixes is not None:
             self._prefixes.forget_ended()
+            if self._states is not None:
+                self._states.clear()
         return tuple(sequence.request_id for sequence in dropped)
 
     def abort(self, request_id: str) -> bool:
@@ -359,11 +361,15 @@ class Scheduler:
     def clear(self) -> None:
         """Drop every request, also those of a batch that is neither committed nor discarded, and all that
         is known of keys and values."""
+        if self._in_flight is not None:
+            states.put_back(self._states, self._in_flight.batch.slices)
         self._in_flight = None
         self._copies.clear()
         self._moved.clear()
         for request_id in self.request_ids():
             self.abort(request_id)
+        if self._states is not None:
+            self._states.clear()
         if self._prefixes is not None:
             self._prefixes.clear()
 
@@ -380,83 +386,13 @@ class Scheduler:
                 if sequence.has_started:
                     self._prefixes.check(sequence.request_id, _placed(sequence), sequence.n_computed)
 
-    def _admit(self) -> None:
-        while len(self._waiting):
-            shares = self._shares(in_shadow=False)
-            running = self._running_of(in_shadow=False)
-            sequence, is_due = next_to_admit(self._waiting, running, shares)
-            if sequence is None:
-                return
-            while not self._has_place(self._running_of(in_shadow=False)):
-                if not (is_due and self._gives_way(shares, shares.giver_of_place())):
-                    return
-            demand = demand_of(sequence)
-            takes_slots = shares.has_nothing(sequence.request.client) and demand.held_tokens <= shares.slots
-            while (grant := self.pool.reserve(sequence.request_id, demand)) is None:
-                if self._shadow_gives_way():
-                    continue
-                giver = shares.giver_of_slots() if takes_slots else None
-                if giver is None and not sequence.request.prefill_only:
-                    giver = held_in_vain(self._running_of(in_shadow=False))
-                if not self._gives_way(shares, giver):
-                    return
-            self._place(sequence, grant)
-        self._admit_in_shadow()
-
-    def _admit_in_shadow(self) -> None:
-        """Into the room that is left; clients of which nothing runs come first."""
-        while len(self._shadow_waiting):
-            running = self._running_of(in_shadow=True)
-            sequence, _ = next_to_admit(self._shadow_waiting, running, self._shares(in_shadow=True))
-            if sequence is None or not self._has_place(running):
-                return
-            grant = self.pool.reserve(sequence.request_id, demand_of(sequence))
-            if grant is None:
-                return
-            self._place(sequence, grant)
-
-    def _shadow_gives_way(self) -> bool:
-        """Preempt the youngest request in shadow for one that is not. False: there is none."""
-        for sequence in reversed(self._running_of(in_shadow=True)):
-            if not sequence.is_pinned:
-                self._preempt(sequence)
-                return True
-        return False
-
-    def _running_of(self, *, in_shadow: bool) -> list[LiveSequence]:
-        return running_of(self._running, in_shadow=in_shadow)
-
-    def _line_of(self, sequence: LiveSequence) -> WaitingLine:
-        return self._shadow_waiting if sequence.request.in_shadow else self._waiting
-
-    def _has_place(self, running: Tokens[LiveSequence]) -> bool:
-        """A prompt that waits for its hand-over holds none: others may wait for one that waits.
-
-        running: all of its kind. Shadows have places of their own, so that whoever comes takes rows of steps
-        from them, and what they have computed only for want of slots.
-        """
-        return len(running) - sum(map(is_held, running)) < self.limits.max_sequences
-
-    def _shares(self, *, in_shadow: bool) -> ClientShares:
-        waiting = (self._shadow_waiting if in_shadow else self._waiting).clients
-        running = self._running_of(in_shadow=in_shadow)
-        return ClientShares(self.limits.max_sequences, self.pool.n_slots, running, waiting)
-
-    def _gives_way(self, shares: ClientShares, giver: LiveSequence | None) -> bool:
-        """Preempted for another client's share, which is not counted against it. False: there is none."""
-        if giver is None:
-            return False
-        shares.gave_way(giver)
-        self._preempt(giver)
-        return True
-
     def _place(self, sequence: LiveSequence, grant: Grant) -> None:
         self._accept(sequence, grant)
         if sequence.awaits_kv:
             self._pin(sequence)
             if self._prefixes is not None:
                 self._prefixes.overwritten(grant.placement)
-        self._line_of(sequence).take(sequence)
+        self._admitter.line_of(sequence).take(sequence)
         if sequence.admission is None:
             self._n_admitted += 1
             sequence.admission = self._n_admitted
@@ -511,10 +447,10 @@ class Scheduler:
                 self._accept(sequence, grant)
                 return
             in_shadow = sequence.request.in_shadow
-            if not in_shadow and self._shadow_gives_way():
+            if not in_shadow and self._admitter.shadow_gives_way(self._preempt):
                 continue
-            peers = self._running_of(in_shadow=in_shadow)
-            last = last_to_come(sequence, peers, self._shares(in_shadow=in_shadow))
+            peers = running_of(self._running, in_shadow=in_shadow)
+            last = last_to_come(sequence, peers, self._admitter.shares(in_shadow=in_shadow))
             if last is None and in_shadow and len(peers) < len(self._running):
                 last = sequence  # the others hold what it wants
             if last is None and not any(holder.is_pinned for holder in self._running):
@@ -527,7 +463,7 @@ class Scheduler:
     def _preempt(self, sequence: LiveSequence) -> None:
         self.counts.preemptions += 1
         self._leave_pool(sequence, None)
-        self._line_of(sequence).rejoin(sequence)
+        self._admitter.line_of(sequence).rejoin(sequence)
 
     def _prefill_batch(self, room: int, shadow: ShadowRoom) -> Batch | None:
         prompts, room = prompts_in_step(self._running, room, shadow)
@@ -538,22 +474,22 @@ class Scheduler:
 
     def _start(self, sequence: LiveSequence) -> bool:
         """Begin to write its block, with keys and values that others have computed. False: they soon will."""
-        prefixes, placement = self._prefixes, _placed(sequence)
-        if prefixes is not None:
-            token_ids, space = sequence.token_ids, sequence.request.cache_space
+        if self._prefixes is not None:
             if sequence.runs is None:
-                sequence.runs = chain(token_ids, space=space)
-            takes_over = sequence.request.takes_over
-            match = prefixes.find(token_ids, sequence.runs, space) if takes_over else NOTHING
-            if 2 * (match.n_coming - match.n_ready) >= len(token_ids) - match.n_ready:
+                sequence.runs = chain(sequence.token_ids, space=sequence.request.cache_space)
+            window = self.pool.rings.window if self.pool.rings else 0
+            brought = states.take_over(sequence, _placed(sequence), self._prefixes, self._states, window)
+            if brought is None:
                 return False
-            prefixes.start(sequence.request_id, (token_ids, sequence.runs), placement, space)
-            if takes_over and self._stored is not None and self._stored.is_wanted(sequence, match.n_ready):
+            if (
+                sequence.request.takes_over
+                and self._stored is not None
+                and self._stored.is_wanted(sequence, brought[0])
+            ):
                 self._pin(sequence)
                 return False
-            if match.source is not None:
-                window = self.pool.rings.window if self.pool.rings else 0
-                self._reuse(sequence, copies_between(match.source, placement, match.n_ready, window))
+            if brought[0]:
+                self._reuse(sequence, brought)
         sequence.has_started = True
         return True
 
@@ -572,7 +508,7 @@ class Scheduler:
         self.counts.prefix_tokens_reused += n_tokens
 
     def _fly(self, phase: Phase, parts: list[tuple[LiveSequence, tuple[int, ...]]]) -> Batch:
-        batch = batch_of(phase, parts, self._copies)
+        batch = batch_of(phase, parts, self._copies, self._states if phase == "prefill" else None)
         self._copies.clear()
         sequences = tuple(sequence for sequence, _ in parts)
         self._in_flight = Flight(batch, sequences, frozenset(self._moved))
@@ -608,18 +544,16 @@ class Scheduler:
     def _end(self, sequence: LiveSequence, answer_tokens: int | None) -> None:
         del self._live[sequence.request_id]
         if sequence.placement is None:
-            self._line_of(sequence).remove(sequence)
+            self._admitter.line_of(sequence).remove(sequence)
         else:
             self._leave_pool(sequence, answer_tokens)
 
     def _leave_pool(self, sequence: LiveSequence, answer_tokens: int | None) -> None:
+        is_computed = self._in_flight is None or sequence not in self._in_flight.sequences
+        states.leave(sequence, self._states, self._prefixes, is_computed=is_computed)
         self.pool.release(sequence.request_id, answer_tokens)
         self.n_pool_changes += 1
         self._running.remove(sequence)
-        if self._prefixes is not None and sequence.is_restored:
-            self._prefixes.drop(sequence.request_id)
-        elif self._prefixes is not None and sequence.has_started:
-            self._prefixes.retire(sequence.request_id, sequence.token_ids[: sequence.n_computed])
         sequence.placement, sequence.is_pinned = None, False
         sequence.begin_again()
 

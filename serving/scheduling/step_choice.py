@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from phasewise._words import counted
 from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
 from phasewise.serving.scheduling.request import LiveSequence
-from phasewise.serving.scheduling.scheduler_terms import SchedulerError
+from phasewise.serving.scheduling.sequence_states import SequenceStates
 from phasewise.serving.scheduling.shadow import ShadowRoom
 from phasewise.tuner.plans import Phase
 
@@ -69,16 +68,29 @@ def prompts_in_step(
 
 
 def batch_of(
-    phase: Phase, parts: Sequence[tuple[LiveSequence, tuple[int, ...]]], copies: Sequence[KvCopy]
+    phase: Phase,
+    parts: Sequence[tuple[LiveSequence, tuple[int, ...]]],
+    copies: Sequence[KvCopy],
+    states: SequenceStates | None,
 ) -> Batch:
-    """The step of these sequences, each with its tokens."""
+    """The step of these sequences, each with its tokens. states: give its copies; None: it makes none."""
     slices = []
     for sequence, token_ids in parts:
         assert sequence.placement is not None, f"{sequence} waits"
-        base, _, table, ring = sequence.placement
-        is_last = len(token_ids) == sequence.n_pending
-        adapter = sequence.request.adapter
-        slices.append(SequenceSlice(token_ids, sequence.n_computed, base, is_last, table, 0, ring, adapter))
+        base, _, table, ring, state = sequence.placement
+        slices.append(
+            SequenceSlice(
+                token_ids,
+                sequence.n_computed,
+                base,
+                len(token_ids) == sequence.n_pending,
+                table,
+                ring=ring,
+                adapter=sequence.request.adapter,
+                state=state or 0,
+                keeps=() if states is None else states.keeps(sequence, len(token_ids)),
+            )
+        )
     names = tuple(sequence.request_id for sequence, _ in parts)
     n_in_shadow = sum(sequence.request.in_shadow for sequence, _ in parts)
     return Batch(phase, tuple(slices), names, tuple(copies), n_in_shadow)
@@ -86,21 +98,3 @@ def batch_of(
 
 def _can_go_on(sequence: LiveSequence) -> bool:
     return sequence.n_pending > 0 and not (sequence.awaits_kv or sequence.is_restored)
-
-
-def room_for_drafts(sequence: LiveSequence) -> int:
-    """As many as its block has slots for, and as the tokens that it may still get after one more."""
-    request, placement = sequence.request, sequence.placement
-    if placement is None or request.prefill_only:
-        return 0
-    return min(placement.n_slots, request.most_tokens - 1) - sequence.n_tokens
-
-
-def with_drafts(batch: Batch, sequences: Sequence[LiveSequence], drafts: Sequence[Sequence[int]]) -> Batch:
-    """A decode batch, each slice with its drafts behind its token."""
-    slices = []
-    for sequence, piece, draft in zip(sequences, batch.slices, drafts, strict=True):
-        if len(draft) > room_for_drafts(sequence):
-            raise SchedulerError(f"{counted(len(draft), 'draft')} for {sequence}")
-        slices.append(piece._replace(token_ids=(*piece.token_ids, *draft), n_drafted=len(draft)))
-    return batch._replace(slices=tuple(slices))

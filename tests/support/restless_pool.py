@@ -25,6 +25,10 @@ class RestlessPool:
         self._held: dict[str, Placement] = {}
 
     @property
+    def states(self) -> None:
+        return None
+
+    @property
     def rings(self) -> None:
         return None
 

@@ -140,13 +140,15 @@ def open_ranks(
     loaded: OpenModel, workloads: Sequence[Workload], kv_format: str, batch_tokens: int = MAX_BATCH_TOKENS
 ) -> Iterator[OpenRanks]:
     """The model on its ranks, with room for the largest of `workloads` in prefill steps of `batch_tokens`."""
+    n_sequences = max(workload.n_sequences for workload in workloads)
+    kv_slots = max(workload.kv_slots for workload in workloads)
     ranks = open_planned(
         loaded.model,
         loaded.plans,
         RankOptions(
-            KvSettings(max(workload.kv_slots for workload in workloads), format=kv_format),
+            KvSettings(kv_slots, format=kv_format, states=n_sequences),
             max_batch_tokens=batch_tokens,
-            max_sequences=max(workload.n_sequences for workload in workloads),
+            max_sequences=n_sequences,
             schedules=loaded.schedules,
         ),
     )

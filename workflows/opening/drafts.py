@@ -28,9 +28,16 @@ def find_drafts(
     recorded = _recorded_ns(opened, db)
     if name == LOOKUP:
         return DraftSource(recorded_ns=recorded)
+    from phasewise.serving.errors import ModelError
     from phasewise.serving.loaders import load_model
 
     draft = load_model(name, "native", report=report)
+    if draft.config.state is not None:
+        raise ModelError(
+            f"{draft.name} has layers that keep a state, and cannot draft: name a model with attention"
+            f" alone, or"
+            f" {LOOKUP}"
+        )
     check_vocabularies(draft, opened.model)
     return DraftSource(draft, recorded)
 

@@ -95,5 +95,5 @@ def _shape(name: str, config: ModelConfig, read: Mapping[str, int], kv_element_b
         vocab=config.vocab_size,
         weight_bytes=sum(read.values()) - looked_up,
         ffn_matrices=config.n_into_ffn + 1,
-        kv_bytes_per_slot=2 * config.n_layers * config.kv_rows * kv_element_bytes,
+        kv_bytes_per_slot=2 * len(config.attention_layers) * config.kv_rows * kv_element_bytes,
     )

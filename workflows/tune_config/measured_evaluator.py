@@ -158,7 +158,7 @@ class MeasuredEvaluator:
             plans: dict[Phase, ServicePlan] = {phase: default_plan(self._machine, phase) for phase in PHASES}
             plans[plan.phase] = plan
             watch = Watch(plan.cores)
-            kv = KvSettings(self._room.kv_slots)
+            kv = KvSettings(self._room.kv_slots, states=self._room.sequences)
             options = RankOptions(kv, STEP_TOKENS, self._room.sequences, self._schedules(plans))
             ranks = open_ranks(self._model, plans, options)
             try:
@@ -237,7 +237,7 @@ class Clock:
         return Batch(
             step.phase,
             tuple(
-                SequenceSlice(tokens, step.context, sequence * room, True)
+                SequenceSlice(tokens, step.context, sequence * room, True, state=sequence)
                 for sequence in range(step.sequences)
             ),
         )

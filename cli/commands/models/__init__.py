@@ -193,6 +193,9 @@ def _facts(inspected: Inspection) -> list[tuple[str, str]]:
         ("chat template", "yes" if inspected.has_chat_template else "none"),
         ("parameters", f"{inspected.parameters / 1e6:.1f} M"),
     ]
+    if config.state is not None:
+        layers = counted(len(config.state.layers), "layer")
+        facts.append(("states", f"{layers}, {size_text(inspected.state_bytes)} of each sequence"))
     facts += [
         (f"tensors {kind.type_name}", f"{kind.count:>5}  {size_text(kind.file_bytes):>10} in the file")
         for kind in inspected.tensor_types

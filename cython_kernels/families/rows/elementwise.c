@@ -67,6 +67,9 @@ PW_INLINE vf clamped_silu_gate_lanes(vf gate, vf up) {
     return v_mul(times_logistic(below, v_mul(below, v_set1(1.702f))), v_add(within, v_set1(1.0f)));
 }
 
+/* up / (1 + exp(-gate)) */
+PW_INLINE vf logistic_gate_lanes(vf gate, vf up) { return times_logistic(up, gate); }
+
 #define GATE(NAME)                                                                                              \
     void ISA(NAME##_gate)(int64_t n, const float *gate, const float *up, float *y) {                            \
         int64_t i = 0;                                                                                          \

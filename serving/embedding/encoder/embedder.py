@@ -43,6 +43,8 @@ class _Slice:
     n_drafted: int = 0
     ring: None = None
     adapter: int = 0
+    state: int = 0
+    keeps: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ def load_adapter(name: str, path: Path, config: ModelConfig) -> Adapter:
 
 def load_parts(path: Path, config: ModelConfig) -> dict[str, LowRank]:
     """Its numbers, by our names of the weights that they are added to. ModelError."""
+    if config.state is not None:
+        raise ModelError(f"{path}: {config.architecture} models, whose layers keep a state, take no adapters")
     with ExitStack() as stack:
         return parts_of(_pairs(path, config, stack), config, str(path))
 

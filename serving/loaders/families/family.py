@@ -27,13 +27,27 @@ class TensorCut:
     the other.
 
     of_experts: the first dimension counts experts, and parts are those of each. alternating: rows of the
-    parts take turns. transposed: inputs come before outputs.
+    parts take turns. transposed: inputs come before outputs. turns: parts take turns in runs of rows, as
+    many as `n_heads` or the `groups` of layers with a state.
     """
 
     parts: tuple[str, ...]
     of_experts: bool = False
     alternating: bool = False
     transposed: bool = False
+    turns: str = ""
+
+
+@dataclass(frozen=True)
+class OtherForm:
+    """A tensor of another shape than ours: a `vector` of all its numbers, else a matrix of one row.
+
+    negated_exponential: ours are -e^x of its numbers.
+    """
+
+    name: str
+    vector: bool = True
+    negated_exponential: bool = False
 
 
 ACTIVATION_NAMES = {
@@ -43,7 +57,7 @@ ACTIVATION_NAMES = {
 }
 """Activations, and what config.json calls them."""
 
-Names = Mapping[str, str | TensorCut]
+Names = Mapping[str, str | TensorCut | OtherForm]
 """A file's names of a layer's tensors to ours; "{e}" in both stands for an expert's number."""
 
 
@@ -68,6 +82,8 @@ class Family:
     gguf_names: Names = field(default_factory=dict)
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields that config.json may leave out, other than Llama's."""
+    global_names: Names = field(default_factory=dict)
+    """Names of tensors outside layers, of either format, beside the common ones."""
     activation: str = "silu"
     """The activation of the feed-forward layers, of `ACTIVATION_NAMES`."""
     gated: bool = True

@@ -1,5 +1,5 @@
 """Granite 3: a Llama whose embeddings, scores, halves of layers and logits have multipliers; and its
-mixtures, with or without an expert that all tokens share.
+mixtures, with or without an expert that all tokens share. Granite 4 H: the same with Mamba 2 in most layers.
 """
 
 from __future__ import annotations
@@ -7,10 +7,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Family, Get, TensorCut
+from phasewise.serving.loaders.families.family import Family, Get, OtherForm, TensorCut
 from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
-from phasewise.serving.loaders.families.reading import experts_of, positive
-from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.loaders.families.reading import experts_of, must_be_off, positive, state_layer_types
+from phasewise.serving.models.packed_model import LayerKind, ModelConfig
+from phasewise.serving.models.state_layers import MAMBA2, StateLayers
 
 
 def _granite(get: Get, config: ModelConfig) -> ModelConfig:
@@ -50,6 +51,68 @@ def _moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     return replace(_granite_gguf(get, config), experts=experts)
 
 
+def _hybrid(get: Get, config: ModelConfig) -> ModelConfig:
+    must_be_off(get, "mamba_proj_bias", "attention_bias")
+    limits = get("time_step_limit", list)
+    if limits is not None and limits != [0.0, float("inf")]:
+        raise ModelError(f"config.json has time_step_limit = {limits!r:.60}, which cannot run")
+    heads = get("mamba_n_heads", int, 128)
+    inner = get("mamba_expand", int, 2) * config.hidden
+    if not heads or inner % heads or get("mamba_d_head") not in (None, "auto", inner // heads):
+        raise ModelError(f"config.json has {heads} mamba heads for {inner} numbers, which they do not divide")
+    state = StateLayers(
+        MAMBA2,
+        _state_layers(get, config),
+        get("mamba_d_conv", int, 4),
+        heads,
+        get("mamba_n_groups", int, 1),
+        get("mamba_d_state", int, 256),
+        inner // heads,
+        get("mamba_conv_bias", bool, True),
+    )
+    kind = get("position_embedding_type", str)
+    if kind not in (None, "rope", "nope"):
+        raise ModelError(f"config.json has position_embedding_type = {kind!r:.60}: rope or none can run")
+    dense = get("num_local_experts", int, 0) == 0
+    shared = get("shared_intermediate_size", int, 1024)
+    config = replace(_granite(get, config), ffn=shared) if dense else _moe(get, config)
+    return _with_states(config, state, rope=kind == "rope")
+
+
+def _state_layers(get: Get, config: ModelConfig) -> tuple[int, ...]:
+    """The layers by either of two keys, each in the words of one release of transformers or the other."""
+    names = get("layer_types", list, get("layers_block_type", list))
+    old = {"mamba": "linear_attention", "attention": "full_attention"}
+    known = [old.get(name, name) if isinstance(name, str) else name for name in names or ()]
+    return state_layer_types(lambda *_: known or None, config, "linear_attention")
+
+
+def _with_states(config: ModelConfig, state: StateLayers, *, rope: bool) -> ModelConfig:
+    kinds = () if rope else (LayerKind(None, None),) * config.n_layers
+    return replace(config, state=state if state.layers else None, layer_kinds=kinds)
+
+
+def _hybrid_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    stated = get("attention.head_count_kv")
+    if not isinstance(stated, list):
+        raise ModelError(f"the GGUF metadata gives attention.head_count_kv = {stated!r:.60}: a list expected")
+    heads, inner = get("ssm.time_step_rank", int, 0), get("ssm.inner_size", int, 0)
+    if not heads or inner % heads:
+        raise ModelError(f"the GGUF metadata gives {inner} values for {heads} heads of layers with a state")
+    state = StateLayers(
+        MAMBA2,
+        tuple(layer for layer, number in enumerate(stated) if number == 0),
+        get("ssm.conv_kernel", int, 4),
+        heads,
+        get("ssm.group_count", int, 1),
+        get("ssm.state_size", int, 0),
+        inner // heads,
+        conv_bias=True,
+    )
+    config = _moe_gguf(get, config) if get("expert_count", int, 0) else _granite_gguf(get, config)
+    return _with_states(config, state, rope=get("rope.scaling.finetuned", bool, True))
+
+
 GRANITE = Family(
     "granite",
     hf=("granite",),
@@ -77,6 +140,38 @@ GRANITE_MOE = Family(
         "ffn_gate_shexp.weight": "gate",
         "ffn_up_shexp.weight": "up",
         "ffn_down_shexp.weight": "down",
+    },
+    gguf_interleaved_heads=True,
+)
+
+GRANITE_HYBRID = Family(
+    "granitehybrid",
+    hf=("granitemoehybrid",),
+    gguf=("granitehybrid",),
+    from_hf=_hybrid,
+    from_gguf=_hybrid_gguf,
+    hf_defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
+    hf_names={
+        **GRANITE_MOE.hf_names,
+        "mamba.in_proj.weight": "state_in",
+        "mamba.out_proj.weight": "o",
+        "mamba.conv1d.weight": OtherForm("taps"),
+        "mamba.conv1d.bias": "taps_bias",
+        "mamba.A_log": OtherForm("rates", negated_exponential=True),
+        "mamba.dt_bias": "time_offsets",
+        "mamba.D": "skips",
+        "mamba.norm.weight": "state_scale",
+    },
+    gguf_names={
+        **GRANITE_MOE.gguf_names,
+        "ssm_in.weight": "state_in",
+        "ssm_out.weight": "o",
+        "ssm_conv1d.weight": OtherForm("taps"),
+        "ssm_conv1d.bias": "taps_bias",
+        "ssm_a": OtherForm("rates"),
+        "ssm_dt.bias": "time_offsets",
+        "ssm_d": OtherForm("skips"),
+        "ssm_norm.weight": OtherForm("state_scale"),
     },
     gguf_interleaved_heads=True,
 )

@@ -74,3 +74,14 @@ def must_be_off(get: Get, *keys: str) -> None:
     for key in keys:
         if value := get(key):
             raise ModelError(f"config.json has {key} = {value!r:.60}, which cannot run")
+
+
+def state_layer_types(get: Get, config: ModelConfig, state: str, full: str = FULL) -> tuple[int, ...]:
+    """The layers that `layer_types` of config.json calls `state`; the others must be called `full`."""
+    named = get("layer_types", list)
+    if named is None or len(named) != config.n_layers or any(kind not in (state, full) for kind in named):
+        raise ModelError(
+            f"config.json has layer_types = {named!r:.60}: {state} or {full} for each of"
+            f" {counted(config.n_layers, 'layer')} expected"
+        )
+    return tuple(layer for layer, kind in enumerate(named) if kind == state)

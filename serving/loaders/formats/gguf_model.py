@@ -132,7 +132,7 @@ def _tensors(
     file: GgufFiles, header: GgufHeader, family: Family, config: ModelConfig
 ) -> dict[str, SourceTensor]:
     """Every tensor by our name, as views."""
-    names = {**LAYER_NAMES, **family.gguf_names}
+    names, outside = {**LAYER_NAMES, **family.gguf_names}, {**GLOBAL_NAMES, **family.global_names}
     shapes = shapes_of_all(config, any(theirs.endswith("attn_q.bias") for theirs in header.tensors))
     tensors: dict[str, SourceTensor] = {}
     for theirs, info in header.tensors.items():
@@ -143,7 +143,15 @@ def _tensors(
         what = f"{file.path} has a tensor {theirs!r:.80} that"
         try:
             renamed = list(
-                our_tensors(stem, name, names if stem else GLOBAL_NAMES, tensor_in(file, info), shapes, what)
+                our_tensors(
+                    stem,
+                    name,
+                    names if stem else outside,
+                    tensor_in(file, info),
+                    shapes,
+                    what,
+                    config.turns,
+                )
             )
         except KeyError:
             raise ModelError(f"{what} {family.name} models do not use") from None
@@ -180,7 +188,7 @@ def _config(
         hidden=hidden,
         ffn=get("feed_forward_length", int),
         n_heads=heads,
-        n_kv_heads=get("attention.head_count_kv", int, heads),
+        n_kv_heads=_kv_heads(get, heads),
         head_dim=head_dim,
         vocab_size=infos["token_embd.weight"].shape[0],
         context_length=get("context_length", int),
@@ -201,6 +209,21 @@ def _config(
         out_bias="blk.0.attn_output.bias" in infos,
     )
     return family.from_gguf(get, plain)
+
+
+def _kv_heads(get: Callable[..., Any], heads: Any) -> Any:
+    """KV heads of the layers that have any: files may give a number for each layer."""
+    stated = get("attention.head_count_kv")
+    if not isinstance(stated, list):
+        return get("attention.head_count_kv", int, heads)
+    different = {number for number in stated if number != 0}
+    if len(different) != 1 or len(stated) != get("block_count", int):
+        raise ModelError(
+            f"the GGUF metadata gives attention.head_count_kv = {stated!r:.60}: one number for all"
+            f" layers, or 0"
+            " for those without attention, can run"
+        )
+    return different.pop()
 
 
 def _scaling(get: Callable[..., Any], factors: Mapping[str, tuple[float, ...]]) -> Scaling | None:

@@ -154,7 +154,7 @@ def _our_tensors(
     quantisation: Quantisation | None,
 ) -> dict[str, SourceTensor]:
     """Every tensor of the language model by our name, as views."""
-    names = {**LAYER_NAMES, **family.hf_names}
+    names, outside = {**LAYER_NAMES, **family.hf_names}, {**GLOBAL_NAMES, **family.global_names}
     biased = any(theirs.endswith("q_proj.bias") for _, entries in opened for theirs in entries)
     shapes = shapes_of_all(config, biased)
     tensors: dict[str, SourceTensor] = {}
@@ -164,7 +164,9 @@ def _our_tensors(
             continue
         what = f"{directory} has a tensor {theirs!r:.80} that"
         try:
-            renamed = list(our_tensors(stem, name, names if stem else GLOBAL_NAMES, tensor, shapes, what))
+            renamed = list(
+                our_tensors(stem, name, names if stem else outside, tensor, shapes, what, config.turns)
+            )
         except KeyError:
             if quantisation is not None and _is_zero_bias(name, tensor):
                 continue

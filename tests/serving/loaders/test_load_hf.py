@@ -161,6 +161,41 @@ BAD_CONFIGS = {
     "heads that do not divide": ({"num_key_value_heads": 3}, "do not divide"),
     "a billion layers": ({"num_hidden_layers": 10**9}, "n_layers"),
     "more layers than there are": ({"num_hidden_layers": 3}, "lacks"),
+    "a convolution of one row": (
+        {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "conv_L_cache": 1},
+        "taps = 1",
+    ),
+    "a biased convolution": ({"model_type": "lfm2", "conv_bias": True}, "conv_bias = True, which cannot run"),
+    "layers with states alone": (
+        {"model_type": "lfm2", "layer_types": ["conv", "conv"]},
+        "none keys and values",
+    ),
+    "layers of another kind": (
+        {"model_type": "qwen3_next", "layer_types": ["linear_attention", "sliding_attention"]},
+        "linear_attention or full_attention for each",
+    ),
+    "value heads that do not divide": (
+        {
+            "model_type": "qwen3_5_text",
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_value_heads": 5,
+            "linear_num_key_heads": 2,
+        },
+        "5 value heads do not divide",
+    ),
+    "a state of a billion numbers": (
+        {
+            "model_type": "qwen3_5_text",
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 10**9,
+        },
+        "key_dim = 1000000000",
+    ),
+    "no mamba heads": ({"model_type": "granitemoehybrid", "mamba_n_heads": 0}, "0 mamba heads"),
+    "limits of time steps": (
+        {"model_type": "granitemoehybrid", "time_step_limit": [0.1, 1.0]},
+        "time_step_limit = ",
+    ),
     "a shared expert of less than nothing": (
         {"model_type": "granitemoeshared", "shared_intermediate_size": -80},
         "shared expert is -80 wide",

@@ -16,7 +16,7 @@ from phasewise.cython_kernels.packing import pack_dense, unpack
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.engine.messages import Answer, Failure, Submit
 from phasewise.serving.engine.open_engine import ModelText, open_engine
-from phasewise.serving.errors import RequestError
+from phasewise.serving.errors import ModelError, RequestError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.adapters.load_adapter import with_adapters
 from phasewise.serving.models.low_rank import Adapter, LowRank, flat, unflat, update_of
@@ -34,6 +34,7 @@ from tests.support.models.adapters import (
     write_case,
     write_peft,
 )
+from tests.support.models.family_models import write_family_hf
 from tests.support.models.reference_forward import tiny_config, tiny_model
 from tests.support.models.reference_models import tiny_case_weights, tiny_prompts, write_tiny_case
 from tests.support.models.tiny_models import safetensors_bytes
@@ -326,3 +327,9 @@ def test_prompts_are_never_shared_between_adapters(tiny_case: tuple[Path, Packed
     assert [answers[key][1] for key in ("-0", "all-1", "attention-3")] == [0, 0, 0]
     assert answers["all-2"][0] == answers["all-1"][0]
     assert answers["all-2"][1] > 0
+
+
+def test_a_model_with_states_takes_no_adapters(tmp_path: Path) -> None:
+    model = load_model(str(write_family_hf(tmp_path / "lfm2", "lfm2")), "f32", tmp_path / "cache")
+    with pytest.raises(ModelError, match="whose layers keep a state, take no adapters"):
+        with_adapters(model, [f"a={tmp_path}"])

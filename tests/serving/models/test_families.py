@@ -45,8 +45,16 @@ def packed(name: str, kind: str, folder: Path, weight_format: str = "f32") -> Pa
     return replace(model, config=replace(model.config, context_length=context_length))
 
 
-@pytest.mark.parametrize("kind", WRITERS)
-@pytest.mark.parametrize("name", families.FAMILY_CASES)
+IN_FORMATS = [
+    (name, kind)
+    for name, case in families.FAMILY_CASES.items()
+    for kind in WRITERS
+    if case.gguf or kind != "gguf"
+]
+"""Families by the formats that they are read from."""
+
+
+@pytest.mark.parametrize(("name", "kind"), IN_FORMATS)
 def test_every_family_computes_what_transformers_does(name: str, kind: str, tmp_path: Path) -> None:
     expected = np.load(layout.FIXTURES / "families.npz")
 
@@ -87,7 +95,7 @@ def drawn_prompts(n: int, vocab_size: int) -> Iterator[list[SequenceSlice]]:
     rng = random.Random(41)
     prompts = [[rng.randrange(3, vocab_size) for _ in range(rng.randint(1, 48))] for _ in range(n)]
     for at in range(0, n, 4):
-        yield [SequenceSlice(one, 0, 64 * i, True) for i, one in enumerate(prompts[at : at + 4])]
+        yield [SequenceSlice(one, 0, 64 * i, True, state=i) for i, one in enumerate(prompts[at : at + 4])]
 
 
 @pytest.mark.many
@@ -117,10 +125,17 @@ def test_no_row_depends_on_the_others_of_its_step(name: str, tmp_path: Path) -> 
         alone = [greedy(ranks, prompt, 1)[0] for prompt in prompts]
         by_token = greedy(ranks, prompts[1], 1, chunk=1)[0]
         bases = [0, 96, 160]
-        slices = tuple(SequenceSlice(p, 0, base, True) for p, base in zip(prompts, bases, strict=True))
+        slices = tuple(
+            SequenceSlice(p, 0, base, True, state=i)
+            for i, (p, base) in enumerate(zip(prompts, bases, strict=True))
+        )
         together = ranks.forward(Batch("prefill", slices)).copy()
-        steps = tuple(SequenceSlice([5], len(p), base, True) for p, base in zip(prompts, bases, strict=True))
+        steps = tuple(
+            SequenceSlice([5], len(p), base, True, state=i)
+            for i, (p, base) in enumerate(zip(prompts, bases, strict=True))
+        )
         decoded = ranks.forward(Batch("decode", steps)).copy()
+        ranks.forward(Batch("prefill", slices))  # states have gone on
         singly = [ranks.forward(Batch("decode", (step,)))[0].copy() for step in steps]
 
     assert (together == np.stack(alone)).all()

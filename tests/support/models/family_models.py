@@ -24,6 +24,7 @@ from tests.support.models.tiny_models import TinyShape
 Arrays = dict[str, np.ndarray]
 
 N_GREEDY = 64
+FULL = "full_attention"
 CHECKED_STEPS = (0, 1, 31, 63)
 SHAPE = TinyShape()
 
@@ -75,12 +76,25 @@ _FACTORS = {
     "long_factor": [1.0, 1.1, 1.3, 1.8, 2.5, 3.5, 5.0, 8.0],
 }
 _EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}
+_DELTA = {
+    "num_hidden_layers": 5, "head_dim": 32, "rope_theta": 1e6, "partial_rotary_factor": 0.25,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention",
+                    "linear_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 24,
+    "linear_value_head_dim": 20, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 _GRANITE = {
     "embedding_multiplier": 6.0,
     "residual_multiplier": 0.4,
     "attention_multiplier": 0.2,
     "logits_scaling": 4.0,
 }
+
+_MAMBA = {
+    "num_hidden_layers": 4, "layer_types": ["mamba", "full_attention", "mamba", "mamba"],
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 20, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False, "mamba_chunk_size": 16,
+}  # fmt: skip
 
 FAMILY_CASES: dict[str, FamilyCase] = {
     "gemma2": FamilyCase(
@@ -146,6 +160,34 @@ FAMILY_CASES: dict[str, FamilyCase] = {
         "granitemoeshared", "granitemoe", {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 80},
         interleaved=True,
     ),
+    "lfm2": FamilyCase(
+        "lfm2",
+        "lfm2",
+        {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_L_cache": 3,
+         "norm_eps": 1e-5, "block_auto_adjust_ff_dim": False, "rope_theta": 1e6, "tie_word_embeddings": True},
+    ),
+    "qwen3next": FamilyCase(
+        "qwen3_next",
+        "qwen3next",
+        {**_DELTA, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+         "shared_expert_intermediate_size": 48, "norm_topk_prob": True, "decoder_sparse_step": 1,
+         "mlp_only_layers": []},
+        unit_norms=True,
+    ),
+    "granitehybrid": FamilyCase(
+        "granitemoehybrid",
+        "granitehybrid",
+        {**_GRANITE, **_EXPERTS, **_MAMBA, "shared_intermediate_size": 80},
+        interleaved=True,
+    ),
+    "granitehybrid-dense": FamilyCase(
+        "granitemoehybrid",
+        "granitehybrid",
+        {**_GRANITE, **_MAMBA, "num_local_experts": 0, "shared_intermediate_size": 96,
+         "position_embedding_type": "rope"},
+        interleaved=True,
+    ),
+    "qwen35": FamilyCase("qwen3_5_text", "", _DELTA, unit_norms=True),
     "arcee": FamilyCase(
         "arcee", "arcee",
         {"hidden_act": "relu2",
@@ -198,7 +240,11 @@ def family_weights(name: str) -> Arrays:
     if FAMILY_CASES[name].fields["tie_word_embeddings"]:  # else every token would predict itself
         values["model.embed_tokens.weight"] *= np.float32(0.05)
     if FAMILY_CASES[name].unit_norms:
-        values |= {tensor: value - 1 for tensor, value in values.items() if "norm" in tensor}
+        values |= {
+            tensor: value - 1
+            for tensor, value in values.items()
+            if "norm" in tensor and "linear_attn" not in tensor
+        }
     return values
 
 
@@ -211,9 +257,12 @@ def _shapes(case: FamilyCase) -> dict[str, tuple[int, ...]]:
         layer = _attention_shapes(
             case.model_type, hidden, n_heads * head_dim, kv * head_dim, head_dim, n_heads
         )
+        if f.get("layer_types", [FULL] * (i + 1))[i] != FULL:
+            layer = {name: shape for name, shape in layer.items() if not name.startswith("self_attn")}
+            layer |= _state_shapes(case.model_type, f)
         layer |= _feed_forward_shapes(case.model_type, f)
         shapes |= {f"model.layers.{i}.{tensor}": shape for tensor, shape in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
+    shapes["model.embedding_norm.weight" if case.model_type == "lfm2" else "model.norm.weight"] = (hidden,)
     if not f["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (f["vocab_size"], hidden)
     return shapes
@@ -223,12 +272,19 @@ def _attention_shapes(
     kind: str, hidden: int, q: int, kv: int, head_dim: int, n_heads: int
 ) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"self_attn.o_proj.weight": (hidden, q)}
+    if kind == "lfm2":
+        shapes = {"self_attn.out_proj.weight": (hidden, q)}
+        shapes |= {f"self_attn.{name}_layernorm.weight": (head_dim,) for name in "qk"}
+    if kind in ("qwen3_next", "qwen3_5_text"):
+        shapes |= {f"self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
     if kind == "phi3":
         shapes["self_attn.qkv_proj.weight"] = (q + 2 * kv, hidden)
     else:
         shapes |= {
             f"self_attn.{name}_proj.weight": (n, hidden) for name, n in (("q", q), ("k", kv), ("v", kv))
         }
+    if kind in ("qwen3_next", "qwen3_5_text"):  # each head's queries, then its gate
+        shapes["self_attn.q_proj.weight"] = (2 * q, hidden)
     if kind in ("gemma3_text", "qwen3", "qwen3_moe"):
         shapes |= {f"self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
     if kind in ("olmo2", "olmoe"):
@@ -237,6 +293,8 @@ def _attention_shapes(
         sizes = (("q", q), ("k", kv), ("v", kv), ("o", hidden))
         shapes |= {f"self_attn.{name}_proj.bias": (n,) for name, n in sizes}
         shapes["self_attn.sinks"] = (n_heads,)
+    if kind == "lfm2":
+        return shapes | {"operator_norm.weight": (hidden,), "ffn_norm.weight": (hidden,)}
     norms = ["post_attention_layernorm"] + (["input_layernorm"] if kind != "olmo2" else [])
     if kind in ("gemma2", "gemma3_text"):
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
@@ -245,12 +303,58 @@ def _attention_shapes(
     return shapes | {f"{name}.weight": (hidden,) for name in norms}
 
 
+def _state_shapes(kind: str, f: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden = f["hidden_size"]
+    if kind == "lfm2":
+        return {
+            "conv.in_proj.weight": (3 * hidden, hidden),
+            "conv.conv.weight": (hidden, 1, f["conv_L_cache"]),
+            "conv.out_proj.weight": (hidden, hidden),
+        }
+    if kind == "granitemoehybrid":
+        inner, heads = f["mamba_expand"] * hidden, f["mamba_n_heads"]
+        channels = inner + 2 * f["mamba_n_groups"] * f["mamba_d_state"]
+        shapes = {
+            "in_proj.weight": (inner + channels + heads, hidden),
+            "conv1d.weight": (channels, 1, f["mamba_d_conv"]),
+            "conv1d.bias": (channels,),
+            "norm.weight": (inner,),
+            "out_proj.weight": (hidden, inner),
+        }
+        shapes |= dict.fromkeys(("A_log", "dt_bias", "D"), (heads,))
+        return {f"mamba.{name}": shape for name, shape in shapes.items()}
+    heads, keys = f["linear_num_value_heads"], f["linear_num_key_heads"] * f["linear_key_head_dim"]
+    values = heads * f["linear_value_head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "conv1d.weight": (2 * keys + values, 1, f["linear_conv_kernel_dim"]),
+        "A_log": (heads,),
+        "dt_bias": (heads,),
+        "norm.weight": (f["linear_value_head_dim"],),
+        "out_proj.weight": (hidden, values),
+    }
+    if kind == "qwen3_next":
+        rows = {"qkvz": 2 * keys + 2 * values, "ba": 2 * heads}
+    else:
+        rows = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
+    shapes |= {f"in_proj_{part}.weight": (n, hidden) for part, n in rows.items()}
+    return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
+
+
 def _feed_forward_shapes(kind: str, f: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, ffn = f["hidden_size"], f.get("moe_intermediate_size", f["intermediate_size"])
     n = f.get("num_experts", f.get("num_local_experts", 0))
+    if kind == "lfm2":
+        of_one = {"w1": (ffn, hidden), "w3": (ffn, hidden), "w2": (hidden, ffn)}
+        return {f"feed_forward.{name}.weight": shape for name, shape in of_one.items()}
     if kind == "phi3":
         return {"mlp.gate_up_proj.weight": (2 * ffn, hidden), "mlp.down_proj.weight": (hidden, ffn)}
-    if kind in ("granitemoe", "granitemoeshared"):
+    if kind == "granitemoehybrid" and n == 0:
+        shared = f["shared_intermediate_size"]
+        return {
+            "shared_mlp.input_linear.weight": (2 * shared, hidden),
+            "shared_mlp.output_linear.weight": (hidden, shared),
+        }
+    if kind in ("granitemoe", "granitemoeshared", "granitemoehybrid"):
         shapes = {
             "block_sparse_moe.router.layer.weight": (n, hidden),
             "block_sparse_moe.input_linear.weight": (n, 2 * ffn, hidden),
@@ -282,6 +386,17 @@ def _feed_forward_shapes(kind: str, f: Mapping[str, Any]) -> dict[str, tuple[int
     if kind in ("qwen3_moe", "olmoe"):
         of_all = {f"mlp.experts.{e}.{name}.weight": shape for e in range(n) for name, shape in names.items()}
         return {"mlp.gate.weight": (n, hidden), **of_all}
+    if kind == "qwen3_next":
+        shared = f["shared_expert_intermediate_size"]
+        return {
+            "mlp.gate.weight": (n, hidden),
+            "mlp.experts.gate_up_proj": (n, 2 * ffn, hidden),
+            "mlp.experts.down_proj": (n, hidden, ffn),
+            "mlp.shared_expert.gate_proj.weight": (shared, hidden),
+            "mlp.shared_expert.up_proj.weight": (shared, hidden),
+            "mlp.shared_expert.down_proj.weight": (hidden, shared),
+            "mlp.shared_expert_gate.weight": (1, hidden),
+        }
     return {f"mlp.{name}.weight": shape for name, shape in names.items()}
 
 
@@ -367,7 +482,27 @@ def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None
     writer.add_embedding_length(f["hidden_size"])
     writer.add_feed_forward_length(f["intermediate_size"])
     writer.add_head_count(f["num_attention_heads"])
-    writer.add_head_count_kv(f["num_key_value_heads"])
+    kv = f["num_key_value_heads"]
+    kinds = f.get("layer_types", [])
+    by_layer = case.gguf in ("lfm2", "granitehybrid")
+    writer.add_head_count_kv([kv * (kind == FULL) for kind in kinds] if by_layer else kv)
+    if case.gguf == "lfm2":
+        writer.add_shortconv_l_cache(f["conv_L_cache"])
+    if case.gguf == "granitehybrid":
+        writer.add_ssm_conv_kernel(f["mamba_d_conv"])
+        writer.add_ssm_state_size(f["mamba_d_state"])
+        writer.add_ssm_group_count(f["mamba_n_groups"])
+        writer.add_ssm_time_step_rank(f["mamba_n_heads"])
+        writer.add_ssm_inner_size(f["mamba_expand"] * f["hidden_size"])
+        writer.add_rope_scaling_finetuned(f.get("position_embedding_type") == "rope")
+    if case.gguf == "qwen3next":
+        writer.add_ssm_conv_kernel(f["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(f["linear_key_head_dim"])
+        writer.add_ssm_group_count(f["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(f["linear_num_value_heads"])
+        writer.add_ssm_inner_size(f["linear_num_value_heads"] * f["linear_value_head_dim"])
+        writer.add_uint32(f"{case.gguf}.full_attention_interval", 3)
+        writer.add_expert_shared_feed_forward_length(f["shared_expert_intermediate_size"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(f["rms_norm_eps"])
@@ -380,7 +515,7 @@ def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None
         writer.add_expert_used_count(f["num_experts_per_tok"])
     if shared := f.get("shared_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(shared)
-    if case.model_type in ("qwen3_moe", "gpt_oss"):
+    if case.model_type in ("qwen3_moe", "gpt_oss", "qwen3_next"):
         writer.add_expert_feed_forward_length(f.get("moe_intermediate_size", f["intermediate_size"]))
     if case.model_type == "gemma2":
         writer.add_attn_logit_softcapping(f["attn_logit_softcapping"])
@@ -430,13 +565,15 @@ def _converted(case: FamilyCase, f: Mapping[str, Any], weights: Arrays) -> Array
         )
         if case.interleaved and heads and ".self_attn." in name:
             values = tiny_models.interleave_heads(values, heads)
-        if case.unit_norms and "norm" in name:
+        if case.unit_norms and "norm" in name and "linear_attn" not in name:
             values = values + 1
-        if name.endswith(".sinks"):
+        if (changed := _state_tensors(case, f, name, values)) is not None:
+            out |= changed
+        elif name.endswith(".sinks"):
             out[f"{name}.weight"] = values
         elif case.model_type == "gpt_oss" and ".experts." in name:
             out |= _gpt_oss_experts(name, values)
-        elif case.gguf == "granitemoe" and "input_linear" in name:
+        elif case.gguf in ("granitemoe", "granitehybrid") and "input_linear" in name:
             part = "shared_expert" if "shared_mlp" in name else "experts"
             mlp = f"{name.rpartition('.input_linear')[0].rpartition('.')[0]}.mlp.{part}"
             gate, up = np.split(values, 2, axis=-2)
@@ -447,6 +584,42 @@ def _converted(case: FamilyCase, f: Mapping[str, Any], weights: Arrays) -> Array
         else:
             out[name] = values
     return out | {name: np.stack(values) for name, values in stacks.items()}
+
+
+def _state_tensors(case: FamilyCase, f: Mapping[str, Any], name: str, values: np.ndarray) -> Arrays | None:
+    """Tensors of layers with a state, and of Qwen 3 Next's experts, as the converter changes them."""
+    if name.endswith((".conv.conv.weight", ".conv1d.weight")):
+        return {name: values[:, 0]}
+    if case.gguf == "granitehybrid" and ".mamba." in name and name.endswith((".A_log", ".D")):
+        return {name: (-np.exp(values.astype(np.float64)) if "A_log" in name else values)[:, None]}
+    if case.gguf == "granitehybrid" and name.endswith("mamba.norm.weight"):
+        return {name: values[None]}
+    if case.gguf == "granitehybrid" and name.endswith(".dt_bias"):
+        return {name.replace(".dt_bias", ".dt_proj.bias"): values}
+    if case.gguf != "qwen3next":
+        return None
+    if name.endswith(".A_log"):
+        return {name: -np.exp(values.astype(np.float64)).astype(np.float32)}
+    if name.endswith(".dt_bias"):
+        return {name.replace(".dt_bias", ".dt_proj.bias"): values}
+    if name.endswith("shared_expert_gate.weight"):
+        return {name: values[0]}
+    if name.endswith(".in_proj_qkvz.weight"):
+        groups, key, value = (
+            f[f"linear_{size}"] for size in ("num_key_heads", "key_head_dim", "value_head_dim")
+        )
+        each = f["linear_num_value_heads"] // groups * value
+        cut = np.split(values.reshape(groups, -1, values.shape[1]), [key, 2 * key, 2 * key + each], axis=1)
+        q, k, v, z = (part.reshape(-1, values.shape[1]) for part in cut)
+        stem = name.removesuffix("qkvz.weight")
+        return {f"{stem}qkv.weight": np.concatenate([q, k, v]), f"{stem}z.weight": z}
+    if ".mlp.experts." in name:
+        stem = name.rpartition(".")[0]
+        if name.endswith("down_proj"):
+            return {f"{stem}.down_proj.weight": values}
+        gate, up = np.split(values, 2, axis=1)
+        return {f"{stem}.gate_proj.weight": gate, f"{stem}.up_proj.weight": up}
+    return None
 
 
 def _gpt_oss_experts(name: str, values: np.ndarray) -> Arrays:

@@ -20,7 +20,9 @@ def local_ranks(
     """By the default plans of this machine. more: further options."""
     machine = read_machine()
     plans: dict[Any, Any] = {phase: default_plan(machine, phase) for phase in ("prefill", "decode")}
-    options = RankOptions(KvSettings(kv_slots, kv_format), max_batch_tokens=1024, max_sequences=sequences)
+    options = RankOptions(
+        KvSettings(kv_slots, kv_format, states=sequences), max_batch_tokens=1024, max_sequences=sequences
+    )
     return LocalRanks(model, plans, replace(options, **more))
 
 

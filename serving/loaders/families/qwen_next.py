@@ -1,0 +1,180 @@
+"""Qwen 3 Next and Qwen 3.5: the gated delta rule in three of four layers, gated attention in the others.
+
+Most are mixtures with an expert that all tokens share, whose part has a gate of its own. In Qwen 3 Next the
+products of a layer with a state are one tensor, key head by key head; in Qwen 3.5 they are apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.families.family import Family, Get, Names, OtherForm, TensorCut
+from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
+from phasewise.serving.loaders.families.reading import experts_of, must_be_off, state_layer_types
+from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.state_layers import DELTA, StateLayers
+
+LINEAR = "linear_attention"
+INTERVAL = 4
+
+
+def _dense(get: Get, config: ModelConfig) -> ModelConfig:
+    must_be_off(get, "attention_bias")
+    if get("layer_types", list) is None:
+        layers = _all_but_every(get("full_attention_interval", int, INTERVAL), config.n_layers)
+    else:
+        layers = state_layer_types(get, config, LINEAR)
+    state = StateLayers(
+        DELTA,
+        layers,
+        get("linear_conv_kernel_dim", int, 4),
+        get("linear_num_value_heads", int, 32),
+        get("linear_num_key_heads", int, 16),
+        get("linear_key_head_dim", int, 128),
+        get("linear_value_head_dim", int, 128),
+    )
+    return replace(config, qk_norm=True, gated_attention=True, state=state if layers else None)
+
+
+def _all_but_every(interval: int, n_layers: int) -> tuple[int, ...]:
+    if interval < 1:
+        raise ModelError(f"attention comes every {interval} layers: 1 or more expected")
+    return tuple(layer for layer in range(n_layers) if (layer + 1) % interval)
+
+
+def _mixture(get: Get, config: ModelConfig) -> ModelConfig:
+    must_be_off(get, "mlp_only_layers")
+    if get("decoder_sparse_step", int, 1) != 1:
+        must_be_off(get, "decoder_sparse_step")
+    shared = get("shared_expert_intermediate_size", int, 512)
+    experts = experts_of(
+        get, "num_experts", "num_experts_per_tok", get("norm_topk_prob", bool, True), shared_ffn=shared
+    )
+    experts = replace(experts, shared_gate=shared > 0)
+    return replace(_dense(get, config), experts=experts, ffn=get("moe_intermediate_size", int, 512))
+
+
+def _dense_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    layers = _all_but_every(get("full_attention_interval", int, INTERVAL), config.n_layers)
+    heads, inner = get("ssm.time_step_rank", int, 0), get("ssm.inner_size", int, 0)
+    if not heads or inner % heads:
+        raise ModelError(f"the GGUF metadata gives {inner} values for {heads} heads of layers with a state")
+    state = StateLayers(
+        DELTA,
+        layers,
+        get("ssm.conv_kernel", int, 4),
+        heads,
+        get("ssm.group_count", int, 0),
+        get("ssm.state_size", int, 0),
+        inner // heads,
+    )
+    return replace(config, qk_norm=True, gated_attention=True, state=state)
+
+
+def _mixture_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    width = get("expert_feed_forward_length", int, config.ffn)
+    shared = get("expert_shared_feed_forward_length", int, width)
+    experts = experts_of(get, "expert_count", "expert_used_count", normalised=True, shared_ffn=shared)
+    experts = replace(experts, shared_gate=True)
+    return replace(_dense_gguf(get, config), experts=experts, ffn=width)
+
+
+_STATE: Names = {
+    "linear_attn.conv1d.weight": OtherForm("taps"),
+    "linear_attn.A_log": OtherForm("rates", negated_exponential=True),
+    "linear_attn.dt_bias": "time_offsets",
+    "linear_attn.norm.weight": "state_scale",
+    "linear_attn.out_proj.weight": "o",
+    "self_attn.q_proj.weight": TensorCut(("q", "attn_gate"), turns="n_heads"),
+}
+_IN_ONE: Names = {
+    "linear_attn.in_proj_qkvz.weight": TensorCut(
+        ("state_q", "state_k", "state_v", "state_gate"), turns="groups"
+    ),
+    "linear_attn.in_proj_ba.weight": TensorCut(("state_b", "state_a"), turns="groups"),
+}
+_APART: Names = {
+    "linear_attn.in_proj_qkv.weight": TensorCut(("state_q", "state_k", "state_v")),
+    "linear_attn.in_proj_z.weight": "state_gate",
+    "linear_attn.in_proj_b.weight": "state_b",
+    "linear_attn.in_proj_a.weight": "state_a",
+}
+_EXPERTS: Names = {
+    "mlp.gate.weight": "router",
+    "mlp.shared_expert.gate_proj.weight": "gate",
+    "mlp.shared_expert.up_proj.weight": "up",
+    "mlp.shared_expert.down_proj.weight": "down",
+    "mlp.shared_expert_gate.weight": "shared_gate",
+}
+_EXPERTS_EACH: Names = {
+    "mlp.experts.{e}.gate_proj.weight": "experts.{e}.gate",
+    "mlp.experts.{e}.up_proj.weight": "experts.{e}.up",
+    "mlp.experts.{e}.down_proj.weight": "experts.{e}.down",
+}
+_EXPERTS_STACKED: Names = {
+    "mlp.experts.gate_up_proj": TensorCut(("gate", "up"), of_experts=True),
+    "mlp.experts.down_proj": TensorCut(("down",), of_experts=True),
+}
+_GGUF: Names = {
+    "ssm_conv1d.weight": OtherForm("taps"),
+    "ssm_a": OtherForm("rates"),
+    "ssm_dt.bias": "time_offsets",
+    "ssm_norm.weight": "state_scale",
+    "ssm_out.weight": "o",
+    "attn_q.weight": TensorCut(("q", "attn_gate"), turns="n_heads"),
+    "attn_qkv.weight": TensorCut(("state_q", "state_k", "state_v")),
+    "attn_gate.weight": "state_gate",
+    "post_attention_norm.weight": "ffn_norm",
+}
+_GGUF_NEXT: Names = {
+    "ssm_in.weight": TensorCut(("state_q", "state_k", "state_v", "state_gate"), turns="groups"),
+    "ssm_ba.weight": TensorCut(("state_b", "state_a"), turns="groups"),
+}
+_GGUF_SHARED: Names = {
+    **GGUF_EXPERTS,
+    "ffn_gate_shexp.weight": "gate",
+    "ffn_up_shexp.weight": "up",
+    "ffn_down_shexp.weight": "down",
+    "ffn_gate_inp_shexp.weight": OtherForm("shared_gate", vector=False),
+}
+_DEFAULTS: dict[str, Any] = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "max_position_embeddings": 32768,
+}
+_MIXTURE_DEFAULTS = {**_DEFAULTS, "num_experts": 512, "num_experts_per_tok": 10, "intermediate_size": 5632}
+
+QWEN3_NEXT = Family(
+    "qwen3next",
+    hf=("qwen3_next",),
+    gguf=("qwen3next",),
+    from_hf=_mixture,
+    from_gguf=_mixture_gguf,
+    hf_names={**_STATE, **_IN_ONE, **_EXPERTS, **_EXPERTS_EACH, **_EXPERTS_STACKED},
+    gguf_names={**_GGUF, **_GGUF_NEXT, **_GGUF_SHARED},
+    hf_defaults=_MIXTURE_DEFAULTS,
+    hf_ignored=("mtp.",),
+    hf_unit_norms=True,
+)
+QWEN3_5 = Family(
+    "qwen35",
+    hf=("qwen3_5", "qwen3_5_text"),
+    from_hf=_dense,
+    hf_names={**_STATE, **_APART},
+    hf_defaults=_DEFAULTS,
+    hf_text_prefixes=("model.language_model.",),
+    hf_ignored=("mtp.", "model.visual."),
+    hf_unit_norms=True,
+)
+QWEN3_5_MOE = Family(
+    "qwen35moe",
+    hf=("qwen3_5_moe", "qwen3_5_moe_text"),
+    from_hf=_mixture,
+    hf_names={**_STATE, **_APART, **_EXPERTS, **_EXPERTS_EACH, **_EXPERTS_STACKED},
+    hf_defaults={**_MIXTURE_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8},
+    hf_text_prefixes=("model.language_model.",),
+    hf_ignored=("mtp.", "model.visual."),
+    hf_unit_norms=True,
+)

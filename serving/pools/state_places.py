@@ -1,0 +1,109 @@
+"""Places for states: of layers that keep, in place of keys and values, a state of constant size for each
+sequence.
+
+A place is free, belongs to a request, is set aside for a copy that the step under way makes, or holds such a
+copy ("kept"). Copies that were used longest ago give way to requests: they cost nobody a place. Integers
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from phasewise._words import counted
+
+
+class StatesError(AssertionError):
+    """Places were misused or have lost count: a bug, never a user's mistake."""
+
+
+class StatePlaces:
+    """All places, and whose each is. first_slot: by which copies name the first of them."""
+
+    def __init__(self, n_places: int, first_slot: int) -> None:
+        self.n_places = n_places
+        self.first_slot = first_slot
+        self.on_loss: Callable[[int], None] = lambda place: None
+        """Is told of a place that holds no copy any more, because another needs it."""
+        self._free = list(range(n_places - 1, -1, -1))
+        self._owned: dict[str, int] = {}
+        self._set_aside: set[int] = set()
+        self._kept: dict[int, None] = {}  # the one used longest ago first
+
+    @property
+    def n_spare(self) -> int:
+        """Places that could be set aside now."""
+        return len(self._free) + len(self._kept)
+
+    @property
+    def has_free(self) -> bool:
+        return bool(self._free)
+
+    def give(self, owner: str) -> int | None:
+        """A place for a request; None where requests have all."""
+        place = self._take()
+        if place is not None:
+            self._owned[owner] = place
+        return place
+
+    def place_of(self, owner: str) -> int:
+        return self._owned[owner]
+
+    def return_of(self, owner: str) -> None:
+        """The request has ended: its place is free, unless it was kept."""
+        place = self._owned.pop(owner, None)
+        if place is not None:
+            self._free.append(place)
+
+    def set_aside(self) -> int:
+        """A place for a copy. StatesError where none is spare."""
+        place = self._take()
+        if place is None:
+            raise StatesError("no place for a copy of a state is spare")
+        self._set_aside.add(place)
+        return place
+
+    def keep(self, place: int) -> None:
+        """A copy that the step has written to a place set aside stays there while it can."""
+        self._set_aside.remove(place)
+        self._kept[place] = None
+
+    def keep_of(self, owner: str) -> int:
+        """The state in the place of a request stays there while it can; the request has none any more."""
+        place = self._owned.pop(owner)
+        self._kept[place] = None
+        return place
+
+    def swap(self, owner: str, place: int) -> None:
+        """The request goes on from a copy that was set aside; its own place is free."""
+        self._set_aside.remove(place)
+        self._free.append(self._owned[owner])
+        self._owned[owner] = place
+
+    def put_back(self, place: int) -> None:
+        """A place that was set aside is not needed."""
+        self._set_aside.remove(place)
+        self._free.append(place)
+
+    def use(self, place: int) -> None:
+        """A copy is used: it is the last to give way."""
+        del self._kept[place]
+        self._kept[place] = None
+
+    def free(self, place: int) -> None:
+        """A copy is of no more use."""
+        del self._kept[place]
+        self._free.append(place)
+
+    def check(self) -> None:
+        """StatesError unless every place is one thing."""
+        places = [*self._free, *self._owned.values(), *self._set_aside, *self._kept]
+        if sorted(places) != list(range(self.n_places)):
+            raise StatesError(f"of {counted(self.n_places, 'place')} for states: {sorted(places)}")
+
+    def _take(self) -> int | None:
+        if not self._free and self._kept:
+            oldest = next(iter(self._kept))
+            self.free(oldest)
+            self.on_loss(oldest)
+        return self._free.pop() if self._free else None

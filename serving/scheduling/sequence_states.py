@@ -1,0 +1,198 @@
+"""The scheduler's part in states: which place a sequence goes on from, and which copies its steps make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from phasewise._words import counted
+from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
+from phasewise.serving.pools.contract import Placement
+from phasewise.serving.pools.state_places import StatePlaces
+from phasewise.serving.scheduling.prefixes import NOTHING, PrefixIndex, PrefixSource, copies_between
+from phasewise.serving.scheduling.request import LiveSequence
+from phasewise.serving.scheduling.scheduler_terms import SchedulerError
+from phasewise.serving.scheduling.state_index import Keeps, StateIndex
+
+Brought = tuple[int, list[KvCopy]]
+"""Tokens whose keys, values and state are had by these copies."""
+
+
+class SequenceStates:
+    """States of the sequences of one scheduler; without an index of prefixes none is kept for others."""
+
+    def __init__(self, places: StatePlaces, prefixes: PrefixIndex | None) -> None:
+        self._places = places
+        self._index = None if prefixes is None else StateIndex(places, prefixes)
+        self._most_drafts = 0
+
+    def start(self, sequence: LiveSequence, placement: Placement, prefixes: PrefixIndex) -> Brought | None:
+        """All that a sequence takes over as it begins to write its block; None: more soon will be there."""
+        owner, token_ids, space = sequence.request_id, sequence.token_ids, sequence.request.cache_space
+        runs = sequence.runs
+        assert runs is not None
+        assert self._index is not None
+        known = self._index.find(token_ids, runs, space) if sequence.request.takes_over else None
+        if known is not None and 2 * (known.n_coming - known.n_ready) >= len(token_ids) - known.n_ready:
+            return None
+        prefixes.start(owner, (token_ids, runs), placement, space)
+        self._index.plan(owner, token_ids, runs, space)
+        return (0, []) if known is None else self._index.copies(known, placement)
+
+    def keeps(self, sequence: LiveSequence, n_tokens: int) -> Keeps:
+        """The copies that a prefill step of so many tokens makes."""
+        if self._index is None:
+            return ()
+        begin = sequence.n_computed
+        return self._index.keeps(sequence.request_id, begin, begin + n_tokens)
+
+    def share_for_drafts(self, n_sequences: int) -> None:
+        """Spare places are for drafts of so many sequences alike: each has a copy of its state."""
+        self._most_drafts = self._places.n_spare // n_sequences
+
+    @property
+    def most_drafts(self) -> int:
+        """The most drafts of each sequence."""
+        return self._most_drafts
+
+    def keeps_before_drafts(self, piece: SequenceSlice, n_drafts: int) -> Keeps:
+        """Copies of the state before each draft, which may be wrong."""
+        return tuple((piece.start + 1 + i, self._places.set_aside()) for i in range(n_drafts))
+
+    def computed(self, sequence: LiveSequence, piece: SequenceSlice, n_run: int) -> int | None:
+        """The step has made its copies, `n_run` tokens came of it. The place that the sequence goes on
+        from."""
+        owner = sequence.request_id
+        if not piece.n_drafted:
+            if self._index is not None:
+                self._index.computed(owner, piece.keeps)
+            return piece.state
+        for position, place in piece.keeps:
+            if position == piece.start + n_run:
+                self._places.swap(owner, place)
+            else:
+                self._places.put_back(place)
+        return self._places.place_of(owner)
+
+    def put_back(self, piece: SequenceSlice) -> None:
+        """Nobody needs the copies of a step."""
+        for _, place in piece.keeps:
+            self._places.put_back(place)
+
+    def ended(self, sequence: LiveSequence, source: PrefixSource | None, *, is_computed: bool) -> None:
+        """A sequence gives its block back. is_computed: no step of it is under way, so that its state is that
+        after the tokens of `source`."""
+        if self._index is not None:
+            self._index.ended(sequence.request_id, source if is_computed else None)
+
+    def forget(self, source: PrefixSource | None) -> None:
+        """Nothing that a sequence wrote is known to be there."""
+        if self._index is not None:
+            self._index.forget(source)
+
+    def clear(self) -> None:
+        """All states are lost, or nobody knows where their keys and values are."""
+        if self._index is not None:
+            self._index.clear()
+
+
+def take_over(
+    sequence: LiveSequence,
+    placement: Placement,
+    prefixes: PrefixIndex,
+    states: SequenceStates | None,
+    window: int,
+) -> Brought | None:
+    """All that a sequence takes over from others as it begins its block; None: they will soon have
+    more."""
+    if states is not None:
+        return states.start(sequence, placement, prefixes)
+    token_ids, space, runs = sequence.token_ids, sequence.request.cache_space, sequence.runs
+    assert runs is not None
+    match = prefixes.find(token_ids, runs, space) if sequence.request.takes_over else NOTHING
+    if 2 * (match.n_coming - match.n_ready) >= len(token_ids) - match.n_ready:
+        return None
+    prefixes.start(sequence.request_id, (token_ids, runs), placement, space)
+    if match.source is None:
+        return 0, []
+    return copies_between(match.source, placement, match.n_ready, window)
+
+
+def go_on(
+    sequence: LiveSequence,
+    piece: SequenceSlice,
+    n_run: int,
+    states: SequenceStates | None,
+    prefixes: PrefixIndex | None,
+) -> None:
+    """A step of a sequence is computed, `n_run` tokens came of it: it goes on from the state after them."""
+    if states is None or sequence.placement is None:
+        return
+    state = states.computed(sequence, piece, n_run)
+    if state != sequence.placement.state:
+        sequence.placement = sequence.placement._replace(state=state)
+        if prefixes is not None:
+            prefixes.moved(sequence.request_id, sequence.placement)
+
+
+def put_back(states: SequenceStates | None, pieces: Iterable[SequenceSlice]) -> None:
+    """Nobody needs the copies of states that a step made."""
+    if states is not None:
+        for piece in pieces:
+            states.put_back(piece)
+
+
+def forget(sequence: LiveSequence, states: SequenceStates | None, prefixes: PrefixIndex | None) -> None:
+    """Nothing that the sequence wrote is known to be there."""
+    if prefixes is not None:
+        if states is not None:
+            states.forget(prefixes.source(sequence.request_id))
+        prefixes.drop(sequence.request_id)
+
+
+def leave(
+    sequence: LiveSequence,
+    states: SequenceStates | None,
+    prefixes: PrefixIndex | None,
+    *,
+    is_computed: bool,
+) -> None:
+    """A sequence is about to give its block back, of which others may take over what it has computed.
+
+    is_computed: no step of it is under way.
+    """
+    if prefixes is None:
+        return
+    if sequence.is_restored:
+        prefixes.drop(sequence.request_id)
+    elif sequence.has_started:
+        source = prefixes.retire(sequence.request_id, sequence.token_ids[: sequence.n_computed])
+        if states is not None:
+            states.ended(sequence, source, is_computed=is_computed)
+
+
+def room_for_drafts(sequence: LiveSequence, states: SequenceStates | None) -> int:
+    """As many as its block has slots for, as the tokens that it may still get after one more, and as its
+    share of spare places for states.
+    """
+    request, placement = sequence.request, sequence.placement
+    if placement is None or request.prefill_only:
+        return 0
+    most = min(placement.n_slots, request.most_tokens - 1) - sequence.n_tokens
+    return most if states is None else min(most, states.most_drafts)
+
+
+def with_drafts(
+    batch: Batch,
+    sequences: Sequence[LiveSequence],
+    drafts: Sequence[Sequence[int]],
+    states: SequenceStates | None,
+) -> Batch:
+    """A decode batch, each slice with its drafts behind its token. SchedulerError: more than have room."""
+    slices = []
+    for sequence, piece, draft in zip(sequences, batch.slices, drafts, strict=True):
+        if len(draft) > room_for_drafts(sequence, states):
+            raise SchedulerError(f"{counted(len(draft), 'draft')} for {sequence}")
+        keeps = () if states is None else states.keeps_before_drafts(piece, len(draft))
+        tokens = (*piece.token_ids, *draft)
+        slices.append(piece._replace(token_ids=tokens, n_drafted=len(draft), keeps=keeps))
+    return batch._replace(slices=tuple(slices))

@@ -1,0 +1,181 @@
+"""Convolutions and recurrences of a program beside float64; their bits for any cut, team and ISA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from phasewise.cython_kernels import isa, packing
+from phasewise.serving.batch import SequenceSlice
+from tests.support.tiers import isas
+
+native = pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
+
+VOCAB, ROWS, PLACES = 64, 48, 6
+U = 2.0**-24
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int = 6
+    groups: int = 3
+    key_dim: int = 13
+    value_dim: int = 21
+    erases: bool = True
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.groups * self.key_dim, self.heads * self.value_dim
+
+
+def _program(width: int, outputs: int, team: int = 1) -> native.Program:
+    shape = {"n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 16, "hidden": width, "ffn": 16}
+    shape |= {"vocab": VOCAB, "norm_eps": 1e-6, "outputs": outputs}
+    room = {"kv_slots": 256, "max_tokens": ROWS, "max_slices": 4, "max_logit_rows": ROWS, "max_threads": team}
+    return native.Program(shape, {**room, "kv_format": "f32", "state_places": PLACES}, np.empty(0))
+
+
+def _table(width: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((VOCAB, width)).astype(np.float32)
+
+
+def _convolution(table: np.ndarray, taps: np.ndarray, *, gates_rows: bool, silu: bool) -> native.Program:
+    width, channels = table.shape[1], len(taps)
+    program = _program(width, channels)
+    program.embed(packing.pack_dense(table, "f32"), 0, width)
+    out = ROWS * width
+    program.convolve(taps, 0, width, out, channels, gates_rows=gates_rows, silu=silu)
+    program.seal(out)
+    return program
+
+
+RATES = np.linspace(-2.0, -0.05, 6).astype(np.float32)
+OFFSETS = np.linspace(-3.0, 2.0, 6).astype(np.float32)
+
+
+def _recurrence(table: np.ndarray, shape: Shape, team: int = 1) -> native.Program:
+    """Rows of the table: queries, keys, values, what factors and time steps are of."""
+    width, (keys, values) = table.shape[1], shape.widths
+    program = _program(width, values, team)
+    program.embed(packing.pack_dense(table, "f32"), 0, width)
+    gates, out = ROWS * width, ROWS * (width + 2 * shape.heads)
+    at = 2 * keys + values
+    normalised = (0, width, 0, keys) if shape.erases else None
+    program.state_gates(
+        shape, at, width, gates, 2 * shape.heads, RATES, OFFSETS, (0.001, 5.0), normalised=normalised
+    )
+    program.recur(shape, 0, width, out, values, (gates, 2 * shape.heads), (0, keys, 2 * keys))
+    program.seal(out)
+    return program
+
+
+def _run(
+    program: native.Program, tokens: list[int], cuts: list[int], team: native.Team, **keep: int
+) -> np.ndarray:
+    """Rows of every token, the sequence being cut into steps."""
+    rows, start = [], 0
+    for end in [*cuts, len(tokens)]:
+        piece = SequenceSlice(tokens[start:end], start, 0, True, state=2, **keep)
+        n = program.run(team, [piece], every_row=True)
+        rows.append(np.asarray(program)[:n].copy())
+        start = end
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("gates_rows", [False, True])
+def test_a_convolution_is_that_of_float64(gates_rows: bool) -> None:
+    channels, n_taps, tokens = 37, 4, list(range(20))
+    table, taps = _table(3 * channels if gates_rows else channels, 1), _table(channels, 2)[:n_taps].T.copy()
+    x = table[tokens].astype(np.float64)
+    gate, x = (
+        (x[:, channels : 2 * channels], x[:, :channels] * x[:, 2 * channels :]) if gates_rows else (1.0, x)
+    )
+    padded = np.concatenate([np.zeros((n_taps - 1, channels)), x])
+    windows = np.stack([padded[i : i + len(tokens)] for i in range(n_taps)])
+    expected = (windows * taps.T[:, None]).sum(0) * gate
+    bound = (n_taps + 3) * U * (np.abs(windows * taps.T[:, None]).sum(0) * np.abs(gate))
+    for name in isas():
+        with isa.using(name):
+            found = _run(
+                _convolution(table, taps, gates_rows=gates_rows, silu=False),
+                tokens,
+                [3, 4],
+                native.Team(None, 1),
+            )
+        assert (np.abs(found - expected) <= bound).all(), name
+
+
+def _reference(table: np.ndarray, tokens: list[int], shape: Shape) -> np.ndarray:
+    keys, values = shape.widths
+    rows, state = [], np.zeros((shape.heads, shape.key_dim, shape.value_dim))
+    for row in table[tokens].astype(np.float64):
+        q, k = (row[at : at + keys].reshape(shape.groups, -1) for at in (0, keys))
+        v, rest = row[2 * keys : 2 * keys + values].reshape(shape.heads, -1), row[2 * keys + values :]
+        if shape.erases:
+            q, k = (x / np.sqrt((x * x).sum(1, keepdims=True) + 1e-6) for x in (q, k))
+            q = q / np.sqrt(shape.key_dim)
+        q, k = (np.repeat(x, shape.heads // shape.groups, axis=0) for x in (q, k))
+        step = np.clip(np.logaddexp(0, rest[-shape.heads :] + OFFSETS), 0.001, 5.0)
+        factor = 1 / (1 + np.exp(-rest[: shape.heads])) if shape.erases else step
+        state = state * np.exp(RATES * step)[:, None, None]
+        kept = np.einsum("hkv,hk->hv", state, k) if shape.erases else 0
+        state = state + k[:, :, None] * ((v - kept) * factor[:, None])[:, None]
+        rows.append(np.einsum("hkv,hk->hv", state, q).reshape(-1))
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("erases", [True, False])
+def test_a_recurrence_is_that_of_float64_and_has_the_same_bits_however_it_is_cut(erases: bool) -> None:
+    shape, tokens = Shape(erases=erases), [int(t) for t in np.random.default_rng(3).integers(0, VOCAB, 40)]
+    keys, values = shape.widths
+    table = _table(2 * keys + values + (2 if erases else 1) * shape.heads, 4)
+    expected, bits = _reference(table, tokens, shape), set()
+    # Every step adds (key_dim / 4 + 6) u of the largest state, and so does what is read of it.
+    bound = len(tokens) * (shape.key_dim / 4 + 12) * U * np.abs(expected).max() * shape.key_dim
+    for name in isas():
+        with isa.using(name):
+            for size, cuts in ((1, []), (1, list(range(1, 40))), (3, [7, 8, 30])):
+                found = _run(_recurrence(table, shape, size), tokens, cuts, native.Team(None, size))
+                assert np.abs(found - expected).max() <= bound, name
+                bits.add(found.tobytes())
+
+    assert len(bits) == 1
+
+
+def test_a_sequence_goes_on_from_a_state_that_a_step_has_kept() -> None:
+    shape, tokens = Shape(), list(range(30))
+    keys, values = shape.widths
+    table, team = _table(2 * keys + values + 2 * shape.heads, 5), native.Team(None, 2)
+    program = _recurrence(table, shape, 2)
+    whole = _run(program, tokens, [], team)
+    first = SequenceSlice(tokens[:20], 0, 0, True, state=0, keeps=((7, 4), (15, 5), (20, 3)))
+    program.run(team, [first], every_row=True)
+    for position, place in first.keeps:
+        program.copy_kv(team, 256 + place, 256 + 1, 1)
+        n = program.run(team, [SequenceSlice(tokens[position:], position, 0, True, state=1)], every_row=True)
+        assert np.asarray(program)[:n].tobytes() == whole[position:].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("places", "keeps", "what"),
+    [
+        ((0, 0), (), "share a place"),
+        ((0, PLACES), (), "no place"),
+        ((0, 1), ((1, 1),), "share a place"),
+        ((0, 1), ((3, 2),), "not there"),
+        ((0, 1), ((2, 2), (1, 3)), "not there"),
+    ],
+)
+def test_a_step_with_places_that_cannot_be_is_refused(
+    places: tuple[int, int], keeps: tuple[tuple[int, int], ...], what: str
+) -> None:
+    program = _convolution(_table(20, 6), _table(20, 7)[:3].T.copy(), gates_rows=False, silu=True)
+    slices = [
+        SequenceSlice([1, 2], 0, 0, True, state=places[0], keeps=keeps),
+        SequenceSlice([3], 0, 64, True, state=places[1]),
+    ]
+
+    with pytest.raises(ValueError, match=what):
+        program.run(native.Team(None, 1), slices, every_row=True)

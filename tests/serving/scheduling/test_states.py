@@ -1,0 +1,168 @@
+"""States of sequences: every step goes on from what its tokens left, whatever was kept, evicted or
+refused."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from phasewise.serving.batch import Batch, KvCopy
+from phasewise.serving.pools.contract import PoolSettings
+from phasewise.serving.pools.opening import POLICIES, open_pool
+from phasewise.serving.pools.state_places import StatePlaces
+from phasewise.serving.pools.states import StatefulPool
+from phasewise.serving.scheduling.request import Request
+from phasewise.serving.scheduling.scheduler import Scheduler
+from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
+from tests.support.tiers import n_examples
+
+SLOTS, STOP = 512, 0
+
+
+class Memory:
+    """The contents: of a slot the tokens up to its own, of a place those that its state is
+    after."""
+
+    def __init__(self, n_slots: int, n_places: int) -> None:
+        self.slots: list[tuple[int, ...] | None] = [None] * (n_slots + n_places)
+
+    def copy(self, copy: KvCopy) -> None:
+        source, target, n = copy
+        self.slots[target : target + n] = self.slots[source : source + n]
+
+    def run(self, batch: Batch, known: dict[str, tuple[int, ...]]) -> None:
+        """Compute a step, whose slices read what their sequences must have left."""
+        for copy in batch.copies:
+            self.copy(copy)
+        for piece, name in zip(batch.slices, batch.request_ids, strict=True):
+            before = known[name][: piece.start]
+            tokens = (*before, *piece.token_ids)
+            place = SLOTS + piece.state
+            assert piece.start == 0 or self.slots[place] == before, (name, piece)
+            for position in range(len(tokens)):
+                slot = (
+                    piece.slot_base + position
+                    if piece.table is None
+                    else piece.table[position // 128] + position % 128
+                )
+                if position < piece.start:
+                    assert self.slots[slot] == tokens[: position + 1], (name, position)
+                self.slots[slot] = tokens[: position + 1]
+            self.slots[place] = tokens
+            for position, keep in piece.keeps:
+                assert piece.start < position <= len(tokens)
+                self.slots[SLOTS + keep] = tokens[:position]
+
+
+def scheduler_of(n_places: int, policy: str = "odma", reuse: bool = True, sequences: int = 6) -> Scheduler:
+    pool = open_pool(policy, SLOTS, PoolSettings(longest_request=SLOTS))
+    limits = SchedulerLimits(SLOTS, max_batch_tokens=64, max_sequences=sequences, prefix_reuse=reuse)
+    return Scheduler(StatefulPool(pool, StatePlaces(n_places, SLOTS)), limits)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("n_places", [1, 2, 5, 12])
+def test_drawn_requests_go_on_from_their_own_tokens(policy: str, n_places: int) -> None:
+    rng = random.Random(f"{policy}{n_places}")
+    for _ in range(n_examples(8)):
+        _run_drawn(rng, scheduler_of(n_places, policy, reuse=rng.random() < 0.85), n_places)
+
+
+def _run_drawn(rng: random.Random, scheduler: Scheduler, n_places: int) -> None:
+    memory, known, spoken = Memory(SLOTS, n_places), {}, [()]
+    for turn in range(60):
+        for _ in range(rng.randrange(3)):
+            begin = rng.choice(spoken)[: rng.choice([5, 40, 300])]
+            prompt = (*begin, *(rng.randrange(1, 5) for _ in range(rng.choice([1, 3, 20, 60]))))
+            if len(prompt) + 30 < SLOTS:
+                name = f"{turn}.{rng.random()}"
+                scheduler.add(Request(name, prompt, rng.randrange(1, 30), frozenset({STOP})))
+                known[name] = prompt
+        if rng.random() < 0.1 and scheduler.request_ids():
+            scheduler.abort(rng.choice(scheduler.request_ids()))
+        batch = scheduler.next_batch(rng.choice([None, 7, 33]), rng.choice([None, 2]))
+        if batch is None:
+            for copy in scheduler.take_copies():
+                memory.copy(copy)
+            continue
+        if batch.phase == "decode" and rng.random() < 0.6:
+            rooms = scheduler.draft_rooms(batch)
+            drafts = [
+                [rng.randrange(1, 5) for _ in range(rng.randint(0, max(0, min(4, room.most))))]
+                for room in rooms
+            ]
+            batch = scheduler.extend(batch, drafts)
+        memory.run(batch, known)
+        if rng.random() < 0.05:
+            scheduler.discard(batch)
+            scheduler.check()
+            continue
+        runs = []
+        for piece in batch.slices:
+            if not piece.wants_logits:
+                continue
+            right = rng.randint(0, piece.n_drafted)
+            run = (*piece.token_ids[len(piece.token_ids) - piece.n_drafted :][:right], rng.randrange(0, 5))
+            runs.append(run)
+        for out in scheduler.commit_runs(batch, runs):
+            known[out.request_id] += (out.token_id,)
+            if out.finish_reason is not None:
+                spoken.append(known[out.request_id])
+        scheduler.check()
+
+
+def _answer(
+    scheduler: Scheduler, memory: Memory, prompt: tuple[int, ...], n_tokens: int
+) -> tuple[tuple[int, ...], int]:
+    """A request alone: its tokens and how many were computed."""
+    name = f"request {len(prompt)}"
+    scheduler.add(Request(name, prompt, n_tokens))
+    known, n_computed = {name: prompt}, 0
+    while (batch := scheduler.next_batch()) is not None:
+        memory.run(batch, known)
+        n_computed += batch.n_tokens
+        for out in scheduler.commit(batch, [7 for piece in batch.slices if piece.wants_logits]):
+            known[name] += (out.token_id,)
+        scheduler.check()
+    return known[name], n_computed
+
+
+def test_every_turn_of_a_conversation_computes_its_new_tokens_alone() -> None:
+    scheduler, memory = scheduler_of(4), Memory(SLOTS, 4)
+    said: tuple[int, ...] = ()
+    for turn in range(8):
+        new = tuple(range(20 + turn))
+        before = len(said)
+        said, n_computed = _answer(scheduler, memory, (*said, *new), 9)
+
+        # The last token of the answer before was sampled and never computed.
+        assert n_computed == len(new) + 9 - 1 + (1 if before else 0)
+
+
+def test_equal_prompts_share_all_but_their_last_token() -> None:
+    scheduler, memory = scheduler_of(8), Memory(SLOTS, 8)
+    prompt = tuple(range(1, 101))
+    known = {f"{i}": prompt for i in range(3)}
+    for name in known:
+        scheduler.add(Request(name, prompt, 1))
+    n_computed = 0
+    while (batch := scheduler.next_batch()) is not None:
+        memory.run(batch, known)
+        n_computed += batch.n_tokens
+        scheduler.commit(batch, [7 for piece in batch.slices if piece.wants_logits])
+
+    assert n_computed == 100 + 2
+
+
+def test_a_client_does_not_find_the_states_of_another_space() -> None:
+    scheduler, memory = scheduler_of(8), Memory(SLOTS, 8)
+    prompt = tuple(range(1, 101))
+    for space in ("a", "b", "b"):
+        name = f"{space}{scheduler.counts.prefix_hits}"
+        scheduler.add(Request(name, prompt, 1, cache_space=space))
+        while (batch := scheduler.next_batch()) is not None:
+            memory.run(batch, {name: prompt})
+            scheduler.commit(batch, [7 for piece in batch.slices if piece.wants_logits])
+
+    assert (scheduler.counts.prefix_hits, scheduler.counts.prefix_tokens_reused) == (1, 99)
