@@ -124,5 +124,12 @@ class TeamAttention:
 
 def _slice(start: int, rows: int) -> Any:
     return SimpleNamespace(
-        token_ids=[0] * rows, start=start, slot_base=0, wants_logits=False, table=None, n_drafted=0, ring=None
+        token_ids=[0] * rows,
+        start=start,
+        slot_base=0,
+        wants_logits=False,
+        table=None,
+        n_drafted=0,
+        ring=None,
+        adapter=0,
     )

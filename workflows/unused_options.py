@@ -211,7 +211,7 @@ _SERVE = (
         instead="the folder has no keys and values of a draft model; use --draft lookup, or leave that out",
     ),
     Way(
-        "with --no-prefix-reuse",
+        "where no_prefix_reuse is set",
         _KEEPING,
         when=("--no-prefix-reuse",),
         instead="no prompt takes over what was computed; leave either out",

@@ -212,7 +212,7 @@ _RUNNING = option_set(
 _COMING = option_set(
     Residency,
     "Models that come and go",
-    models=_in_sight(
+    models=opt(
         "in place of MODEL: serve the GGUF files and Hugging Face directories of this folder, each "
         "loaded when a request names it",
         envvar="PHASEWISE_MODELS",

@@ -418,7 +418,7 @@ def test_help_lists_the_table() -> None:
 OF_OTHER_PROGRAMS = {
     *("--cpus", "--cpuset-cpus", "--health-cmd", "--stop-timeout"),
     *("--formats", "--kv-formats", "--help", "--target", "--offline"),
-    *("--no-index", "--find-links", "--only"),
+    *("--no-index", "--find-links", "--only", "--kl-divergence"),
 }
 """Flags in guides that are of containers, of pip, of scripts in the checkout, or of every command."""
 

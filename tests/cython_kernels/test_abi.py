@@ -27,6 +27,8 @@ UNTUNED = (
     "families/rows/layernorm.c",
     "families/limits.c",
     "families/ops.c",
+    "families/rows/low_rank.c",
+    "families/rows/recurrence.c",
     "families/rows/rmsnorm.c",
     "families/rows/rope.c",
     "families/slots.h",

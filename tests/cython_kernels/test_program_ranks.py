@@ -28,6 +28,7 @@ TWO_RANKS = ((1, 1), (1, 1))
 
 class OneToken:
     token_ids, start, slot_base, wants_logits, table, n_drafted, ring = (1,), 0, 0, True, None, 0, None
+    adapter = 0
 
 
 def program(teams: Any = TWO_RANKS, rank: int = 0, patience_s: float = 10.0, vocab: int = 20) -> Program:

@@ -46,7 +46,7 @@ def test_weights_reach_the_instance_s_loader_and_its_engine_whole(
         opened.append(weights)
         return open_under(plans, ref, weights, *rest)
 
-    def running(*arguments: Any) -> None:
+    def running(*arguments: Any, **_named: Any) -> None:
         multiplied.append({phase: (one.in_tiles, one.asked_choice) for phase, one in arguments[4].items()})
 
     monkeypatch.setattr(serve_instance, "open_under", opening)

@@ -239,11 +239,13 @@ class ThreeWhileAnswering(Pacing):
         super().__init__(1, 64)
         self.told: list[tuple[str, int]] = []
 
-    def observe(self, phase: Phase, n_tokens: int, duration_ns: int) -> None:
+    def observe(self, phase: Phase, n_tokens: int, duration_ns: int, n_in_shadow: int = 0) -> None:
         assert duration_ns > 0
+        assert n_in_shadow == 0
         self.told.append((phase, n_tokens))
 
-    def pace(self, n_answering: int) -> PacedStep:
+    def pace(self, n_answering: int, *, is_all_shadow: bool = False) -> PacedStep:
+        del is_all_shadow
         return PacedStep(3 if n_answering else 64)
 
 

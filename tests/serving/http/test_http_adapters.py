@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.http.http_settings import ServedModel
-from phasewise.serving.http.routes.app import _card
+from phasewise.serving.http.models.served_models import ListedModel
 from phasewise.serving.models.low_rank import Adapter
 from phasewise.serving.service import with_adapters
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
@@ -23,8 +23,9 @@ def test_adapters_are_named_by_their_model_and_alone_where_that_is_clear() -> No
     assert poet.names == ("tiny:poet", "models/tiny:poet", "poet")
     assert fake.names == ("tiny:fake", "models/tiny:fake")
     assert (poet.engine_id, poet.adapter, poet.parent) == ("tiny", "poet", "tiny")
-    assert _card(poet)["parent"] == "tiny"
-    assert "parent" not in _card(own)
+    cards = [ListedModel(one.model_id, one.names, 0, 0, None, one).card() for one in (poet, own)]
+    assert cards[0]["parent"] == "tiny"
+    assert "parent" not in cards[1]
 
 
 def test_each_adapter_has_a_fingerprint_of_its_own() -> None:
