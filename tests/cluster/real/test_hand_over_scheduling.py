@@ -57,7 +57,7 @@ def test_an_expected_request_has_a_block_and_does_not_run() -> None:
     batch, _ = turn(scheduler)
     assert batch is not None
     assert batch.phase == "decode"
-    assert [(piece.token_ids, piece.start) for piece in batch.slices] == [([7], 5)]
+    assert [(piece.token_ids, piece.start) for piece in batch.slices] == [((7,), 5)]
 
 
 def test_an_answer_of_one_token_ends_when_it_arrives() -> None:

@@ -145,7 +145,7 @@ def batches_of(
     line: WaitingLine,
 ) -> list[Batch]:
     scheduler = make(policy, n_slots=N_SLOTS, context=CONTEXT, sequences=sequences)
-    scheduler._waiting = line
+    scheduler._waiting = scheduler._admitter._waiting = line
     turns, batches, arriving = Turns(scheduler), [], list(requests)
     while arriving and at_once:
         scheduler.add(arriving.pop(0))
