@@ -82,7 +82,8 @@ def test_while_another_client_waits_none_holds_more_places_than_its_share(
         if arriving and step % every == 0:
             (n_prompt, n_answer), client = arriving.pop(0)
             asked[shared.add(client, n_prompt, n_answer)] = n_answer
-        shared.scheduler._admitter.admit(shared.scheduler._place, shared.scheduler._preempt)  # as the step does first
+        scheduler = shared.scheduler
+        scheduler._admitter.admit(scheduler._place, scheduler._preempt)  # as the step does first
         check_shares(shared)
         if shared.step(chunk) is None and not arriving:
             break
