@@ -186,8 +186,9 @@ def test_relu2_rounds_once_and_passes_nans() -> None:
 
 
 def test_models_may_ask_for_the_activations_that_kernels_have() -> None:
-    """A list for configs, which load without kernels, and the kernels' own."""
-    assert tuple(_native.GATES) == GATE_ACTIVATIONS
+    """A list for configs, which load without kernels, and the kernels' own. `logistic` gates what attention
+    and states give, and no feed-forward part."""
+    assert tuple(_native.GATES) == (*GATE_ACTIVATIONS, "logistic")
     assert tuple(_native.ACTIVATIONS) == PLAIN_ACTIVATIONS
 
 
