@@ -173,6 +173,15 @@ def test_gelu_gate_keeps_its_bound() -> None:
         assert (np.abs(got - want) <= (8 + 5 * np.abs(z)) * U * np.abs(want) + 1e-30).all()
 
 
+def test_logistic_gate_keeps_its_bound() -> None:
+    """As silu's, whose product with the gate itself is left out."""
+    for n in SIZES:
+        gate, up = row(n, 4, 20.0), row(n, 5)
+        want = exact(up) / (1 + np.exp(-exact(gate)))
+
+        assert (np.abs(_native.gated("logistic", gate, up) - want) <= 6 * U * np.abs(want)).all()
+
+
 def test_relu2_rounds_once_and_passes_nans() -> None:
     for n in SIZES:
         x, bias = row(n, 4, 4.0), row(n, 5)
