@@ -46,9 +46,9 @@ class TurnsOfOne:
         if kind.context is not None and n_tokens + request.output_tokens > kind.context:
             return None
         index = self._index + len(self._turns) // 2
-        text = kind.prompts.text(
-            index, shared + request.prompt_tokens, *(((_SHARED,), shared) if shared else ())
-        )
+        n_own = shared + request.prompt_tokens
+        blocks = ((_SHARED,), shared) if shared else ((), 0)
+        text = kind.prompts.text(index, n_own, *blocks)
         self._turns.append(text)
         return list(self._turns)
 

@@ -85,7 +85,8 @@ class _Merging:
     def __init__(
         self, source: ModelSource, family: Family, parts: dict[str, LowRank], dtype: MergedType
     ) -> None:
-        self._source, self._family, self._parts, self._dtype = source, family, parts, dtype
+        self._source, self._family, self._parts = source, family, parts
+        self._dtype: MergedType = dtype
         self.changed: set[str] = set()
 
     def tensors(self, opened: Shards, report: Report) -> Iterator[Tensor]:

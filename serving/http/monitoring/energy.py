@@ -27,7 +27,7 @@ class PhaseEnergy:
         self._read_s = time.monotonic()
         self._read_joules = 0.0
         self._step_s = dict.fromkeys(PHASES, 0.0)
-        self._joules = dict.fromkeys((*PHASES, IDLE), 0.0)
+        self._joules: dict[str, float] = dict.fromkeys((*PHASES, IDLE), 0.0)
 
     @property
     def is_measured(self) -> bool:
@@ -42,7 +42,7 @@ class PhaseEnergy:
         if not self.is_measured:
             return {}
         self._read(time.monotonic())
-        return dict(self._joules) if self.is_measured else {}
+        return {**self._joules} if self.is_measured else {}
 
     def sent(self, request: Submit, facts: RequestFacts) -> None:
         """No step yet."""
