@@ -86,10 +86,8 @@ def pack(
     if as_json:
         print_json(packed.to_json())
         return
-    say(
-        f"{packed.path}: {counted(packed.n_tokens, 'token')} of {packed.model}, {_mib(packed.n_bytes)}, "
-        f"keys and values in {packed.kv_format}, arithmetic {packed.arithmetic}"
-    )
+    say(f"{packed.path}: {counted(packed.n_tokens, 'token')} of {packed.model}, {_mib(packed.n_bytes)}")
+    say(f"keys and values in {packed.kv_format}, arithmetic {packed.arithmetic}")
 
 
 @app.command("list")

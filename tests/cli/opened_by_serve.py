@@ -168,6 +168,7 @@ class Boundary:
             (
                 model.name,
                 model.format,
+                [adapter.name for adapter in model.adapters],
                 plans,
                 size,
                 vars(text)["allow_special"],

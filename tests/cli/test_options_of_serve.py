@@ -389,7 +389,7 @@ def test_each_of_several_models_follows_what_is_said_of_models(places: Places, b
     run = boundary.serve(places.model, "--also", places.other, *flags)
     engines = only(run, "engine")
     assert len(engines) == 2
-    for _name, _format, _plans, size, _special, multiplied, drafter, _prefixes in engines:  # type: ignore[misc]
+    for _name, _format, _adapters, _plans, size, _special, multiplied, drafter, _ in engines:  # type: ignore[misc]
         assert drafter == "lookup"
         assert size["kv"]["format"] == "int8"
         assert multiplied == {"prefill": [True, "blocks"], "decode": [False, "blocks"]}

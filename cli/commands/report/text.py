@@ -21,7 +21,7 @@ MAX_WORD_CHARS = 22
 def print_worth(worth: Worth) -> None:
     """A machine after another: the whole model first, then products, then where nothing was gained."""
     if not worth.products and not worth.models:
-        say("Nothing was tuned yet: `phasewise tune-kernels MODEL` measures what it would gain.")
+        say("Nothing was tuned yet: `phasewise tune-kernels MODEL` measures the gain.")
     for machine_worth in worth_by_machine(worth):
         told = " (imported: measured elsewhere)" if machine_worth.is_imported else ""
         core = core_words(machine_worth.machine.core_sig).replace("+", " ")
