@@ -102,9 +102,10 @@ def list_(paths: PathsArgument, as_json: JsonOption = False) -> None:
     for one in found:
         say(
             f"{on_one_line(one.path)} {one.id}: {on_one_line(one.model or 'a model that it does not name')}, "
-            f"{counted(one.n_tokens, 'token')}, {_mib(one.n_bytes)}, {on_one_line(one.kv_format or '?')}, "
-            f"arithmetic {on_one_line(one.arithmetic or '?')}"
+            f"{counted(one.n_tokens, 'token')}, {_mib(one.n_bytes)}"
         )
+        form, arithmetic = on_one_line(one.kv_format or "?"), on_one_line(one.arithmetic or "?")
+        say(f"  keys and values in {form}, arithmetic {arithmetic}")
     if not found:
         note("nothing is kept there")
 
