@@ -90,9 +90,13 @@ def test_what_an_extra_has_is_no_dependency() -> None:
         ("aiohttp", "bench", ["bench", "serve", "http://127.0.0.1:9"]),
         ("aiohttp", "bench", ["bench", "embed", "http://127.0.0.1:9"]),
         ("tree_sitter", "kernels", ["kernels", "raise", "ir/samples/rmsnorm.c", "--function", "rmsnorm"]),
-        ("zmq", "pools", ["serve", "MODEL", "--prompt-pool", "0", "--token-pool", "1"]),
+        ("zmq", "pools", ["serve", "MODEL", "--port", "0", "--prompt-pool", "0", "--token-pool", "1"]),
         pytest.param(
-            *("ray", "ray", ["serve", "MODEL", "--cluster", "auto", "--prompt", "1x1", "--token", "1x1"]),
+            *(
+                "ray",
+                "ray",
+                ["serve", "MODEL", "--port", "0", "--cluster", "auto", "--prompt", "1x1", "--token", "1x1"],
+            ),
             marks=pytest.mark.slow,
         ),
         ("ray", "ray", ["cluster", "status"]),
