@@ -4,7 +4,7 @@
     python benchmarks/shadow_batches.py --load 0.5,0.7,0.9 --requests 1200
 
 The production scheduler runs on simulated time. A decode step of a machine takes `fixed + rows * each`, its
-prompts so much a token. Lengths are lognormal:220,0.5/160,0.5. Interactive requests come as a Poisson process,
+prompts so much a token. Lengths are lognormal:220,0.5/160,0.5. Interactive requests come as a Poisson process
 at a share of the closed loop's rate (64 clients); then the same ones again, beside a batch of which 64 lines
 are always in progress. Ratios: with the batch over without. Batch: its requests a second over the rest of the
 rate.
