@@ -2,8 +2,8 @@
 
     python benchmarks/adapters.py [MODEL] [--rank 16] [--targets q_proj,v_proj] [--adapters 8]
 
-Adapters of drawn numbers are written as PEFT saves them, and loaded as `serve --lora` loads them. Three programs
-take turns: the model without adapters, with them in every row, and with them while no row has one.
+Adapters of drawn numbers are written as PEFT saves them, and loaded as `serve --lora` loads them. In turns:
+the model without adapters, with one of its own in every row, and with them while no row has one.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ def targets() -> list[str]:
     """Every block type in a GGUF file; files of families and encoders; sparse matrices; a packed file."""
     families = [
         f"{name} {victim}"
-        for name in family_models.FAMILY_CASES
-        for victim in ("gguf", "config.json", "model.safetensors")
+        for name, case in family_models.FAMILY_CASES.items()
+        for victim in (*(("gguf",) if case.gguf else ()), "config.json", "model.safetensors")
     ]
     sparse = [*(f"{one} model.safetensors" for one in BITMASKS), "sparse packed"]
     encoders = [
