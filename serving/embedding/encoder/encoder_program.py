@@ -18,8 +18,6 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.models.forward import (
     PATIENCE_S,
     Capacity,
-    Linears,
-    Rows,
     build_program,
     into_ffn_parts,
     open_program,
@@ -28,6 +26,7 @@ from phasewise.serving.models.forward import (
     schedule_attention,
     weight_of,
 )
+from phasewise.serving.models.linears import Linears, Rows
 from phasewise.serving.models.packed_model import Encoder, PackedModel, Vector
 from phasewise.serving.processes.memory import check_memory
 

@@ -19,7 +19,8 @@ from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.cython_kernels.schedules import RowRange, ScheduleLookup
 from phasewise.serving.batch import SequenceSlice
 from phasewise.serving.errors import ModelError
-from phasewise.serving.models.forward import AUTO, Capacity, PlacedProduct, build_program, reschedule
+from phasewise.serving.models.forward import AUTO, Capacity, build_program, reschedule
+from phasewise.serving.models.linears import PlacedProduct
 from phasewise.serving.models.packed_model import Llama3Scaling, PackedModel, RopeSpec
 from tests.support.models.reference_forward import reference_logits, tiny_config, tiny_model
 from tests.support.tiers import examples, isas
