@@ -127,6 +127,8 @@ static void attend_tile(const pw_kv_head *head, const pw_queries *queries, int r
         if (queries->cap > 0)
             for (int r = 0; r < rows; ++r)
                 ISA(cap)((end_panel - panel) * PW_PANEL, queries->cap, first + r * PW_ROW_STRIDE, first + r * PW_ROW_STRIDE);
+        for (int r = 0; r < rows && queries->slopes; ++r)
+            lower_by_distance(queries, row + r, own[r], chunk, scores + r * PW_ROW_STRIDE);
     }
     weigh(scores, own, rows, all, out.top + row, out.sum + row);
     if (data->format != PW_KV_F32) values.wanted = queries->next_keys;

@@ -20,7 +20,7 @@ from phasewise.serving.embedding.protocol import Floats
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
-from phasewise.serving.models.packed_model import Embedding
+from phasewise.serving.models.encoding import Embedding
 
 _ADAPTER = "adapter_config.json"
 

@@ -120,6 +120,8 @@ def vector_lengths(config: ModelConfig, has_bias: bool) -> dict[str, int]:
             sizes = (config.ffn, config.ffn, config.hidden)
             layer |= {f"experts.{e}.{name}": size for name, size in zip(EXPERT_BIASES, sizes, strict=True)}
     lengths = {"final_norm": config.hidden}
+    if config.last_row_scores:
+        lengths["score_out"] = config.hidden
     for i in range(config.n_layers):
         mixing = attention
         if config.state is not None and config.keeps_state(i):

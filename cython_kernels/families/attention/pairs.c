@@ -243,9 +243,11 @@ static void attend_tile_pairs(const pw_kv_head *head, const pw_queries *queries,
         pair_matrix keys = {data->keys + before * pairs * PW_PANEL, PW_PANEL, pairs * PW_PANEL, row == 0 ? data->wanted : NULL};
         float *first = scores + panel * PW_PANEL - origin;
         pair_multiply(rows, panels, 1, pairs, (const char *)q, keys, data->key_units + before * PW_PANEL, first, PW_ROW_STRIDE);
-        for (int r = 0; r < rows && queries->cap > 0; ++r) {
-            ISA(scale)(panels * PW_PANEL, factors[r], first + r * PW_ROW_STRIDE);
-            ISA(cap)(panels * PW_PANEL, queries->cap, first + r * PW_ROW_STRIDE, first + r * PW_ROW_STRIDE);
+        for (int r = 0; r < rows && (queries->cap > 0 || queries->slopes); ++r) {
+            float *scored = first + r * PW_ROW_STRIDE;
+            ISA(scale)(panels * PW_PANEL, factors[r], scored);
+            if (queries->cap > 0) ISA(cap)(panels * PW_PANEL, queries->cap, scored, scored);
+            if (queries->slopes) lower_by_distance(queries, row + r, own[r], chunk, scores + r * PW_ROW_STRIDE);
             factors[r] = 1.0f;
         }
     }

@@ -50,6 +50,18 @@ static span mask_edges(float *scores, span own) {
     return vectors;
 }
 
+/* What a row sees of a chunk of scores, less `slope` for each position between: one rounding, |score| + slope distance
+ * times 2^-24. Lanes beyond what it sees are changed too, and thrown away later. */
+static void lower_by_distance(const pw_queries *queries, int row, span own, int64_t chunk, float *scores) {
+    static const float COUNT[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vf slope = v_set1(-queries->slopes[row]), steps = v_load(COUNT);
+    int64_t before = queries->positions[row] - chunk * PW_CHUNK;
+    for (int64_t j = own.begin / LANES * LANES; j < own.end; j += LANES) {
+        vf apart = v_sub(v_set1((float)(before - j)), steps);
+        v_store(scores + j, v_fma(slope, v_max(apart, v_sub(v_zero(), apart)), v_load(scores + j)));
+    }
+}
+
 static const float LOG2_E = 1.44269504f;
 
 /* Of each row the sixteens that hold what it sees, with edges masked (none: begin = end), and its largest score. */

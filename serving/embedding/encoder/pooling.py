@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Literal
+
 import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels._native import exponential
 from phasewise.serving.errors import StepFailed
-from phasewise.serving.models.packed_model import Embedding, PackedModel
+from phasewise.serving.models.encoding import Embedding
+from phasewise.serving.models.packed_model import PackedModel
 
 Floats = npt.NDArray[np.float32]
 
@@ -35,6 +39,37 @@ def truncated(vector: Floats, dimensions: int) -> Floats:
     return unit(vector[:dimensions])
 
 
+def as_int8(vector: Floats) -> npt.NDArray[np.int8]:
+    """The vector times 127 over its largest magnitude, rounded to even: of itself alone, so that company
+    changes nothing. Directions are kept, lengths are not.
+    """
+    wide = vector.astype(np.float64)
+    largest = float(np.abs(wide).max())
+    return np.rint(wide * (127 / largest) if largest > 0 else wide).astype(np.int8)
+
+
+def as_bits(vector: Floats) -> npt.NDArray[np.uint8]:
+    """A bit for each number, 1 where it is above 0, the first one the highest of its byte; the last byte is
+    filled up with 0 (sentence-transformers' "ubinary").
+    """
+    return np.packbits(vector > 0)
+
+
+def as_signed_bits(vector: Floats) -> npt.NDArray[np.int8]:
+    """The same bytes less 128 (sentence-transformers' and Cohere's "binary")."""
+    return (as_bits(vector).astype(np.int16) - 128).astype(np.int8)
+
+
+Precision = Literal["float", "int8", "binary", "ubinary"]
+PRECISIONS: dict[Precision, Callable[[Floats], npt.NDArray[Any]]] = {
+    "float": lambda vector: vector,
+    "int8": as_int8,
+    "binary": as_signed_bits,
+    "ubinary": as_bits,
+}
+"""What a vector may be written as."""
+
+
 def check_numbers(vector: Floats) -> None:
     """StepFailed where a vector, or one of several, is not finite: no client may take it for one."""
     if not np.isfinite(vector).all():
@@ -42,12 +77,14 @@ def check_numbers(vector: Floats) -> None:
 
 
 def score(row: Floats, model: PackedModel) -> float:
-    """The logit that a cross-encoder's head makes of the first token's row.
+    """The logit that a cross-encoder's head makes of the first token's row, or a decoder's of the last one's.
 
     Neither by BLAS nor by numpy's tanh, whose last bits depend on the CPU.
     """
     vectors = model.vectors
     wide = row.astype(np.float64)
+    if model.config.last_row_scores:
+        return float((vectors["score_out"] * wide).sum())
     dense = vectors["score_dense"].reshape(len(row), len(row))
     inner = _tanh((dense * wide).sum(axis=1) + vectors["score_dense_bias"])
     return float((vectors["score_out"] * inner).sum() + vectors["score_out_bias"][0])
