@@ -30,7 +30,7 @@ TEXTS = (
     "unusualwords naïve 北京 ☕ !?",
     "one two three four five six seven " * 2,
 )
-LONG = "a cat is not a dog, and seven of one, two or three unusual words. " * 12
+LONG = "a cat is not a dog, and seven of one, two or three unusual words. " * 9
 """More tokens than one chunk of attention holds."""
 PAIRS = (("the cat", "sat on a mat"), ("what is a dog?", "a dog is not a cat. " * 4), ("", "cat"))
 
