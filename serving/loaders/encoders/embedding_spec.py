@@ -72,7 +72,7 @@ def stated_prompts(directory: ModelDirectory) -> StatedPrompts:
     """The prompts of the directory, none where it names none. ModelError for what is no text."""
     fields, where = directory.json(SETTINGS) or {}, directory.path / SETTINGS
     prompts = field(fields, "prompts", dict) or {}
-    default = fields.get("default_prompt_name")
+    default = field(fields, "default_prompt_name", str)
     if len(prompts) > _MOST_PROMPTS:
         raise ModelError(f"{where} has {len(prompts)} prompts: at most {_MOST_PROMPTS} can be named")
     for name, text in prompts.items():

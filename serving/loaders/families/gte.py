@@ -13,7 +13,8 @@ from phasewise.serving.loaders.families.bert import BERT, EMBEDDING_NAMES, Encod
 from phasewise.serving.loaders.families.family import Get, Names, TensorCut
 from phasewise.serving.models.packed_model import LinearScaling, ModelConfig, RopeSpec
 
-_THETA = {"gte": 160_000.0, "new": 10_000.0}
+THEIR_GTE = "new"
+_THETA = {"gte": 160_000.0, THEIR_GTE: 10_000.0}
 _MOST_FACTOR = 1 << 20
 
 
@@ -21,7 +22,7 @@ def _from_hf(get: Get, config: ModelConfig) -> ModelConfig:
     kind = get("layer_norm_type", str, "layer_norm")
     if kind != "layer_norm":
         raise ModelError(f"config.json has layer_norm_type = {kind!r:.60}; layer_norm can run")
-    model_type: str = get("model_type", str, "new")
+    model_type: str = get("model_type", str, THEIR_GTE)
     fields = get("rope_parameters", dict) or get("rope_scaling", dict) or {}
     theta = fields.get("rope_theta")
     if type(theta) not in (int, float):
@@ -70,7 +71,7 @@ _NAMES: Names = {
 
 GTE = EncoderFamily(
     "gte",
-    ("new", "gte"),
+    (THEIR_GTE, "gte"),
     None,
     BERT.hf_layer,
     _NAMES,

@@ -54,7 +54,7 @@ class EncoderCase:
 
 
 LONG_CONTEXT, LONG_TOKENS = 352, 320
-_SIZES = {
+SIZES = {
     "hidden_size": HIDDEN,
     "intermediate_size": FFN,
     "num_hidden_layers": LAYERS,
@@ -281,7 +281,7 @@ def _shapes(name: str) -> dict[str, tuple[int, ...]]:
         return _qwen3_shapes(n_tokens)
     if name == "modernbert":
         return _modernbert_shapes(n_tokens)
-    f = {**_SIZES, **case.config}
+    f = {**SIZES, **case.config}
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (n_tokens, HIDDEN),
         "embeddings.token_type_embeddings.weight": (f.get("type_vocab_size", 2), HIDDEN),
@@ -415,7 +415,7 @@ def write_encoder(folder: Path, name: str, changes: Mapping[str, Any] | None = N
     """The model's directory. changes: fields of config.json."""
     case = CASES[name]
     n_tokens = len(pieces()) if has_pieces(name) else len(words())
-    fields = {"hidden_act": "gelu", **_SIZES, **case.config}
+    fields = {"hidden_act": "gelu", **SIZES, **case.config}
     fields |= {"model_type": case.model_type, "architectures": [case.architecture], "vocab_size": n_tokens}
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "config.json", {**fields, **(changes or {})})
@@ -517,110 +517,6 @@ def _write_modules(folder: Path, case: EncoderCase) -> None:
 
 def _write(path: Path, fields: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(fields), encoding="utf-8")
-
-
-GGUF_OF = {
-    "bert": "bert",
-    "bert-cls": "bert",
-    "xlm-roberta": "bert",
-    "nomic-bert": "nomic-bert",
-    "cross-bert": "bert",
-}
-
-
-def write_encoder_gguf(path: Path, name: str) -> Path:
-    """The same model as llama.cpp's converter would write it."""
-    import gguf
-
-    case, weights = CASES[name], encoder_weights(name)
-    f = {**_SIZES, **case.config}
-    writer = gguf.GGUFWriter(str(path), GGUF_OF[name])
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FFN)
-    writer.add_block_count(LAYERS)
-    writer.add_head_count(HEADS)
-    writer.add_layer_norm_eps(float(f["layer_norm_eps"]))
-    writer.add_causal_attention(False)
-    pooling = {"mean": 1, "cls": 2, None: 4}[case.pooling]
-    writer.add_uint32(f"{GGUF_OF[name]}.pooling_type", pooling)
-    if name == "nomic-bert":
-        writer.add_rope_freq_base(1000.0)
-    _write_gguf_vocabulary(writer, name)
-    for theirs, values in weights.items():
-        converted = _gguf_tensor(name, theirs, values)
-        if converted is not None:
-            writer.add_tensor(*converted)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def _write_gguf_vocabulary(writer: Any, name: str) -> None:
-    if name == "xlm-roberta":
-        writer.add_tokenizer_model("t5")
-        writer.add_token_list([token for token, _ in pieces()])
-        writer.add_token_scores([score for _, score in pieces()])
-        writer.add_token_types([3 if at < len(ROBERTA_SPECIAL) else 1 for at in range(len(pieces()))])
-        writer.add_bos_token_id(0)
-        writer.add_eos_token_id(2)
-        writer.add_unk_token_id(3)
-        return
-    writer.add_tokenizer_model("bert")
-    marked = [
-        token if token in SPECIAL else token[2:] if token.startswith("##") else f"\u2581{token}"
-        for token in words()
-    ]
-    writer.add_token_list(marked)
-    writer.add_token_types([3 if token in SPECIAL else 1 for token in words()])
-    writer.add_bos_token_id(2)
-    writer.add_sep_token_id(3)
-    writer.add_unk_token_id(1)
-
-
-def _gguf_tensor(name: str, theirs: str, values: np.ndarray) -> tuple[str, np.ndarray] | None:
-    key = theirs.removeprefix("bert.")
-    if key.startswith("pooler.") and CASES[name].pooling is not None:
-        return None
-    names = {
-        "embeddings.word_embeddings.weight": "token_embd.weight",
-        "embeddings.position_embeddings.weight": "position_embd.weight",
-        "embeddings.token_type_embeddings.weight": "token_types.weight",
-        "pooler.dense.weight": "cls.weight",
-        "pooler.dense.bias": "cls.bias",
-        "classifier.weight": "cls.output.weight",
-        "classifier.bias": "cls.output.bias",
-    }
-    if key == "embeddings.position_embeddings.weight" and name == "xlm-roberta":
-        values = values[2:]
-    for of in ("embeddings.LayerNorm", "emb_ln"):
-        names |= {f"{of}.{part}": f"token_embd_norm.{part}" for part in ("weight", "bias")}
-    if key in names:
-        return names[key], np.atleast_1d(values.squeeze())
-    layer, _, rest = (
-        key.removeprefix("encoder.").removeprefix("layers.").removeprefix("layer.").partition(".")
-    )
-    stem, _, part = rest.rpartition(".")
-    of = {
-        "attention.self.query": "attn_q",
-        "attention.self.key": "attn_k",
-        "attention.self.value": "attn_v",
-        "attention.output.dense": "attn_output",
-        "attention.output.LayerNorm": "attn_output_norm",
-        "intermediate.dense": "ffn_up",
-        "output.dense": "ffn_down",
-        "output.LayerNorm": "layer_output_norm",
-        "attn.Wqkv": "attn_qkv",
-        "attn.out_proj": "attn_output",
-        "mlp.fc11": "ffn_up",
-        "mlp.fc12": "ffn_gate",
-        "mlp.fc2": "ffn_down",
-        "norm1": "attn_output_norm",
-        "norm2": "layer_output_norm",
-    }
-    return f"blk.{layer}.{of[stem]}.{part}", values
 
 
 def poison_weights(folder: Path) -> None:
