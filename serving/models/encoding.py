@@ -28,7 +28,7 @@ class Encoder:
     qkv_biases: bool
     out_bias: bool
     ffn_biases: bool
-    """Of what leads back to the stream, and of what reads it where there is no gate."""
+    """True for what leads back to the stream, and for what reads it where there is no gate."""
     scores: bool = False
     """True if a head gives a pair of texts one score: a cross-encoder."""
     pre_norms: bool = False

@@ -104,7 +104,7 @@ def _norm(model: PackedModel, name: str) -> tuple[Vector, Vector]:
 
 
 def slopes_of(n_heads: int) -> Vector:
-    """Of each head, how much a score loses for each position between (ALiBi, Press et al. 2022): powers of
+    """The loss of each head's scores for each position between (ALiBi, Press et al. 2022): powers of
     2^(-8 / n) for n heads, n a power of two; of other numbers those of the next lower power, then every
     other one of the next higher power's.
     """

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.formats.hf_config import field
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
@@ -53,7 +54,7 @@ def embedding_of(directory: ModelDirectory, context_length: int, *, encoder: boo
 
 
 def most_tokens(directory: ModelDirectory, context_length: int) -> int:
-    """Of an input: what the directory says, as far as the model has positions."""
+    """The longest input: what the directory says, as far as the model has positions."""
     own = directory.json("sentence_bert_config.json") or {}
     stated = field(own, "max_seq_length", int)
     if stated is None:
@@ -74,7 +75,9 @@ def stated_prompts(directory: ModelDirectory) -> StatedPrompts:
     prompts = field(fields, "prompts", dict) or {}
     default = field(fields, "default_prompt_name", str)
     if len(prompts) > _MOST_PROMPTS:
-        raise ModelError(f"{where} has {len(prompts)} prompts: at most {_MOST_PROMPTS} can be named")
+        raise ModelError(
+            f"{where} has {counted(len(prompts), 'prompt')}: at most {_MOST_PROMPTS} can be named"
+        )
     for name, text in prompts.items():
         if text is not None and (not isinstance(text, str) or len(text) > _MOST_PROMPT_CHARS):
             raise ModelError(f"{where} has the prompt {name!r:.40} as {text!r:.40}: a short text expected")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.bert import EncoderFamily
 from phasewise.serving.loaders.families.family import Get, TensorCut
@@ -47,7 +48,7 @@ def _from_hf(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _windowed(get: Get, config: ModelConfig) -> list[bool]:
-    """Of each layer, True if it has a window."""
+    """True for each layer that has a window."""
     named = get("layer_types", list)
     if named is None:
         every = get("global_attn_every_n_layers", int, GLOBAL_EVERY)
@@ -57,7 +58,7 @@ def _windowed(get: Get, config: ModelConfig) -> list[bool]:
     if len(named) != config.n_layers or any(name not in tuple(_TYPES) for name in named):
         raise ModelError(
             f"config.json has layer_types {named!r:.60}: one of {', '.join(_TYPES)} for each of"
-            f" {config.n_layers} layers expected"
+            f" {counted(config.n_layers, 'layer')} expected"
         )
     return [_TYPES[name] for name in named]
 
