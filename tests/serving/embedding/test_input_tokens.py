@@ -12,6 +12,7 @@ from phasewise.serving.embedding.encoder.input_tokens import EncoderText, placed
 from phasewise.serving.errors import ContextLengthExceeded, ModelError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.encoders.reranker import INSTRUCTION, QWEN3_TEMPLATE, pair_template
+from phasewise.serving.models.forward import Capacity, build_program
 from phasewise.serving.models.packed_model import PackedModel
 from tests.support.models.encoder_models import LONG_CONTEXT, RERANK_TEMPLATE, words, write_encoder
 
@@ -198,6 +199,14 @@ def test_answers_that_are_no_tokens_are_one_line(tmp_path: Path, changes: dict[s
     with pytest.raises(ModelError, match=says) as refused:
         load_model(str(folder), "f32", tmp_path / "cache")
     assert "\n" not in str(refused.value)
+
+
+def test_a_reranker_generates_no_text(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "m", "qwen3-reranker")
+    model = load_model(str(folder), "f32", tmp_path / "cache")
+
+    with pytest.raises(ModelError, match="scores pairs of texts and generates no text"):
+        build_program(model, Capacity(64, 8, 1, 1, 1))
 
 
 def test_a_score_of_one_answer_is_its_logit(tmp_path: Path) -> None:
