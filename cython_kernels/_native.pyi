@@ -227,6 +227,8 @@ def attend_one_head(
     table: Sequence[int],
     kv_format: str = "f32",
     cap: float = 0,
+    slopes: npt.ArrayLike | None = None,
+    positions: npt.ArrayLike | None = None,
 ) -> _Floats: ...
 
 # ---- probes
@@ -367,6 +369,7 @@ class ProgramBuilder:
         scale: float | None = None,
         cap: float = 0,
         sinks: npt.ArrayLike | None = None,
+        slopes: npt.ArrayLike | None = None,
     ) -> None: ...
     def bytes(self) -> int: ...
     def shared_bytes(self) -> int: ...
