@@ -35,6 +35,8 @@ class Encoder:
     """True for h = h + A(N(h)), h = h + F(N(h)), norms without biases, and one more after the last layer. The
     first layer's attention reads h as it is.
     """
+    norm_head: bool = False
+    """True if a cross-encoder's head is out(N(gelu(dense(row)))), else out(tanh(dense(row)))."""
     distances: bool = False
     """True if scores of attention fall with the distance of their positions (ALiBi)."""
 
@@ -75,7 +77,7 @@ class Embedding:
 
 def encoder_to_json(encoder: Encoder) -> dict[str, Any]:
     fields = dict(vars(encoder))
-    for rare in ("pre_norms", "distances"):
+    for rare in ("pre_norms", "norm_head", "distances"):
         if not fields[rare]:
             del fields[rare]
     return fields

@@ -163,7 +163,9 @@ class Embedder:
         for tokens, place in zip(inputs, places, strict=True):
             n_rows = len(tokens.ids) if self._every_row else 1
             rows = way.rows[row : row + n_rows]
-            out[place] = score(rows[0], self.model) if self.scores else pooled(rows, self.embedding)
+            out[place] = (
+                score(rows, self.model, self.embedding) if self.scores else pooled(rows, self.embedding)
+            )
             row += n_rows
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ def config_of(
 
     assert family.gguf is not None
     scores = pooling_type(family.gguf, read) == RANK
-    if scores and not family.can_score:
+    if scores and not family.gguf_scores:
         raise ModelError(f"{what} holds a {family.name} classifier, whose head cannot run")
     named = read(f"{family.gguf}.hidden_activation", str, None)
     if named is not None and HF_ACTIVATIONS.get(named) not in family.activations:

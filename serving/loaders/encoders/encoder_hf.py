@@ -30,6 +30,7 @@ from phasewise.serving.models.packed_model import ModelConfig
 Opened = list[tuple[SourceFile, dict[str, TensorEntry]]]
 
 CLASSIFIER = "ForSequenceClassification"
+SCORE_POOLINGS = {"cls": "first", "mean": "mean"}
 
 
 def config_of(family: EncoderFamily, given: Mapping[str, Any]) -> ModelConfig:
@@ -54,15 +55,12 @@ def config_of(family: EncoderFamily, given: Mapping[str, Any]) -> ModelConfig:
     if HF_ACTIVATIONS.get(name) not in family.activations:
         runnable = [theirs for theirs, ours in HF_ACTIVATIONS.items() if ours in family.activations]
         raise ModelError(f"config.json asks for the activation {name!r:.60}; {', '.join(runnable)} can run")
-    scores = _scores(get)
-    if scores and not family.can_score:
-        raise ModelError(f"config.json describes a {family.name} classifier, whose head cannot run")
     plain = encoder_config(
         family,
         get,
         context_length=get("max_position_embeddings", int, 512) - family.first_position,
         activation=HF_ACTIVATIONS[name],
-        scores=scores,
+        scores=_scores(get),
     )
     return family.from_hf(get, plain)
 
@@ -100,7 +98,7 @@ def encoder_tensors(
         what = f"{directory} has a tensor {theirs!r:.80} that"
         match = re.fullmatch(family.hf_layer, name, re.ASCII)
         target = family.hf_names.get(match[2]) if match else family.hf_global_names.get(name)
-        unused = name.startswith(("pooler.", "classifier.")) and not scores
+        unused = name.startswith(("pooler.", "classifier.", "head.")) and not scores
         if target is None or unused:
             if unused or IGNORED.fullmatch(name):
                 return
@@ -114,10 +112,17 @@ def encoder_tensors(
 
 
 def encoder_embedding(directory: ModelDirectory, config: ModelConfig) -> Embedding:
-    """The pooling of the directory's model; a cross-encoder scores by the row of the first token."""
+    """The pooling of the directory's model; a cross-encoder scores by the row of the first token, or
+    as its config says.
+    """
     embedding = embedding_of(directory, config.context_length, encoder=True)
     assert embedding is not None
     assert config.encoder is not None
     if config.encoder.scores:
-        return Embedding("first", False, embedding.max_tokens, embedding.lower_case)
+        named = field(directory.json("config.json") or {}, "classifier_pooling", str, "cls")
+        if named not in SCORE_POOLINGS:
+            raise ModelError(
+                f"config.json has classifier_pooling = {named!r:.60}; {', '.join(SCORE_POOLINGS)} can run"
+            )
+        return Embedding(SCORE_POOLINGS[named], False, embedding.max_tokens, embedding.lower_case)
     return embedding

@@ -2,9 +2,9 @@
 
 Weights are a decoder's. Vectors: "embed_norm", "positions" [context, hidden] and "segments" [2, hidden] row
 by row where the config has them, with `pre_norms` "final_norm"; per layer "attn_norm", "ffn_norm" and biases.
-Of a cross-encoder's head, which gives out(tanh(dense(row))): "score_dense" [hidden, hidden] row by row,
-"score_out" [hidden]. Every norm but those of `pre_norms`, dense and out has a bias of the same name with
-"_bias" behind it.
+Of a cross-encoder's head: "score_dense" [hidden, hidden] row by row, "score_out" [hidden]. Every norm, dense
+and out has a bias of the same name with "_bias" behind it, but norms of `pre_norms`, and with `norm_head` dense
+and its norm, "score_norm".
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def vector_lengths(config: ModelConfig, encoder: Encoder, has_bias: bool) -> dic
     if encoder.segments:
         lengths["segments"] = SEGMENTS * config.hidden
     if encoder.scores:
-        lengths |= {"score_dense": config.hidden**2, "score_dense_bias": config.hidden}
+        lengths["score_dense"] = config.hidden**2
+        lengths["score_norm" if encoder.norm_head else "score_dense_bias"] = config.hidden
         lengths |= {"score_out": config.hidden, "score_out_bias": 1}
     layer = {f"{norm}{ending}": config.hidden for norm in ("attn_norm", "ffn_norm") for ending in endings}
     if has_bias:

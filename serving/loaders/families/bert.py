@@ -50,8 +50,8 @@ class EncoderFamily:
     gated: bool = False
     positions: bool = True
     biases: bool = True
-    can_score: bool = True
-    """True if a cross-encoder's head is one of BERT's."""
+    gguf_scores: bool = True
+    """True if GGUF files may hold a cross-encoder."""
     position_kinds: tuple[str, ...] = ("absolute",)
     """The `position_embedding_type` that config.json may ask for."""
     activations: tuple[str, ...] = ("gelu", "gelu_tanh", "silu", "relu")

@@ -25,11 +25,17 @@ def _modern_bert(
     whole, local = (RopeSpec(theta, config.head_dim) for theta in thetas)
     kinds = tuple(LayerKind(window, local) if one else LayerKind(None, whole) for one in windowed)
     return replace(
-        config, rope=whole, layer_kinds=kinds, encoder=replace(config.encoder, pre_norms=True, segments=False)
+        config,
+        rope=whole,
+        layer_kinds=kinds,
+        encoder=replace(config.encoder, pre_norms=True, norm_head=True, segments=False),
     )
 
 
 def _from_hf(get: Get, config: ModelConfig) -> ModelConfig:
+    activation = get("classifier_activation", str, "gelu")
+    if config.encoder is not None and config.encoder.scores and activation != "gelu":
+        raise ModelError(f"config.json has classifier_activation = {activation!r:.60}; gelu can run")
     rope = get("rope_parameters", dict) or {}
     thetas = []
     for kind, key, default in (
@@ -90,6 +96,10 @@ MODERN_BERT = EncoderFamily(
         "embeddings.tok_embeddings.weight": "embed",
         "embeddings.norm.weight": "embed_norm",
         "final_norm.weight": "final_norm",
+        "head.dense.weight": "score_dense",
+        "head.norm.weight": "score_norm",
+        "classifier.weight": "score_out",
+        "classifier.bias": "score_out_bias",
     },
     gated=True,
     positions=False,
@@ -97,8 +107,8 @@ MODERN_BERT = EncoderFamily(
     activations=("gelu", "silu", "gelu_tanh"),
     defaults={"layer_norm_eps": 1e-5, "type_vocab_size": 0},
     hf_fields={"layer_norm_eps": "norm_eps", "hidden_act": "hidden_activation"},
-    hf_must_be_off=("attention_bias", "mlp_bias", "norm_bias"),
-    can_score=False,
+    hf_must_be_off=("attention_bias", "mlp_bias", "norm_bias", "classifier_bias"),
+    gguf_scores=False,
     from_hf=_from_hf,
     from_gguf=_from_gguf,
     gguf_names={

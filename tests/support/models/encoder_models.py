@@ -62,6 +62,21 @@ SIZES = {
     "max_position_embeddings": CONTEXT,
 }
 _ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+_MODERNBERT = {
+    "num_hidden_layers": 4,
+    "max_position_embeddings": LONG_CONTEXT,
+    "norm_eps": 1e-5,
+    "hidden_activation": "gelu",
+    "local_attention": 24,
+    "global_attn_every_n_layers": 3,
+    "global_rope_theta": 160000.0,
+    "local_rope_theta": 10000.0,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+    "cls_token_id": 2,
+    "sep_token_id": 3,
+}
 CASES: dict[str, EncoderCase] = {
     "bert": EncoderCase("bert", "BertModel", "mean", {"layer_norm_eps": 1e-12}),
     "bert-cls": EncoderCase(
@@ -108,21 +123,7 @@ CASES: dict[str, EncoderCase] = {
         "modernbert",
         "ModernBertModel",
         "mean",
-        {
-            "num_hidden_layers": 4,
-            "max_position_embeddings": LONG_CONTEXT,
-            "norm_eps": 1e-5,
-            "hidden_activation": "gelu",
-            "local_attention": 24,
-            "global_attn_every_n_layers": 3,
-            "global_rope_theta": 160000.0,
-            "local_rope_theta": 10000.0,
-            "pad_token_id": 0,
-            "bos_token_id": 2,
-            "eos_token_id": 3,
-            "cls_token_id": 2,
-            "sep_token_id": 3,
-        },
+        _MODERNBERT,
         max_tokens=LONG_TOKENS,
         prompts={"query": "query: ", "document": "passage: "},
         default_prompt="document",
@@ -182,6 +183,13 @@ CASES: dict[str, EncoderCase] = {
             "tie_word_embeddings": True,
             "max_position_embeddings": LONG_CONTEXT,
         },
+        max_tokens=LONG_TOKENS,
+    ),
+    "cross-modernbert": EncoderCase(
+        "modernbert",
+        "ModernBertForSequenceClassification",
+        None,
+        {**_MODERNBERT, "classifier_pooling": "mean", **_ONE_LABEL},
         max_tokens=LONG_TOKENS,
     ),
     "cross-bert": EncoderCase(
@@ -281,6 +289,12 @@ def _shapes(name: str) -> dict[str, tuple[int, ...]]:
         return _qwen3_shapes(n_tokens)
     if name == "modernbert":
         return _modernbert_shapes(n_tokens)
+    if name == "cross-modernbert":
+        return {f"model.{key}": shape for key, shape in _modernbert_shapes(n_tokens).items()} | {
+            "head.dense.weight": (HIDDEN, HIDDEN),
+            "head.norm.weight": (HIDDEN,),
+            **_linear("classifier", 1, HIDDEN),
+        }
     f = {**SIZES, **case.config}
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (n_tokens, HIDDEN),
