@@ -3,8 +3,8 @@
 Weights are a decoder's. Vectors: "embed_norm", "positions" [context, hidden] and "segments" [2, hidden] row
 by row where the config has them, with `pre_norms` "final_norm"; per layer "attn_norm", "ffn_norm" and biases.
 Of a cross-encoder's head: "score_dense" [hidden, hidden] row by row, "score_out" [hidden]. Every norm, dense
-and out has a bias of the same name with "_bias" behind it, but norms of `pre_norms`, and with `norm_head` dense
-and its norm, "score_norm".
+and out has a bias of the same name with "_bias" behind it, but for norms of `pre_norms`, and with `norm_head`
+for dense and its norm, "score_norm".
 """
 
 from __future__ import annotations

@@ -24,12 +24,9 @@ def _modern_bert(
     assert config.encoder is not None
     whole, local = (RopeSpec(theta, config.head_dim) for theta in thetas)
     kinds = tuple(LayerKind(window, local) if one else LayerKind(None, whole) for one in windowed)
-    return replace(
-        config,
-        rope=whole,
-        layer_kinds=kinds,
-        encoder=replace(config.encoder, pre_norms=True, norm_head=True, segments=False),
-    )
+    scores = config.encoder.scores
+    encoder = replace(config.encoder, pre_norms=True, norm_head=scores, segments=False)
+    return replace(config, rope=whole, layer_kinds=kinds, encoder=encoder)
 
 
 def _from_hf(get: Get, config: ModelConfig) -> ModelConfig:

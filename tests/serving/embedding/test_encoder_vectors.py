@@ -103,6 +103,7 @@ def test_vectors_agree_on_every_instruction_set(models: Path, which: str) -> Non
         "qwen3",
         "qwen3-reranker",
         "cross-bert",
+        "cross-modernbert",
     ],
 )
 @pytest.mark.parametrize("weight_format", ["f32", "int8"])
