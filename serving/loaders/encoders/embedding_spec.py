@@ -48,6 +48,8 @@ def embedding_of(directory: ModelDirectory, context_length: int, *, encoder: boo
     prompts = {"prompts": stated.prompts, "default_prompt": stated.default}
     if modules is None:
         return Embedding("mean", True, most, lower, **prompts)
+    if any(kind == "LogitScore" for kind, _ in modules):
+        raise ModelError(f"{directory.path / MODULES} asks for LogitScore, which goes with a decoder")
     pooling_at = next((path for kind, path in modules if kind == "Pooling"), "")
     pooling = _pooling(directory, f"{PurePosixPath(pooling_at) / 'config.json'}", encoder=encoder)
     return Embedding(pooling, any(kind == "Normalize" for kind, _ in modules), most, lower, **prompts)

@@ -66,7 +66,11 @@ def config_of(
         activation=family.activations[0] if named is None else HF_ACTIVATIONS[named],
         scores=scores,
     )
-    return family.from_gguf(lambda key, *rest: read(f"{family.gguf}.{key}", *(*rest, None)[:2]), plain)
+
+    def get_more(key: str, kind: Any, default: Any = None) -> Any:
+        return read(f"{family.gguf}.{key}", kind, default)
+
+    return family.from_gguf(get_more, plain)
 
 
 def pooling_type(architecture: str, read: ReadField) -> int | None:

@@ -119,7 +119,8 @@ def encoder_embedding(directory: ModelDirectory, config: ModelConfig) -> Embeddi
     assert embedding is not None
     assert config.encoder is not None
     if config.encoder.scores:
-        named = field(directory.json("config.json") or {}, "classifier_pooling", str, "cls")
+        fields = directory.json("config.json") or {} if config.encoder.norm_head else {}
+        named = field(fields, "classifier_pooling", str, "cls")
         if named not in SCORE_POOLINGS:
             raise ModelError(
                 f"config.json has classifier_pooling = {named!r:.60}; {', '.join(SCORE_POOLINGS)} can run"

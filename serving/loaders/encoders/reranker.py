@@ -33,7 +33,7 @@ QWEN3_TEMPLATE = (
 )
 YES, NO = "yes", "no"
 CLASSIFIER = "ForSequenceClassification"
-_README_CHARS = 1 << 20
+_README_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,15 @@ def _is_called_reranker(directory: ModelDirectory, fields: Mapping[str, Any], na
     hints = [name, directory.path.name, str(fields.get("_name_or_path", ""))]
     if any("qwen3-reranker" in hint.lower() for hint in hints):
         return True
-    return (
-        directory.has("README.md")
-        and "# qwen3-reranker" in directory.text("README.md", _README_CHARS).lower()
-    )
+    return directory.has("README.md") and "# qwen3-reranker" in _readme(directory).lower()
+
+
+def _readme(directory: ModelDirectory) -> str:
+    """Empty where it is no text of a page's length, and so says nothing of the model."""
+    try:
+        return directory.text("README.md", _README_BYTES)
+    except ModelError:
+        return ""
 
 
 def _answers(directory: ModelDirectory) -> tuple[int, int]:

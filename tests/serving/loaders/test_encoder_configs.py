@@ -115,6 +115,17 @@ def test_modules_that_cannot_run_are_refused_by_name(tmp_path: Path, kind: str) 
         load_model(str(directory), "native", tmp_path)
 
 
+def test_a_score_of_logits_goes_with_a_decoder(tmp_path: Path) -> None:
+    directory = write_encoder(tmp_path / "m", "bert")
+    modules = [
+        {"path": path, "type": f"x.{kind}"} for path, kind in (("", "Transformer"), ("1_L", "LogitScore"))
+    ]
+    (directory / "modules.json").write_text(json.dumps(modules))
+
+    with pytest.raises(ModelError, match="LogitScore, which goes with a decoder"):
+        load_model(str(directory), "native", tmp_path)
+
+
 def config_of(folder: Path, name: str, **changes: Any) -> ModelConfig:
     return load_model(str(write_encoder(folder / name, name, changes)), "f32", folder / "cache").config
 
