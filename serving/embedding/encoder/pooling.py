@@ -28,7 +28,8 @@ def _one_row(rows: Floats, embedding: Embedding) -> npt.NDArray[np.float64]:
     if embedding.pooling == "mean":
         mean: npt.NDArray[np.float64] = rows.astype(np.float64).sum(axis=0) / len(rows)
         return mean
-    return rows[0].astype(np.float64)
+    first: npt.NDArray[np.float64] = rows[0].astype(np.float64)
+    return first
 
 
 def unit(vector: npt.NDArray[np.floating]) -> Floats:

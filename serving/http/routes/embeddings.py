@@ -246,13 +246,13 @@ class EmbeddingRoutes:
         given: Any = body.input
         self._refuse_too_large(body)
         is_text = isinstance(given, str) or isinstance(given[0], str)
-        how = {"truncate": body.truncate, "input_type": body.input_type}
         if body.input_type is not None:
             self._check_input_type(body.input_type, is_text=is_text)
 
         def cut() -> list[Tokens]:
             if is_text:
-                return self.model.text.tokens([given] if isinstance(given, str) else given, **how)
+                texts = [given] if isinstance(given, str) else given
+                return self.model.text.tokens(texts, truncate=body.truncate, input_type=body.input_type)
             ids = [given] if isinstance(given[0], int) else given
             return [
                 self._token_ids(index, input_ids, truncate=body.truncate)

@@ -44,15 +44,14 @@ def embedding_of(directory: ModelDirectory, context_length: int, *, encoder: boo
         return None
     own = directory.json("sentence_bert_config.json") or {}
     most, lower = most_tokens(directory, context_length), field(own, "do_lower_case", bool, False)
-    stated = stated_prompts(directory)
-    prompts = {"prompts": stated.prompts, "default_prompt": stated.default}
+    prompts = stated_prompts(directory)
     if modules is None:
-        return Embedding("mean", True, most, lower, **prompts)
+        return Embedding("mean", True, most, lower, *prompts)
     if any(kind == "LogitScore" for kind, _ in modules):
         raise ModelError(f"{directory.path / MODULES} asks for LogitScore, which goes with a decoder")
     pooling_at = next((path for kind, path in modules if kind == "Pooling"), "")
     pooling = _pooling(directory, f"{PurePosixPath(pooling_at) / 'config.json'}", encoder=encoder)
-    return Embedding(pooling, any(kind == "Normalize" for kind, _ in modules), most, lower, **prompts)
+    return Embedding(pooling, any(kind == "Normalize" for kind, _ in modules), most, lower, *prompts)
 
 
 def most_tokens(directory: ModelDirectory, context_length: int) -> int:

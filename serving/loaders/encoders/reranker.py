@@ -101,12 +101,13 @@ def _answers(directory: ModelDirectory) -> tuple[int, int]:
     tokenizer = parse_json_object(directory.text("tokenizer.json", MAX_TOKENIZER_BYTES), "tokenizer.json")
     model = tokenizer.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    found = [vocabulary.get(word) if isinstance(vocabulary, dict) else None for word in (YES, NO)]
-    if any(type(token) is not int for token in found):
+    known = vocabulary if isinstance(vocabulary, dict) else {}
+    yes, no = known.get(YES), known.get(NO)
+    if not isinstance(yes, int) or not isinstance(no, int):
         raise ModelError(
             f"{directory.path} is called a reranker, and its vocabulary has no {YES!r} and {NO!r}"
         )
-    return found[0], found[1]
+    return yes, no
 
 
 def _templated(

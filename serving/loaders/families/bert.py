@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Adapt, Get, Names, TensorCut, unchanged
@@ -168,6 +169,12 @@ GGUF_GLOBAL_NAMES = {
 }
 
 
+def stated_theta(fields: Mapping[str, Any], default: float) -> float:
+    """`rope_theta` where RoPE's own fields have it as a number."""
+    own = fields.get("rope_theta")
+    return float(own) if isinstance(own, int | float) and abs(own) < 1 << 53 else default
+
+
 def _nomic_from_hf(get: Get, config: ModelConfig) -> ModelConfig:
     share = get("rotary_emb_fraction", float, 1.0)
     if share != 1.0:
@@ -175,10 +182,8 @@ def _nomic_from_hf(get: Get, config: ModelConfig) -> ModelConfig:
     rope = get("rope_parameters", dict) or {}
     if rope.get("rope_type", "default") != "default":
         raise ModelError(f"config.json asks for RoPE scaling {rope.get('rope_type')!r:.60}, which cannot run")
-    own = rope.get("rope_theta")
-    if type(own) not in (int, float):
-        own = get("rotary_emb_base", float, _NOMIC_THETA)
-    return replace(config, rope=RopeSpec(float(own), config.head_dim))
+    theta = stated_theta(rope, get("rotary_emb_base", float, _NOMIC_THETA))
+    return replace(config, rope=RopeSpec(theta, config.head_dim))
 
 
 def _nomic_from_gguf(get: Get, config: ModelConfig) -> ModelConfig:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from phasewise.cython_kernels.exact import power
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.bert import BERT, EMBEDDING_NAMES, EncoderFamily
+from phasewise.serving.loaders.families.bert import BERT, EMBEDDING_NAMES, EncoderFamily, stated_theta
 from phasewise.serving.loaders.families.family import Get, Names, TensorCut
 from phasewise.serving.models.packed_model import LinearScaling, ModelConfig, RopeSpec
 
@@ -24,11 +24,8 @@ def _from_hf(get: Get, config: ModelConfig) -> ModelConfig:
         raise ModelError(f"config.json has layer_norm_type = {kind!r:.60}; layer_norm can run")
     model_type: str = get("model_type", str, THEIR_GTE)
     fields = get("rope_parameters", dict) or get("rope_scaling", dict) or {}
-    theta = fields.get("rope_theta")
-    if type(theta) not in (int, float):
-        theta = get("rope_theta", float, _THETA[model_type])
-    rope = _scaled(float(theta), config.head_dim, fields)
-    return replace(config, rope=rope)
+    theta = stated_theta(fields, get("rope_theta", float, _THETA[model_type]))
+    return replace(config, rope=_scaled(theta, config.head_dim, fields))
 
 
 def _scaled(theta: float, dim: int, fields: dict[str, object]) -> RopeSpec:

@@ -6,15 +6,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.bert import EncoderFamily
+from phasewise.serving.loaders.families.bert import EncoderFamily, stated_theta
 from phasewise.serving.loaders.families.family import Get, TensorCut
+from phasewise.serving.loaders.families.reading import FULL, SLIDING, layer_types
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig, RopeSpec
 
 GLOBAL_EVERY, LOCAL_TOKENS = 3, 128
 GLOBAL_THETA, LOCAL_THETA = 160_000.0, 10_000.0
-_TYPES = {"full_attention": False, "sliding_attention": True}
 
 
 def _modern_bert(
@@ -34,36 +33,30 @@ def _from_hf(get: Get, config: ModelConfig) -> ModelConfig:
     if config.encoder is not None and config.encoder.scores and activation != "gelu":
         raise ModelError(f"config.json has classifier_activation = {activation!r:.60}; gelu can run")
     rope = get("rope_parameters", dict) or {}
-    thetas = []
-    for kind, key, default in (
-        ("full_attention", "global_rope_theta", GLOBAL_THETA),
-        ("sliding_attention", "local_rope_theta", LOCAL_THETA),
-    ):
-        own = rope.get(kind) or {}
-        scaling = own.get("rope_type", "default") if isinstance(own, dict) else own
-        if scaling != "default":
-            raise ModelError(f"config.json asks for RoPE scaling {scaling!r:.60}, which cannot run")
-        stated = own.get("rope_theta")
-        thetas.append(float(stated) if type(stated) in (int, float) else get(key, float, default))
-    return _modern_bert(
-        config, _windowed(get, config), get("local_attention", int, LOCAL_TOKENS), tuple(thetas)
+    thetas = (
+        _theta(get, rope.get(FULL), "global_rope_theta", GLOBAL_THETA),
+        _theta(get, rope.get(SLIDING), "local_rope_theta", LOCAL_THETA),
     )
+    return _modern_bert(config, _windowed(get, config), get("local_attention", int, LOCAL_TOKENS), thetas)
+
+
+def _theta(get: Get, own: object, key: str, default: float) -> float:
+    """By the fields of one kind of layers, or what earlier files have in their place."""
+    fields = {} if own is None else own
+    scaling = fields.get("rope_type", "default") if isinstance(fields, dict) else fields
+    if not isinstance(fields, dict) or scaling != "default":
+        raise ModelError(f"config.json asks for RoPE scaling {scaling!r:.60}, which cannot run")
+    return stated_theta(fields, get(key, float, default))
 
 
 def _windowed(get: Get, config: ModelConfig) -> list[bool]:
     """True for each layer that has a window."""
-    named = get("layer_types", list)
-    if named is None:
-        every = get("global_attn_every_n_layers", int, GLOBAL_EVERY)
-        if every < 1:
-            raise ModelError(f"config.json has global_attn_every_n_layers = {every}: at least 1 expected")
-        return [layer % every != 0 for layer in range(config.n_layers)]
-    if len(named) != config.n_layers or any(name not in tuple(_TYPES) for name in named):
-        raise ModelError(
-            f"config.json has layer_types {named!r:.60}: one of {', '.join(_TYPES)} for each of"
-            f" {counted(config.n_layers, 'layer')} expected"
-        )
-    return [_TYPES[name] for name in named]
+    if get("layer_types", list) is not None:
+        return layer_types(get, config, 1)
+    every = get("global_attn_every_n_layers", int, GLOBAL_EVERY)
+    if every < 1:
+        raise ModelError(f"config.json has global_attn_every_n_layers = {every}: at least 1 expected")
+    return [layer % every != 0 for layer in range(config.n_layers)]
 
 
 def _from_gguf(get: Get, config: ModelConfig) -> ModelConfig:

@@ -29,7 +29,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "layers of another kind": (
         "modernbert",
         {"layer_types": ["chunked"] * 4},
-        "full_attention, sliding_attention",
+        "sliding_attention or full_attention",
     ),
     "layers of lists": ("modernbert", {"layer_types": [[]] * 4}, "layer_types"),
     "a negative base": ("modernbert", {"global_rope_theta": -1.0}, "RoPE"),
