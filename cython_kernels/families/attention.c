@@ -20,6 +20,7 @@
  * minimum are bfloat16: the product is exact); then they are multiplied as float32 storage is, bit for bit. They are
  * off by up to e = 0.5001 scale + 2^-23 max |x|, and scale <= (max x - min x + 2^-7 |min x|) / 15 * (1 + 2^-7),
  * because the minimum is rounded down and the scale up; where that is below 2^-100, scale = 0 and e = 2^-100. */
+#include "families/attention/fours.h"
 #include "families/attention/pairs.h"
 #include "families/attention/stored.h"
 #include "families/byte_scale.h"

@@ -66,14 +66,20 @@ static const float LOG2_E = 1.44269504f;
 
 /* Of each row the sixteens that hold what it sees, with edges masked (none: begin = end), and its largest score. */
 static void find_tops(float *scores, const span *own, int rows, span *vectors, float *top) {
+    vf most[ATTEND_ROWS];
     for (int r = 0; r < rows; ++r) {
         float *row = scores + r * PW_ROW_STRIDE;
-        int sees = own[r].begin < own[r].end;
-        vectors[r] = sees ? mask_edges(row, own[r]) : (span){0, 0};
         vf maximum = v_set1(NOTHING_SEEN);
-        for (int64_t j = vectors[r].begin; j < vectors[r].end; j += LANES) maximum = v_max(maximum, v_load(row + j));
-        top[r] = sees ? v_max_all(maximum) : NOTHING_SEEN;
+        if (own[r].begin == 0 && own[r].end == PW_CHUNK) {
+            vectors[r] = own[r];
+            PW_UNROLL for (int j = 0; j < PW_CHUNK; j += LANES) maximum = v_max(maximum, v_load(row + j));
+        } else {
+            vectors[r] = own[r].begin < own[r].end ? mask_edges(row, own[r]) : (span){0, 0};
+            for (int64_t j = vectors[r].begin; j < vectors[r].end; j += LANES) maximum = v_max(maximum, v_load(row + j));
+        }
+        most[r] = maximum;
     }
+    tops_of(rows, most, top);
 }
 
 /* Scores to weights in place, for what each row sees of `all`; 0 elsewhere in it. Sums stand for position mod 16.
@@ -97,5 +103,5 @@ static void weigh(float *scores, const span *own, int rows, span all, float *top
         fill(row, all.begin, vectors[r].begin, 0.0f);
         fill(row, vectors[r].end > all.begin ? vectors[r].end : all.begin, all.end, 0.0f);
     }
-    for (int r = 0; r < rows; ++r) sum[r] = sum_of_sixteen(total[r]);
+    sums_of(rows, total, sum);
 }
