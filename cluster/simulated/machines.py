@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Never, Protocol
 
 from phasewise.cluster.simulated.simulated_requests import Arrival
 from phasewise.cluster.simulated.steps import StepTimes
@@ -43,7 +43,7 @@ class SimulatedDrafter(Protocol):
     def observe(self, n_rows: int, duration_ns: int) -> None:
         """Note the time of a decode step."""
 
-    def draft(self, batch: Batch, rooms: Sequence[DraftRoom], samplers: Sequence[None]) -> Sequence[Drafted]:
+    def draft(self, batch: Batch, rooms: Sequence[DraftRoom], samplers: Sequence[Never]) -> Sequence[Drafted]:
         """For each slice of a decode batch a draft of at most its room."""
         ...
 

@@ -16,7 +16,7 @@ from phasewise.workflows.errors import WorkflowError
 if TYPE_CHECKING:
     from phasewise.serving.engine.engine_host import OpenHost
 
-LOOK_EVERY_S = 1.0
+LOOK_EVERY_S, LOOK_AT_START_S = 1.0, 0.02
 
 
 class Replay(NamedTuple):
@@ -37,7 +37,8 @@ def replayed(open_host: OpenHost, n_vocabulary: int, arrivals: Sequence[Arrival]
     host = open_host(run.deliver, run.has_ended.set)
     host.start()
     try:
-        run.is_running.wait()
+        while host.state == "starting" and host.is_alive:
+            time.sleep(LOOK_AT_START_S)
         start_s = time.monotonic()
         for request, arrival in zip(requests, arrivals, strict=True):
             time.sleep(max(0.0, arrival.at_s - (time.monotonic() - start_s)))
@@ -59,8 +60,6 @@ class _Run:
     """What the host's thread delivers, with the instants at which it did."""
 
     def __init__(self, arrivals: Sequence[Arrival]) -> None:
-        self.is_running = threading.Event()
-        """Set by the first delivery, which tells that the host can compute."""
         self.has_ended = threading.Event()
         self.failure: Failure | None = None
         self.n_open = len(arrivals)
@@ -69,7 +68,6 @@ class _Run:
 
     def deliver(self, delivery: Delivery) -> None:
         now_s = time.monotonic()
-        self.is_running.set()
         for out in delivery.outs:
             if isinstance(out, Failure):
                 self.failure = self.failure or out

@@ -40,6 +40,7 @@ from phasewise.workflows.report import Report
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from phasewise.cluster.simulated.recorded_steps import TimedStep
     from phasewise.cluster.simulated.simulated_requests import Arrival
     from phasewise.tuner.config.simulate import Objective
     from phasewise.tuner.measurement_lock import MeasurementLock
@@ -183,7 +184,8 @@ def _measured(
     engines: Engines, hour: Hour, today: ServerWay, is_over: Callable[[float], bool], report: Report
 ) -> tuple[Timed, ServerRoom, tuple[str, ...]]:
     """Step times of this machine, the room of its engine, and what could not be timed."""
-    by_plans, room = {}, ServerRoom(0)
+    by_plans: dict[str, list[TimedStep]] = {}
+    room = ServerRoom(0)
     for name in engines.models:
         with engines.engine(replace(today, plans=name)) as opened:
             share = TIMED_SHARE * (len(by_plans) + 1) / len(engines.models)
