@@ -34,7 +34,7 @@ class Engines:
         return self.models[IN_USE].model.config.vocab_size
 
     def size(self, way: ServerWay) -> EngineSize:
-        """Of an engine that has all of the memory."""
+        """The size of an engine that has all of the memory."""
         from phasewise.serving.engine.engine_size import EngineSize
         from phasewise.serving.scheduling.scheduler_terms import DEFAULT_SEQUENCES
 

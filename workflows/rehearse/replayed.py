@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 LOOK_EVERY_S, LOOK_AT_START_S = 1.0, 0.02
 
 
-class Replay(NamedTuple):
+class Answered(NamedTuple):
     """The life of each request, and the tokens of its answer."""
 
     lives: list[Life]
     answers: list[tuple[int, ...]]
 
 
-def replayed(open_host: OpenHost, n_vocabulary: int, arrivals: Sequence[Arrival]) -> Replay:
+def replayed(open_host: OpenHost, n_vocabulary: int, arrivals: Sequence[Arrival]) -> Answered:
     """Prompts are of random tokens, the same each time; answers are as long as they were.
 
     No HTTP has a part in it. WorkflowError where a request fails, or what answers is lost.
@@ -53,7 +53,7 @@ def replayed(open_host: OpenHost, n_vocabulary: int, arrivals: Sequence[Arrival]
     if run.failure is not None:
         failure = run.failure
         raise WorkflowError(f"request {failure.request_id} of the rehearsal failed: {failure.error}")
-    return run.replay(start_s)
+    return run.answered(start_s)
 
 
 class _Run:
@@ -87,11 +87,11 @@ class _Run:
             if not self.n_open:
                 self.has_ended.set()
 
-    def replay(self, start_s: float) -> Replay:
+    def answered(self, start_s: float) -> Answered:
         for life in self._lives:
             life.first_token_s -= start_s
             life.end_s -= start_s
-        return Replay(self._lives, [tuple(answer) for answer in self._answers])
+        return Answered(self._lives, [tuple(answer) for answer in self._answers])
 
 
 def _request(index: int, arrival: Arrival, rng: random.Random, n_vocabulary: int) -> Submit:

@@ -233,7 +233,7 @@ def surest(
     arrivals: Sequence[Arrival],
     is_over: Callable[[], bool],
 ) -> tuple[ServerWay, Interval]:
-    """Of the first few ways the one that gains most by the least lucky of `stages`; today's where none does.
+    """Among the first few ways the one that gains most by the least lucky of `stages`; today's where none does.
 
     is_over: asked before each but the first.
     """

@@ -25,7 +25,7 @@ class RealisedLength(NamedTuple):
     arrived_at_s: float
     at_s: float
     token_ids: tuple[int, ...] = ()
-    """Of the answer, where they were asked for."""
+    """The answer's, where they were asked for."""
     drafts: DraftCounts | None = None
     """None where drafts are off."""
 
