@@ -233,7 +233,7 @@ def surest(
     arrivals: Sequence[Arrival],
     is_over: Callable[[], bool],
 ) -> tuple[ServerWay, Interval]:
-    """Among the first few ways the one that gains most by the least lucky of `stages`; today's where none does.
+    """The one of the first few ways that gains most by the least lucky of `stages`; today's where none does.
 
     is_over: asked before each but the first.
     """

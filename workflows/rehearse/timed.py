@@ -68,7 +68,7 @@ class Timed:
 
 
 def timed_halves(engines: Engines, today: ServerWay, is_over: IsOver) -> dict[PoolCores, TimedHalves]:
-    """The steps of pools that the cores can be halved into. WorkflowError where they cannot be opened or timed."""
+    """The steps of pools that the cores can be halved into. WorkflowError: they cannot be opened or timed."""
     cores = halves_of(engines.models[IN_USE].plans)
     if cores is None:
         raise WorkflowError("one core has no halves, and an odd number of ranks none either")
