@@ -164,10 +164,13 @@ class ProductionMachine:
         if batch.phase == "prefill":
             pairs = sum(len(piece.token_ids) * piece.start for piece in batch.slices)
             return self._steps.prefill_s(batch.n_tokens, pairs)
-        n_rows = sum(len(piece.token_ids) for piece in batch.slices)
+        steps, since, n_sequences = self._steps, self._since_prefill, len(batch.slices)
+        plain_s = steps.decode_s(n_sequences, sum(piece.start + 1 for piece in batch.slices), since)
+        if batch.n_tokens == n_sequences:
+            return plain_s
         context = sum(len(piece.token_ids) * (piece.start + 1) for piece in batch.slices)
-        seconds = self._steps.decode_s(n_rows, context, self._since_prefill)
-        return seconds + self._steps.drafted_row_s * (n_rows - len(batch.slices))
+        extra_s = steps.drafted_row_s * (batch.n_tokens - n_sequences)
+        return max(plain_s, steps.decode_s(batch.n_tokens, context, since) + extra_s)
 
     def _end(self, batch: Batch, cost_s: float) -> None:
         self._is_computing = False
