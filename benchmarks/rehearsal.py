@@ -99,7 +99,7 @@ def traces(data: Path | None) -> list[Trace]:
 
 def rehearsal(
     model: Model = MODEL,
-    budget: Annotated[float, Option(help="seconds of each rehearsal")] = 180.0,
+    budget: Annotated[float, Option(help="seconds of each rehearsal")] = 170.0,
     data: Annotated[Path | None, Option(help="folder with public traces")] = None,
 ) -> Yielded:
     with tempfile.TemporaryDirectory() as folder:
