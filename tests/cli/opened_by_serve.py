@@ -163,6 +163,8 @@ class Boundary:
     ) -> Any:
         multiplied = {phase: (one.in_tiles, one.asked_choice) for phase, one in schedules.items()}
         drafter = None if drafts is None else "lookup" if drafts.model is None else drafts.model.name
+        if drafts is not None and drafts.n_tokens is not None:
+            drafter = f"{drafter}, {drafts.n_tokens} tokens"
         self.keep(
             "engine",
             (
