@@ -47,9 +47,6 @@ class Looked(NamedTuple):
             raise ValueError("more drafts were right than there were")
         return cls(matched, right)
 
-    def __len__(self) -> int:
-        return len(self.matched)
-
 
 def looked_up(prompt: Sequence[int], answer: Sequence[int]) -> Looked:
     """What lookup had for each token of `answer`; nothing for a sequence that is too long to look through."""
