@@ -304,6 +304,7 @@ class ProgramBuilder:
         norm_bias: npt.ArrayLike,
         bias: npt.ArrayLike | None = None,
         rows: _Rows = "every",
+        eps: float | None = None,
     ) -> None: ...
     def adjust(
         self,
@@ -367,6 +368,8 @@ class ProgramBuilder:
         scale: float | None = None,
         cap: float = 0,
         sinks: npt.ArrayLike | None = None,
+        growth: npt.ArrayLike | None = None,
+        growth_span: int = 1,
     ) -> None: ...
     def bytes(self) -> int: ...
     def shared_bytes(self) -> int: ...

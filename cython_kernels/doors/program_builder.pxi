@@ -83,6 +83,8 @@ cdef extern from "program/program.h" nogil:
         const float *q_norm
         const float *k_norm
         const float *sinks
+        const float *growth
+        int64_t n_growth, growth_span
         pw_experts experts
         float *tap
         pw_state_op state
@@ -468,12 +470,13 @@ cdef class ProgramBuilder:
 
     def attend(self, int32_t layer, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
                bias=None, q_norm=None, k_norm=None, rows="every", int32_t kind=0, scale=None, double cap=0,
-               sinks=None):
+               sinks=None, growth=None, int64_t growth_span=1):
         """Attention of a layer: q, k and v heads side by side in a row, to the weighted values of all heads.
 
         rows: "every", or "gathered" if only those that want logits are read afterwards; keys and values of every
         row are kept. scale: of scores (None: 1 / sqrt(head_dim)); cap: c tanh(score / c), 0 for none; sinks: a score
-        for each head beside those of positions, without a value.
+        for each head beside those of positions, without a value. growth: queries at position p are multiplied by its
+        number p // growth_span, or by its last.
         """
         cdef pw_op op = _op_of(PW_ATTEND, rows, from_at, from_stride, out, out_stride)
         cdef pw_shape *shape = &self.program.shape
@@ -482,6 +485,10 @@ cdef class ProgramBuilder:
         if not 0 <= layer < shape.n_layers or not 0 <= kind < self.program.n_kinds:
             raise ProgramError(f"layer {layer} of {shape.n_layers}, kind {kind} of {self.program.n_kinds}")
         op.sinks = self._optional(sinks, shape.n_heads, "sinks")
+        op.n_growth, op.growth_span = 0 if growth is None else len(growth), growth_span
+        op.growth = self._optional(growth, op.n_growth, "factors of queries")
+        if growth_span < 1 or (growth is not None and op.n_growth < 1):
+            raise ProgramError(f"{op.n_growth} factors of queries, for {growth_span} positions each")
         op.bias = self._optional(bias, columns, "attention biases")
         op.q_norm = self._optional(q_norm, shape.head_dim, "query norm weights")
         op.k_norm = self._optional(k_norm, shape.head_dim, "key norm weights")
@@ -502,10 +509,10 @@ cdef class ProgramBuilder:
         self._add(&op, [], width, width)
 
     def layernorm(self, int64_t width, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride, weight,
-                  norm_bias, bias=None, rows="every"):
-        """Rows of `width` numbers: a bias added, then normalised by a LayerNorm with the shape's epsilon."""
+                  norm_bias, bias=None, rows="every", eps=None):
+        """Rows of `width` numbers: a bias added, then normalised by a LayerNorm. eps: None for the shape's."""
         cdef pw_op op = _op_of(PW_ADJUST, rows, from_at, from_stride, out, out_stride)
-        op.k, op.eps = width, self.program.shape.norm_eps
+        op.k, op.eps = width, self.program.shape.norm_eps if eps is None else eps
         op.norm = self._vector(weight, width, "norm weights")
         op.norm_bias = self._vector(norm_bias, width, "norm biases")
         op.bias = self._optional(bias, width, "biases")

@@ -134,6 +134,8 @@ typedef struct {
     const float *positions, *segments;    /* added to embeddings: [program's positions][k], [2][k]; or NULL */
     int32_t layer, kind;                  /* attention: which layer, and which of the program's kinds */
     const float *q_norm, *k_norm, *sinks; /* [head_dim], [head_dim], [n_heads]; NULL where the model has none */
+    const float *growth;                  /* [n_growth]: queries at p are multiplied by that of p / growth_span; or NULL */
+    int64_t n_growth, growth_span;
     pw_experts experts;                   /* of PW_ROUTE, PW_EXPERTS and PW_COMBINE */
     pw_low_rank *low_rank;                /* linear: [PW_MAX_ADAPTERS] (low_rank.h), owned; NULL: no adapter changes it */
     float *tap;                           /* linear: rows [][k] as they enter the product are copied here; NULL: not */

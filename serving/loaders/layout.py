@@ -110,8 +110,10 @@ def vector_lengths(config: ModelConfig, has_bias: bool) -> dict[str, int]:
         return encoder_layout.vector_lengths(config, config.encoder, has_bias)
     layer: dict[str, int] = {}
     attention = _attention_vectors(config, has_bias)
+    norms: tuple[str, ...] = ()
     if config.pre_norms:
-        layer |= {"attn_norm": config.hidden, "ffn_norm": config.hidden}
+        norms = ("attn_norm",) if config.parallel else ("attn_norm", "ffn_norm")
+    layer |= {name: config.hidden for norm in norms for name in _norm_parts(config, norm)}
     if config.post_norms:
         layer |= {"attn_post_norm": config.hidden, "ffn_post_norm": config.hidden}
     if config.experts is not None and config.experts.biases:
@@ -119,13 +121,19 @@ def vector_lengths(config: ModelConfig, has_bias: bool) -> dict[str, int]:
         for e in range(config.experts.count):
             sizes = (config.ffn, config.ffn, config.hidden)
             layer |= {f"experts.{e}.{name}": size for name, size in zip(EXPERT_BIASES, sizes, strict=True)}
-    lengths = {"final_norm": config.hidden}
+    if config.ffn_biases:
+        layer |= {"up_bias": config.ffn, "down_bias": config.hidden}
+    lengths = dict.fromkeys(_norm_parts(config, "final_norm"), config.hidden)
     for i in range(config.n_layers):
         mixing = attention
         if config.state is not None and config.keeps_state(i):
             mixing = config.state.vector_lengths(config.hidden)
         lengths |= {f"layers.{i}.{name}": length for name, length in {**layer, **mixing}.items()}
     return lengths
+
+
+def _norm_parts(config: ModelConfig, norm: str) -> tuple[str, ...]:
+    return (norm, f"{norm}_bias") if config.norm_biases else (norm,)
 
 
 def _attention_vectors(config: ModelConfig, has_bias: bool) -> dict[str, int]:

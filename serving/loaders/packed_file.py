@@ -47,9 +47,9 @@ from phasewise.serving.loaders.layout import (
 )
 from phasewise.serving.loaders.source import ModelSource
 from phasewise.serving.loaders.storage import NEARLY_DENSE, StorageChoice, can_be_sparse
+from phasewise.serving.models.mapped_file import MappedFile
 from phasewise.serving.models.packed_model import (
     Embedding,
-    MappedFile,
     PackedModel,
     config_from_json,
     config_to_json,

@@ -7,7 +7,6 @@ exists has been checked, so the engine may multiply its numbers without fear.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,9 @@ from phasewise.cython_kernels.division import columns
 from phasewise.cython_kernels.exact import logarithm, power
 from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.serving.errors import ModelError
+from phasewise.serving.models.layer_form import QueryGrowth, check_form
 from phasewise.serving.models.low_rank import Adapter
+from phasewise.serving.models.mapped_file import MappedFile
 from phasewise.serving.models.state_layers import StateLayers, state_from_json, state_to_json
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 
@@ -286,6 +287,16 @@ class ModelConfig:
     """True if what attention gives is multiplied by the logistic of one more product of the stream."""
     state: StateLayers | None = None
     """Layers that keep a state in place of keys and values."""
+    layer_norms: bool = False
+    """True if norms of the stream are LayerNorms."""
+    norm_biases: bool = False
+    """True if these have biases."""
+    parallel: bool = False
+    """True if a layer is h += A(n) + F(n), n = norm(h): both halves read one norm of the same stream."""
+    ffn_biases: bool = False
+    """True if the products of feed-forward layers without a gate have biases."""
+    query_growth: QueryGrowth | None = None
+    """The growth of queries with their positions."""
 
     def __post_init__(self) -> None:
         for name, largest in LARGEST.items():
@@ -312,6 +323,7 @@ class ModelConfig:
             )
         self._check_scales()
         self._check_experts()
+        check_form(self)
         if self.state is not None:
             self.state.check(self.n_layers)
         self._check_tokens()
@@ -430,30 +442,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class MappedFile:
-    """The packed file that a model's arrays are views of. Another process can map the same one."""
-
-    path: Path
-    address: int
-    """The address of the first byte in this process."""
-    n_bytes: int
-    identity: tuple[int, int]
-    """Device and inode: the path may get another file."""
-
-    def open_again(self) -> int | None:
-        """A descriptor of the same file; None if another one has its name by now."""
-        try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return None
-        status = os.fstat(fd)
-        if (status.st_dev, status.st_ino) == self.identity:
-            return fd
-        os.close(fd)
-        return None
-
-
-@dataclass(frozen=True)
 class PackedModel:
     """A model ready to run; weights and vectors are views over a file mapped read-only.
 
@@ -466,9 +454,8 @@ class PackedModel:
     rows) and ".experts_down"; ".gate_up" and ".down" are then the shared expert's, where there is one.
     vectors, float32: "final_norm"; per layer, as the config says, ".attn_norm", ".ffn_norm",
     ".attn_post_norm", ".ffn_post_norm", ".qkv_bias", ".q_norm", ".k_norm", ".o_bias", ".sinks" [n_heads],
-    ".router_bias", ".gate_up_bias", ".down_bias". Layers with a state have what `state_layers` lists"
-    " in place of
-    attention's.
+    ".router_bias", ".gate_up_bias", ".up_bias", ".down_bias", biases of LayerNorms (".attn_norm_bias").
+    Layers with a state have what `state_layers` lists in place of attention's.
     content_hash names the source's content and the format, so equal models hash alike on every machine.
     """
 
@@ -511,21 +498,25 @@ class PackedModel:
         return columns(stack, 0, stack.n // experts.count // PANEL)
 
 
+USUAL = {"gated": True, "state": None, "query_growth": None} | dict.fromkeys(
+    ("gated_attention", "layer_norms", "norm_biases", "parallel", "ffn_biases"), False
+)
+"""What most models have or lack: `config_to_json` does not mention it."""
+
+
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
     """Plain JSON values; `config_from_json` is the inverse.
 
-    What most models have or lack is not mentioned: files and fingerprints of before others were read stay as
-    they are.
+    What is `USUAL` is not mentioned: files and fingerprints of before others were read stay as they are.
     """
     fields = {name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}
-    if config.gated:
-        del fields["gated"]
-    if not config.gated_attention:
-        del fields["gated_attention"]
-    if config.state is None:
-        del fields["state"]
-    else:
+    for name, usual in USUAL.items():
+        if fields[name] == usual:
+            del fields[name]
+    if config.state is not None:
         fields["state"] = state_to_json(config.state)
+    if config.query_growth is not None:
+        fields["query_growth"] = dict(vars(config.query_growth))
     kinds = config.kinds if config.layer_kinds else ()
     return {
         **fields,
@@ -551,6 +542,8 @@ def config_from_json(fields: Mapping[str, Any]) -> ModelConfig:
     values["layer_kinds"] = tuple(kinds[index] for index in values["layer_kinds"])
     values["experts"] = None if values["experts"] is None else Experts(**values["experts"])
     values["state"] = state_from_json(values.get("state"))
+    growth = values.get("query_growth")
+    values["query_growth"] = None if growth is None else QueryGrowth(**growth)
     values["encoder"] = None if values["encoder"] is None else Encoder(**values["encoder"])
     values["eos_token_ids"] = tuple(values["eos_token_ids"])
     rope = _rope_from_json(values.pop("rope"))

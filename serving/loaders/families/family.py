@@ -94,5 +94,7 @@ class Family:
     """Beginnings of names of what is not the language model."""
     hf_unit_norms: bool = False
     """True if safetensors hold norm weights less one (GGUF files never do)."""
+    hf_interleaved_heads: bool = False
+    """True if RoPE turns neighbours (2 i, 2 i + 1) of a head of safetensors, not (i, i + half)."""
     gguf_interleaved_heads: bool = False
-    """True if llama.cpp's converter interleaves the halves of every query and key head."""
+    """The same of GGUF files: llama.cpp's converter may bring halves there."""

@@ -64,7 +64,6 @@ GPT_OSS = Family(
     },
     hf_names={
         "self_attn.sinks": "sinks",
-        "self_attn.o_proj.bias": "o_bias",
         "mlp.router.weight": "router",
         "mlp.router.bias": "router_bias",
         "mlp.experts.gate_up_proj": TensorCut(
@@ -82,7 +81,6 @@ GPT_OSS = Family(
         **GGUF_EXPERTS,
         "post_attention_norm.weight": "ffn_norm",
         "attn_sinks.weight": "sinks",
-        "attn_output.bias": "o_bias",
         "ffn_gate_inp.bias": "router_bias",
         "ffn_gate_exps.bias": TensorCut(("gate_bias",), of_experts=True),
         "ffn_up_exps.bias": TensorCut(("up_bias",), of_experts=True),

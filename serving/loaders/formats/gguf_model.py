@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,13 +16,14 @@ from phasewise.serving.loaders.cutting import our_tensors
 from phasewise.serving.loaders.encoders import encoder_gguf
 from phasewise.serving.loaders.families import Family, family_of_gguf
 from phasewise.serving.loaders.families.bert import ENCODERS_BY_GGUF, EncoderFamily
+from phasewise.serving.loaders.families.reading import yarn_magnitude
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_rows
 from phasewise.serving.loaders.formats.gguf_file import GgufHeader, TensorInfo
 from phasewise.serving.loaders.formats.gguf_parts import GgufFiles, open_gguf
-from phasewise.serving.loaders.formats.hf_config import yarn_magnitude
 from phasewise.serving.loaders.forms import Rows
+from phasewise.serving.loaders.head_rows import half_split
 from phasewise.serving.loaders.layout import shapes_of_all
-from phasewise.serving.loaders.source import ModelSource, SourceTensor, take_rows
+from phasewise.serving.loaders.source import ModelSource, SourceTensor
 from phasewise.serving.models.packed_model import (
     FrequencyFactors,
     LinearScaling,
@@ -43,11 +43,10 @@ LAYER_NAMES = {
     "ffn_gate.weight": "gate", "ffn_up.weight": "up", "ffn_down.weight": "down",
     "attn_norm.weight": "attn_norm", "ffn_norm.weight": "ffn_norm",
     "attn_q.bias": "q_bias", "attn_k.bias": "k_bias", "attn_v.bias": "v_bias",
-    "attn_q_norm.weight": "q_norm", "attn_k_norm.weight": "k_norm",
+    "attn_output.bias": "o_bias", "attn_q_norm.weight": "q_norm", "attn_k_norm.weight": "k_norm",
 }  # fmt: skip
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS = {"rope_factors_short.weight": "short_factors", "rope_factors_long.weight": "long_factors"}
-PERMUTED = re.compile(r"layers\.\d+\.([qk])(_bias)?")
 
 # Tokens that end a turn whatever the metadata says: many files name only one of theirs.
 END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|eom_id|>", "<|endoftext|>")
@@ -158,8 +157,7 @@ def _tensors(
         for ours, tensor in renamed:
             if ours in tensors:
                 raise ModelError(f"{file.path} has the tensor for {ours} twice")
-            heads = interleaved_heads(ours, family, config)
-            tensors[ours] = half_split(tensor, heads) if heads else tensor
+            tensors[ours] = half_split(ours, tensor, config) if family.gguf_interleaved_heads else tensor
     return tensors
 
 
@@ -298,14 +296,6 @@ def _adds_bos(metadata: Mapping[str, Any]) -> bool:
     return bool(field(metadata, "tokenizer.ggml.add_bos_token", bool, by_kind))
 
 
-def interleaved_heads(name: str, family: Family, config: ModelConfig) -> int:
-    """The number of heads whose rows llama.cpp's converter interleaved; 0 where it left the order alone."""
-    match = PERMUTED.fullmatch(name)
-    if not family.gguf_interleaved_heads or match is None:
-        return 0
-    return config.n_heads if match[1] == "q" else config.n_kv_heads
-
-
 def tensor_in(file: GgufFiles, info: TensorInfo) -> SourceTensor:
     kind = BLOCK_TYPES.get(info.type_name)
     if kind is None:
@@ -327,25 +317,6 @@ def tensor_in(file: GgufFiles, info: TensorInfo) -> SourceTensor:
         return decode_rows(info.type_name, raw, stop - start)
 
     return SourceTensor(info.type_name, info.shape, info.n_bytes, kind.form, rows)
-
-
-def half_split(tensor: SourceTensor, n_heads: int) -> SourceTensor:
-    """Undo the converter's interleaving: our row (head, half, i) is the file's row (head, i, half)."""
-    head_dim, rows = max(tensor.shape[0] // n_heads, 1), tensor.rows
-
-    def matrix_rows(start: int, stop: int) -> Rows:
-        first = start // head_dim * head_dim
-        heads = rows(first, -(-stop // head_dim) * head_dim)
-        wanted = np.arange(start, stop)
-        half, i = divmod(wanted % head_dim, head_dim // 2)
-        return take_rows(heads, wanted // head_dim * head_dim + 2 * i + half - first)
-
-    def vector_row(start: int, stop: int) -> Rows:
-        bias = rows(start, stop)
-        assert isinstance(bias, np.ndarray)
-        return bias.reshape(n_heads, head_dim // 2, 2).swapaxes(1, 2).reshape(1, -1)
-
-    return replace(tensor, rows=matrix_rows if len(tensor.shape) > 1 else vector_row)
 
 
 def _tokenizer_json(metadata: Mapping[str, Any], path: Path) -> str:

@@ -23,6 +23,7 @@ from phasewise.serving.loaders.formats.bitmask_tensors import Found, bitmask_ten
 from phasewise.serving.loaders.formats.hf_config import config_of, field, quantisation_fields, text_fields
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.loaders.formats.safetensors_file import mxfp4_tensor, open_all, tensor_of
+from phasewise.serving.loaders.head_rows import half_split
 from phasewise.serving.loaders.layout import shapes_of_all
 from phasewise.serving.loaders.quantised.scheme import Quantisation, quantisation_of
 from phasewise.serving.loaders.quantised.tensors import quantised_tensors
@@ -47,7 +48,8 @@ LAYER_NAMES = {
     "mlp.down_proj.weight": "down", "input_layernorm.weight": "attn_norm",
     "post_attention_layernorm.weight": "ffn_norm", "self_attn.q_proj.bias": "q_bias",
     "self_attn.k_proj.bias": "k_bias", "self_attn.v_proj.bias": "v_bias",
-    "self_attn.q_norm.weight": "q_norm", "self_attn.k_norm.weight": "k_norm",
+    "self_attn.o_proj.bias": "o_bias", "self_attn.q_norm.weight": "q_norm",
+    "self_attn.k_norm.weight": "k_norm",
 }  # fmt: skip
 MAX_SHARDS = 512
 BLOCKS, SCALES = "_blocks", "_scales"  # of one tensor in MXFP4
@@ -176,6 +178,8 @@ def _our_tensors(
             if ours in tensors:
                 raise ModelError(f"{directory} has the tensor {theirs!r:.80} twice")
             unit = family.hf_unit_norms and ours.endswith("norm")
+            if family.hf_interleaved_heads:
+                our_tensor = half_split(ours, our_tensor, config)
             tensors[ours] = one_more(our_tensor) if unit else our_tensor
     return tensors
 

@@ -57,6 +57,8 @@ class FamilyCase:
     unit_norms: bool = False
     prompt_lengths: tuple[int, ...] = (9, 90)
     context_length: int = 256
+    prompt_seeds: tuple[int, ...] = ()
+    """Of the prompts: such that no two logits of the reference are close at the top. None: the lengths."""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -188,6 +190,39 @@ FAMILY_CASES: dict[str, FamilyCase] = {
         interleaved=True,
     ),
     "qwen35": FamilyCase("qwen3_5_text", "", _DELTA, unit_norms=True),
+    "glm4": FamilyCase(
+        "glm4", "glm4",
+        {"num_hidden_layers": 3, "head_dim": 32, "partial_rotary_factor": 0.5, "attention_bias": True},
+        prompt_seeds=(1005, 90),
+    ),
+    "ministral3": FamilyCase(
+        "ministral3", "mistral3",
+        {"num_hidden_layers": 3, "head_dim": 32, "sliding_window": 40,
+         "rope_parameters": {
+             "rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 32,
+             "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+             "llama_4_scaling_beta": 0.4}},
+        interleaved=True,
+        prompt_seeds=(1004, 1001),
+    ),
+    "cohere2": FamilyCase(
+        "cohere2", "cohere2",
+        {"num_hidden_layers": 5, "sliding_window": 24, "layer_norm_eps": 1e-5, "logit_scale": 4.0,
+         "tie_word_embeddings": True, "layer_types": [*["sliding_attention"] * 3, FULL, "sliding_attention"]},
+        prompt_seeds=(1013, 1003),
+    ),
+    "cohere2-biases": FamilyCase(
+        "cohere2", "",
+        {"num_hidden_layers": 4, "sliding_window": 24, "layer_norm_eps": 1e-5, "logit_scale": 4.0,
+         "attention_bias": True},
+        prompt_seeds=(1000, 1001),
+    ),
+    "starcoder2": FamilyCase(
+        "starcoder2", "starcoder2",
+        {"num_hidden_layers": 3, "sliding_window": 40, "norm_epsilon": 1e-5, "use_bias": True,
+         "hidden_act": "gelu_pytorch_tanh"},
+        prompt_seeds=(1000, 1000),
+    ),
     "arcee": FamilyCase(
         "arcee", "arcee",
         {"hidden_act": "relu2",
@@ -257,14 +292,28 @@ def _shapes(case: FamilyCase) -> dict[str, tuple[int, ...]]:
         layer = _attention_shapes(
             case.model_type, hidden, n_heads * head_dim, kv * head_dim, head_dim, n_heads
         )
-        if f.get("layer_types", [FULL] * (i + 1))[i] != FULL:
+        layer |= _bias_shapes(case.model_type, f, n_heads * head_dim, kv * head_dim)
+        if f.get("layer_types", [FULL] * (i + 1))[i] not in (FULL, "sliding_attention"):
             layer = {name: shape for name, shape in layer.items() if not name.startswith("self_attn")}
             layer |= _state_shapes(case.model_type, f)
         layer |= _feed_forward_shapes(case.model_type, f)
         shapes |= {f"model.layers.{i}.{tensor}": shape for tensor, shape in layer.items()}
     shapes["model.embedding_norm.weight" if case.model_type == "lfm2" else "model.norm.weight"] = (hidden,)
+    if case.model_type == "starcoder2":
+        shapes["model.norm.bias"] = (hidden,)
     if not f["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (f["vocab_size"], hidden)
+    return shapes
+
+
+def _bias_shapes(kind: str, f: Mapping[str, Any], q: int, kv: int) -> dict[str, tuple[int, ...]]:
+    hidden, shapes = f["hidden_size"], {}
+    if f.get("use_bias") or (f.get("attention_bias") and kind in ("glm4", "cohere2")):
+        shapes |= {f"self_attn.{part}_proj.bias": (n,) for part, n in (("q", q), ("k", kv), ("v", kv))}
+        shapes |= {} if kind == "glm4" else {"self_attn.o_proj.bias": (hidden,)}
+    if kind == "starcoder2":
+        norms = ("input_layernorm", "post_attention_layernorm")
+        shapes |= {f"{norm}.bias": (hidden,) for norm in norms}
     return shapes
 
 
@@ -300,6 +349,10 @@ def _attention_shapes(
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     if kind == "olmo2":
         norms += ["post_feedforward_layernorm"]
+    if kind == "glm4":
+        norms += ["post_self_attn_layernorm", "post_mlp_layernorm"]
+    if kind == "cohere2":
+        norms = ["input_layernorm"]
     return shapes | {f"{name}.weight": (hidden,) for name in norms}
 
 
@@ -346,8 +399,15 @@ def _feed_forward_shapes(kind: str, f: Mapping[str, Any]) -> dict[str, tuple[int
     if kind == "lfm2":
         of_one = {"w1": (ffn, hidden), "w3": (ffn, hidden), "w2": (hidden, ffn)}
         return {f"feed_forward.{name}.weight": shape for name, shape in of_one.items()}
-    if kind == "phi3":
+    if kind in ("phi3", "glm4"):
         return {"mlp.gate_up_proj.weight": (2 * ffn, hidden), "mlp.down_proj.weight": (hidden, ffn)}
+    if kind == "starcoder2":
+        return {
+            "mlp.c_fc.weight": (ffn, hidden),
+            "mlp.c_fc.bias": (ffn,),
+            "mlp.c_proj.weight": (hidden, ffn),
+            "mlp.c_proj.bias": (hidden,),
+        }
     if kind == "granitemoehybrid" and n == 0:
         shared = f["shared_intermediate_size"]
         return {
@@ -402,9 +462,10 @@ def _feed_forward_shapes(kind: str, f: Mapping[str, Any]) -> dict[str, tuple[int
 
 def family_prompts(name: str) -> list[list[int]]:
     """Token ids of a model's prompts."""
+    case = FAMILY_CASES[name]
     return [
-        (np.random.PCG64(length).random_raw(length) % np.uint64(SHAPE.vocab_size)).astype(int).tolist()
-        for length in FAMILY_CASES[name].prompt_lengths
+        (np.random.PCG64(seed).random_raw(length) % np.uint64(SHAPE.vocab_size)).astype(int).tolist()
+        for length, seed in zip(case.prompt_lengths, case.prompt_seeds or case.prompt_lengths, strict=True)
     ]
 
 
@@ -505,8 +566,16 @@ def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None
         writer.add_expert_shared_feed_forward_length(f["shared_expert_intermediate_size"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(f["rms_norm_eps"])
-    writer.add_rope_freq_base(f.get("rope_theta", 1e4))
+    if case.gguf in ("cohere2", "starcoder2"):
+        writer.add_layer_norm_eps(f.get("layer_norm_eps", f.get("norm_epsilon")))
+    else:
+        writer.add_layer_norm_rms_eps(f["rms_norm_eps"])
+    if case.gguf == "cohere2":
+        writer.add_logit_scale(f["logit_scale"])
+    if beta := f.get("rope_parameters", {}).get("llama_4_scaling_beta"):
+        writer.add_attn_temperature_scale(beta)
+        writer.add_rope_scaling_yarn_log_mul(f["rope_parameters"]["mscale_all_dim"])
+    writer.add_rope_freq_base(f.get("rope_parameters", f).get("rope_theta", 1e4))
     writer.add_rope_dimension_count(int(head_dim * f.get("partial_rotary_factor", 1.0)))
     if f.get("sliding_window"):
         writer.add_sliding_window(f["sliding_window"])
@@ -541,7 +610,7 @@ def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None
 def _write_scaling(writer: Any, f: Mapping[str, Any]) -> None:
     import gguf
 
-    scaling = f.get("rope_scaling") or {}
+    scaling = f.get("rope_scaling") or f.get("rope_parameters") or {}
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
