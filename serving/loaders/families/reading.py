@@ -8,7 +8,8 @@ from phasewise._words import counted
 from phasewise.cython_kernels.exact import logarithm
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Get
-from phasewise.serving.models.packed_model import Experts, LayerKind, ModelConfig, RopeSpec
+from phasewise.serving.models.experts import Experts
+from phasewise.serving.models.packed_model import LayerKind, ModelConfig, RopeSpec
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
