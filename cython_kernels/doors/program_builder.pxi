@@ -69,7 +69,7 @@ cdef extern from "program/program.h" nogil:
         const float *query_scale
         const float *key_scale
         float least, most
-        bint gates_rows, silu, erases, norm_first, one_gate
+        bint gates_rows, silu, erases, norm_first, one_gate, tiled
 
     ctypedef struct pw_op:
         int32_t code, source, epilogue

@@ -119,6 +119,7 @@ typedef struct {
     const float *query_scale, *key_scale;            /* [key_dim]; NULL: queries and keys stay as they are */
     float least, most;                               /* time step */
     bool gates_rows, silu, erases, norm_first, one_gate;
+    bool tiled; /* head h has the queries and keys of group h % groups; else neighbours share a group */
 } pw_state_op;
 
 /* Offsets and strides are floats in the arena. */

@@ -11,11 +11,12 @@ from phasewise.serving.loaders.families.bert import ENCODERS_BY_GGUF, ENCODERS_B
 from phasewise.serving.loaders.families.cohere import COHERE2
 from phasewise.serving.loaders.families.family import ACTIVATION_NAMES, Family, Names, OtherForm, TensorCut
 from phasewise.serving.loaders.families.gemma import GEMMA2, GEMMA3
-from phasewise.serving.loaders.families.glm import GLM4
+from phasewise.serving.loaders.families.glm import GLM4, GLM4_MOE
 from phasewise.serving.loaders.families.gpt_oss import GPT_OSS
 from phasewise.serving.loaders.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from phasewise.serving.loaders.families.lfm import LFM2
 from phasewise.serving.loaders.families.llama import LLAMA, MISTRAL, MIXTRAL
+from phasewise.serving.loaders.families.minimax import MINIMAX_M2
 from phasewise.serving.loaders.families.ministral import MISTRAL3
 from phasewise.serving.loaders.families.olmo import OLMO2, OLMOE
 from phasewise.serving.loaders.families.phi import PHI3
@@ -38,7 +39,7 @@ __all__ = [
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, OLMO2, OLMOE, GRANITE,
     GRANITE_MOE, GRANITE_HYBRID, SMOLLM3, GPT_OSS, ARCEE, LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE,
-    GLM4, MISTRAL3, COHERE2, STARCODER2,
+    GLM4, GLM4_MOE, MINIMAX_M2, MISTRAL3, COHERE2, STARCODER2,
 )  # fmt: skip
 
 _BY_HF = {name: family for family in FAMILIES for name in family.hf}

@@ -12,7 +12,7 @@ import numpy as np
 
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cutting import our_tensors
+from phasewise.serving.loaders.cutting import is_beyond, our_tensors
 from phasewise.serving.loaders.encoders import encoder_gguf
 from phasewise.serving.loaders.families import Family, family_of_gguf
 from phasewise.serving.loaders.families.bert import ENCODERS_BY_GGUF, EncoderFamily
@@ -139,6 +139,8 @@ def _tensors(
             continue
         match = re.fullmatch(r"blk\.(0|[1-9]\d{0,3})\.(.+)", theirs, re.ASCII)
         stem, name = (f"layers.{match[1]}.", match[2]) if match else ("", theirs)
+        if family.more_layers and is_beyond(stem, config):
+            continue
         what = f"{file.path} has a tensor {theirs!r:.80} that"
         try:
             renamed = list(
@@ -197,7 +199,7 @@ def _config(
             scaling=_scaling(get, factors),
         ),
         tied_embeddings="output.weight" not in infos,
-        qk_norm=False,
+        qk_norm=family.gguf_optional_qk_norm and "blk.0.attn_q_norm.weight" in infos,
         sliding_window=None,
         bos_token_id=field(metadata, "tokenizer.ggml.bos_token_id", int, None),
         eos_token_ids=_eos_tokens(metadata),

@@ -63,6 +63,10 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
     share = field(rope_fields, "partial_rotary_factor", float, get("partial_rotary_factor", float, 1.0))
     if not 0 < share <= 1:
         raise ModelError(f"config.json rotates {share!r:.80} of each head: a number from 0 to 1 expected")
+    if share != 1 and not family.partial_rope:
+        raise ModelError(
+            f"config.json rotates {share!r:.80} of each head, and {family.name} models rotate all"
+        )
     rope_dim = head_dim and int(head_dim * share)
     rope = RopeSpec(_theta(get, rope_fields), rope_dim, _scaling(get, rope_fields))
     plain = ModelConfig(
@@ -195,6 +199,11 @@ def _original_context(get: Callable[..., Any], rope_fields: Fields) -> int:
     stated = get(
         "original_max_position_embeddings", int, get("max_position_embeddings", int, DEFAULT_CONTEXT)
     )
+    outside = get("original_max_position_embeddings", int)
+    if own is not None and outside not in (None, own):
+        raise ModelError(
+            f"config.json has an original context of {own} tokens, and one of {outside}: one of them"
+        )
     context: int = stated if own is None else own
     if not 2 <= context <= 1 << 26:
         raise ModelError(f"config.json has an original context of {context} tokens: 2 to 2^26 expected")

@@ -13,7 +13,7 @@ import numpy as np
 from phasewise._safetensors import TensorEntry
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cutting import one_more, our_tensors
+from phasewise.serving.loaders.cutting import is_beyond, one_more, our_tensors
 from phasewise.serving.loaders.encoders.embedding_spec import embedding_of
 from phasewise.serving.loaders.encoders.encoder_hf import config_of as encoder_config_of
 from phasewise.serving.loaders.encoders.encoder_hf import encoder_embedding, encoder_tensors
@@ -52,6 +52,7 @@ LAYER_NAMES = {
     "self_attn.k_norm.weight": "k_norm",
 }  # fmt: skip
 MAX_SHARDS = 512
+COMPARED_ROWS = 64  # of two matrices that are the same, or not at all
 BLOCKS, SCALES = "_blocks", "_scales"  # of one tensor in MXFP4
 Shards = list[tuple[SourceFile, dict[str, TensorEntry]]]
 """Weight files, open, each with its table."""
@@ -90,6 +91,8 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
             if embedding is not None and not any("lm_head.weight" in entries for _, entries in opened):
                 config = replace(config, tied_embeddings=True)
             family = family_of_hf(fields["model_type"])
+            if config.tied_embeddings and _has_own_head(opened, family):
+                config = replace(config, tied_embeddings=False)
             quantisation = quantisation_of(
                 quantisation_fields(text_fields(fields, family).get), directory.json("quantize_config.json")
             )
@@ -148,6 +151,24 @@ def _indexed(directory: Path, index: Mapping[str, Any]) -> list[str]:
     return files
 
 
+def _has_own_head(opened: Shards, family: Family) -> bool:
+    """True where a config calls embeddings tied and the files hold another head: it is used then."""
+    found = {
+        without_prefix(theirs, family): tensor_of(file, theirs, entry)
+        for file, entries in opened
+        for theirs, entry in entries.items()
+        if theirs.endswith(("embed_tokens.weight", "lm_head.weight"))
+    }
+    head, embed = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
+    if head is None or embed is None or head.shape != embed.shape:
+        return False
+    step = max(head.shape[0] // COMPARED_ROWS, 1)
+    return not all(
+        np.array_equal(head.rows(row, row + 1), embed.rows(row, row + 1))
+        for row in range(0, head.shape[0], step)
+    )
+
+
 def _our_tensors(
     opened: list[tuple[SourceFile, dict[str, TensorEntry]]],
     family: Family,
@@ -162,6 +183,8 @@ def _our_tensors(
     tensors: dict[str, SourceTensor] = {}
     for theirs, tensor in _file_tensors(opened, family, quantisation):
         stem, name, expert = layer_place(theirs)
+        if family.more_layers and is_beyond(stem, config):
+            continue
         if name == DERIVED or (theirs == "lm_head.weight" and config.tied_embeddings):
             continue
         what = f"{directory} has a tensor {theirs!r:.80} that"
