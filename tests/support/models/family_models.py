@@ -207,7 +207,7 @@ FAMILY_CASES: dict[str, FamilyCase] = {
         {"num_hidden_layers": 3, "head_dim": 32, "partial_rotary_factor": 0.5, "attention_bias": False,
          "use_qk_norm": False, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
          "n_shared_experts": 2, "first_k_dense_replace": 2, "norm_topk_prob": False,
-         "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+         "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1},
     ),
     "minimax-m2": FamilyCase(
         "minimax_m2", "minimax-m2",
@@ -565,6 +565,10 @@ def write_family_gguf(path: Path, name: str) -> Path:
         theirs = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, tensor
         writer.add_tensor(theirs, np.ascontiguousarray(values, np.float32))
+    if f.get("num_nextn_predict_layers"):
+        writer.add_tensor(
+            f"blk.{f['num_hidden_layers']}.nextn.eh_proj.weight", np.ones((64, 128), np.float32)
+        )
     scaling = f.get("rope_scaling") or {}
     if "short_factor" in scaling:
         for kind in ("long", "short"):
@@ -578,7 +582,10 @@ def write_family_gguf(path: Path, name: str) -> Path:
 
 def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None:
     head_dim = f.get("head_dim", f["hidden_size"] // f["num_attention_heads"])
-    writer.add_block_count(f["num_hidden_layers"])
+    n_more = f.get("num_nextn_predict_layers", 0)
+    writer.add_block_count(f["num_hidden_layers"] + n_more)
+    if n_more:
+        writer.add_nextn_predict_layers(n_more)
     writer.add_context_length(f["max_position_embeddings"])
     writer.add_embedding_length(f["hidden_size"])
     writer.add_feed_forward_length(f["intermediate_size"])
