@@ -77,7 +77,7 @@ def write_model(model_type: str, folder: Path, seed: int) -> Path:
     tied = bool(getattr(config, "tie_word_embeddings", False))
     with torch.no_grad():
         for name, values in [*model.named_parameters(), *model.named_buffers()]:
-            if not values.is_floating_point() or "inv_freq" in name or "scale" in name.rpartition(".")[2]:
+            if not values.is_floating_point() or values.dim() == 0 or "inv_freq" in name:
                 continue
             if values.dim() == 1:
                 unit = "norm" in name and not name.endswith("bias")

@@ -201,6 +201,7 @@ FAMILY_CASES: dict[str, FamilyCase] = {
          "use_qk_norm": True, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
          "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
          "routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+        prompt_seeds=(1001, 1003),
     ),
     "glm4moe-plain": FamilyCase(
         "glm4_moe", "glm4moe",
@@ -208,16 +209,19 @@ FAMILY_CASES: dict[str, FamilyCase] = {
          "use_qk_norm": False, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
          "n_shared_experts": 2, "first_k_dense_replace": 2, "norm_topk_prob": False,
          "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1},
+        prompt_seeds=(1000, 90),
     ),
     "minimax-m2": FamilyCase(
         "minimax_m2", "minimax-m2",
         {**_EXPERTS, "num_hidden_layers": 3, "head_dim": 32, "rotary_dim": 16, "rope_theta": 5e6},
+        prompt_seeds=(1002, 90),
     ),
     "qwen35moe": FamilyCase(
         "qwen3_5_moe_text", "qwen35moe",
         {**_DELTA, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
          "shared_expert_intermediate_size": 48},
         unit_norms=True,
+        prompt_seeds=(9, 1000),
     ),
     "ministral3": FamilyCase(
         "ministral3", "mistral3",
@@ -702,6 +706,8 @@ def _converted(case: FamilyCase, f: Mapping[str, Any], weights: Arrays) -> Array
             values = values + 1
         if (changed := _state_tensors(case, f, name, values)) is not None:
             out |= changed
+        elif name.endswith(".e_score_correction_bias"):
+            out[f"{name.removesuffix('_bias')}.bias"] = values
         elif name.endswith(".sinks"):
             out[f"{name}.weight"] = values
         elif case.model_type == "gpt_oss" and ".experts." in name:
