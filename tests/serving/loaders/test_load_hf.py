@@ -91,14 +91,14 @@ def test_tensors_equal_the_safetensors_packages(tmp_path: Path) -> None:
     )
 
 
-def test_a_tied_model_ignores_the_head_in_the_file(tmp_path: Path) -> None:
+def test_a_head_in_the_file_is_used_where_the_config_says_tied_and_it_is_another(tmp_path: Path) -> None:
     directory = write_tiny_hf(
         tmp_path / "tiny", shape=TinyShape(tied=False), config={"tie_word_embeddings": True}
     )
 
     model = load_model(str(directory), "native", tmp_path)
 
-    assert "lm_head" not in model.weights
+    assert "lm_head" in model.weights
 
 
 def test_chat_template_file_wins_over_the_tokenizers(tmp_path: Path) -> None:
