@@ -431,7 +431,8 @@ class _Layer:
         experts = self.config.experts_of(self.layer)
         if experts is not None and experts.shared_gate:
             self._gate_shared(width, (gate_up[0] + width, gate_up[1]), rows)
-        reads = {"source": "gate" if self.config.gated else "activation", "gate": self.config.activation}
+        source_kind = "gate" if self.config.gated else "activation"
+        reads: dict[str, Any] = {"source": source_kind, "gate": self.config.activation}
         if self.config.ffn_biases:
             reads["bias"] = self._vector("up_bias")
         bias = "down_bias" if self.config.ffn_biases else None

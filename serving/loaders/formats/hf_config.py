@@ -155,7 +155,12 @@ def _rope_fields(fields: Fields) -> Fields:
 
     Where they are given by kinds of layers, those of layers that see all.
     """
-    rope = field(fields, "rope_parameters", dict) or field(fields, "rope_scaling", dict) or {}
+    newer, older = field(fields, "rope_parameters", dict), field(fields, "rope_scaling", dict)
+    if newer and older and newer != older:
+        raise ModelError(
+            "config.json has rope_parameters and rope_scaling, which differ: one of them expected"
+        )
+    rope = newer or older or {}
     return field(rope, "full_attention", dict) or rope
 
 

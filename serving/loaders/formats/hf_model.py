@@ -22,7 +22,7 @@ from phasewise.serving.loaders.families.bert import ENCODERS_BY_HF
 from phasewise.serving.loaders.formats.bitmask_tensors import Found, bitmask_tensor, part_of
 from phasewise.serving.loaders.formats.hf_config import config_of, field, quantisation_fields, text_fields
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
-from phasewise.serving.loaders.formats.safetensors_file import mxfp4_tensor, open_all, tensor_of
+from phasewise.serving.loaders.formats.safetensors_file import READABLE, mxfp4_tensor, open_all, tensor_of
 from phasewise.serving.loaders.head_rows import half_split
 from phasewise.serving.loaders.layout import shapes_of_all
 from phasewise.serving.loaders.quantised.scheme import Quantisation, quantisation_of
@@ -157,16 +157,20 @@ def _has_own_head(opened: Shards, family: Family) -> bool:
         without_prefix(theirs, family): tensor_of(file, theirs, entry)
         for file, entries in opened
         for theirs, entry in entries.items()
-        if theirs.endswith(("embed_tokens.weight", "lm_head.weight"))
+        if theirs.endswith(("embed_tokens.weight", "lm_head.weight")) and entry.dtype in READABLE
     }
     head, embed = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
     if head is None or embed is None or head.shape != embed.shape:
         return False
     step = max(head.shape[0] // COMPARED_ROWS, 1)
-    return not all(
-        np.array_equal(head.rows(row, row + 1), embed.rows(row, row + 1))
-        for row in range(0, head.shape[0], step)
-    )
+    places = range(0, head.shape[0], step)
+    return any(not np.array_equal(_plain_row(head, row), _plain_row(embed, row)) for row in places)
+
+
+def _plain_row(tensor: SourceTensor, row: int) -> np.ndarray:
+    numbers = tensor.rows(row, row + 1)
+    assert isinstance(numbers, np.ndarray)
+    return numbers
 
 
 def _our_tensors(

@@ -211,6 +211,13 @@ BAD_CONFIGS = {
     "negative heads": ({"num_attention_heads": -4, "head_dim": None}, "n_heads is -4"),
     "odd head": ({"head_dim": 15}, "head dimensions"),
     "odd rotation": ({"model_type": "phi3", "partial_rotary_factor": 0.32}, "RoPE over 5"),
+    "two words on RoPE": (
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        },
+        "rope_parameters and rope_scaling, which differ",
+    ),
     "two original contexts": (
         {
             "original_max_position_embeddings": 64,
