@@ -7,9 +7,10 @@ ARGS ?=
 ISA ?= native
 export PHASEWISE_ISA_BUILD := $(ISA)
 TIER ?= all
-# Tests run in two processes; each file stays in one of them, the longest come first (tests/conftest.py).
+# Tests run in three processes, since many wait for others; each file stays in one, the longest come first
+# (tests/conftest.py).
 # WORKERS= runs them all in this one.
-WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
+WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 # Tests start hundreds of processes: without compiled modules, each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 # What meets the libraries that phasewise depends on: each dependency of setup.cfg has a file here.

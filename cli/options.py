@@ -167,6 +167,18 @@ DbOption = Annotated[
         help="tuning database [default: in the XDG data directory]",
     ),
 ]
+MOST_DRAFT_TOKENS = 15
+
+
+def parse_draft_tokens(text: str | None) -> int | None:
+    """`auto` is None; else 1 to 15 tokens. A usage error otherwise."""
+    if text is None or text == "auto":
+        return None
+    if not re.fullmatch(r"[1-9][0-9]?", str(text)) or int(text) > MOST_DRAFT_TOKENS:
+        raise typer.BadParameter(f"a draft has auto or 1 to {MOST_DRAFT_TOKENS} tokens, not {text!r:.40}")
+    return int(text)
+
+
 DraftOption = Annotated[
     str | None,
     typer.Option(
@@ -175,6 +187,17 @@ DraftOption = Annotated[
         envvar="PHASEWISE_DRAFT",
         help="draft several tokens of an answer and check them in one step: what followed where the text "
         "repeats itself, or what a small model of the same vocabulary says; the tokens stay the same",
+    ),
+]
+DraftTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--draft-tokens",
+        metavar="auto|N",
+        envvar="PHASEWISE_DRAFT_TOKENS",
+        parser=parse_draft_tokens,
+        help="tokens of each draft; auto: as many as pay, by what steps and drafts turn out to be "
+        "[default: auto]",
     ),
 ]
 ExplainOption = Annotated[

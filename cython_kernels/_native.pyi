@@ -241,6 +241,8 @@ def attend_one_head(
     table: Sequence[int],
     kv_format: str = "f32",
     cap: float = 0,
+    slopes: npt.ArrayLike | None = None,
+    positions: npt.ArrayLike | None = None,
 ) -> _Floats: ...
 
 # ---- probes
@@ -389,6 +391,7 @@ class ProgramBuilder:
         scale: float | None = None,
         cap: float = 0,
         sinks: npt.ArrayLike | None = None,
+        slopes: npt.ArrayLike | None = None,
         growth: npt.ArrayLike | None = None,
         growth_span: int = 1,
     ) -> None: ...

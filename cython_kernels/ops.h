@@ -81,7 +81,7 @@ static inline pw_kv_head pw_kv_head_at(char *memory, int64_t slots, int32_t form
 
 /* Activations by name, in the order of their numbers: of the gate of a feed-forward layer before it multiplies
  * (NAME_gate_lanes, families/rows/elementwise.c), and of a layer without a gate (NAME_lanes, families/rows/activations.c). */
-#define PW_EACH_GATE(X) X(silu) X(gelu_tanh) X(clamped_silu) X(logistic)
+#define PW_EACH_GATE(X) X(silu) X(gelu_tanh) X(clamped_silu) X(gelu) X(logistic)
 #define PW_EACH_ACTIVATION(X) X(gelu) X(gelu_tanh) X(silu) X(relu) X(relu2)
 
 #define PW_GATE_NUMBER(NAME) PW_GATE_##NAME,
@@ -113,6 +113,8 @@ typedef struct {
     int32_t rows;
     int32_t tile_rows; /* rows that are computed together, as far as an ISA can; 0: as it likes */
     float cap; /* c: scores are c tanh(score / c); 0: as they are */
+    const float *slopes;      /* [rows]: a score loses this much for each position between (ALiBi); NULL: nothing */
+    const int64_t *positions; /* [rows], where there are slopes */
     const void *next_keys; /* what is read after the chunk, to be asked for meanwhile; NULL: nothing */
 } pw_queries;
 

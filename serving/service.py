@@ -202,7 +202,8 @@ def run_service(
 def observers_of(model: OtherModel, log: LengthLog | None, stack: ExitStack) -> Iterator[LengthObserver]:
     """Observers of the lengths of a model's answers; `stack` ends them."""
     if log is not None:
-        yield LengthObserver(partial(log.put, model.opened.model.name), model.names[0])
+        put = partial(log.put, model.opened.model.name)
+        yield LengthObserver(put, model.names[0], keeps_tokens=True)
     if model.predictor is not None:
         yield LengthObserver(stack.enter_context(_learning(model.predictor)), model.names[0])
 

@@ -122,7 +122,16 @@ _GENERATING = (
         "--max-batch-tokens",
         "--tpot",
     ),
-    *("--draft", "--also", "--tune-idle", "--kv-budget", "--kv-format", "--kv-policy", "--no-prefix-reuse"),
+    *(
+        "--draft",
+        "--draft-tokens",
+        "--also",
+        "--tune-idle",
+        "--kv-budget",
+        "--kv-format",
+        "--kv-policy",
+        "--no-prefix-reuse",
+    ),
     *_KEEPING,
     *(
         "--temperature",
@@ -152,6 +161,13 @@ _CANONICAL = Way(
     ("--tile-prompts",),
     when=("--arithmetic=canonical",),
     instead="tiles round bf16 in their own way; leave either out",
+)
+
+_WITHOUT_DRAFTS = Way(
+    "without --draft",
+    ("--draft-tokens",),
+    unless=("--draft",),
+    instead="nothing is drafted; add --draft lookup, or leave that out",
 )
 
 _SERVE = (
@@ -216,6 +232,7 @@ _SERVE = (
         when=("--no-prefix-reuse",),
         instead="no prompt takes over what was computed; leave either out",
     ),
+    _WITHOUT_DRAFTS,
     Way("without --prefix-cache", ("--prefix-cache-bytes",), unless=("--prefix-cache",)),
     Way(
         "without --receipts",
@@ -252,7 +269,7 @@ _SERVE = (
     ),
     Way(
         "with pools",
-        ("--threads", "--ranks", "--draft", "--also", "--tune-idle"),
+        ("--threads", "--ranks", "--draft", "--draft-tokens", "--also", "--tune-idle"),
         when=_POOLS,
         instead="each pool has its engine and cores (0-3+4-7: two ranks); leave that out, or the pools",
     ),
@@ -295,7 +312,10 @@ _AUTHORS_C = ("--include", "--define")
 _ODMA = ("--buckets", "--alpha", "--tau", "--window", "--refresh-every", "--reserve")
 _CLUSTER_DB = Way("without --machine-from-db", ("--db",), unless=("--machine-from-db",))
 
-_OF_AN_ENGINE = ("--sparse", "--lora", "--arithmetic", "--ranks", "--draft", "--kv-format", "--db")
+_OF_AN_ENGINE = (
+    *("--sparse", "--lora", "--arithmetic", "--ranks", "--draft", "--draft-tokens", "--kv-format"),
+    "--db",
+)
 
 WAYS: Mapping[str, tuple[Way, ...]] = {
     "serve": _SERVE,
@@ -313,8 +333,9 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
             makes_vectors=True,
         ),
         replace(_OF_K_QUANTS, unless=("--url",)),
+        _WITHOUT_DRAFTS,
     ),
-    "generate": (_CANONICAL,),
+    "generate": (_CANONICAL, _WITHOUT_DRAFTS),
     "eval": (
         _CANONICAL,
         Way(

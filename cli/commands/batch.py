@@ -13,6 +13,7 @@ from phasewise.cli.options import (
     ArithmeticOption,
     DbOption,
     DraftOption,
+    DraftTokensOption,
     FormatOption,
     JsonOption,
     KvFormatOption,
@@ -52,6 +53,7 @@ def batch(
     threads: ThreadsOption = None,
     ranks: RanksOption = None,
     draft: DraftOption = None,
+    draft_tokens: DraftTokensOption = None,
     kv_format: KvFormatOption = "auto",
     db: DbOption = None,
     as_json: JsonOption = False,
@@ -77,7 +79,9 @@ def batch(
 
     weights = Weights(weight_format, sparse, arithmetic=arithmetic, lora=lora)
     if model is not None and url is None:
-        server: str | OwnServer = OwnServer(model, weights, concurrency, threads, ranks, draft, kv_format, db)
+        server: str | OwnServer = OwnServer(
+            model, weights, concurrency, threads, ranks, draft, draft_tokens, kv_format, db
+        )
     elif url is not None and model is None:
         server = url
     else:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from phasewise.cli.options import FormatOption, ModelArgument, ThreadsOption, VectorArithmeticOption
 from phasewise.cli.present import note, print_json, read_stdin, say
-from phasewise.workflows.embed.run import lines_of, open_embedder, texts_in
+from phasewise.workflows.embed.run import in_precision, lines_of, open_embedder, texts_in
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
 
 VectorForm = Literal["json", "npy", "csv"]
 """The form in which vectors are written."""
+Encoding = Literal["float", "int8", "binary", "ubinary"]
+"""What the numbers of a vector become: `pooling.PRECISIONS`."""
 
 
 def embed(
@@ -36,6 +37,23 @@ def embed(
         int | None,
         typer.Option(min=1, metavar="N", help="keep the first N numbers of each vector, with length 1 again"),
     ] = None,
+    input_type: Annotated[
+        str | None,
+        typer.Option(
+            "--input-type",
+            metavar="KIND",
+            help="query, document or the name of one of the model's prompts, which is put before each text;"
+            " without it the model's default prompt, if it has one",
+        ),
+    ] = None,
+    encoding_format: Annotated[
+        Encoding,
+        typer.Option(
+            "--encoding-format",
+            help="numbers of vectors: float32; int8, times 127 over the largest magnitude; a bit for each, 1"
+            " above 0, in bytes (ubinary), or these less 128 (binary)",
+        ),
+    ] = "float",
     truncate: Annotated[
         bool, typer.Option("--truncate", help="cut texts that are too long; else they are an error")
     ] = False,
@@ -45,14 +63,17 @@ def embed(
 ) -> None:
     """Print a vector of each TEXT by an embedding MODEL.
 
-    The vectors go to stdout: one JSON object, a NumPy file of float32, or a
-    line of numbers for each text. MODEL's files say how the vectors of a
+    The vectors go to stdout: one JSON object, a NumPy file, or a line of
+    numbers for each text. MODEL's files say how the vectors of a
     text's tokens become one (modules.json, or GGUF's pooling type).
     """
     inputs = _texts(texts or [], file)
     is_canonical = arithmetic == "canonical"
     with open_embedder(model, weight_format, threads, note, is_canonical=is_canonical) as opened:
-        vectors, n_tokens = opened.vectors(inputs, truncate=truncate, dimensions=dimensions)
+        found, n_tokens = opened.vectors(
+            inputs, truncate=truncate, dimensions=dimensions, input_type=input_type
+        )
+        vectors = in_precision(found, encoding_format)
         if output == "npy":
             _write_npy(vectors)
         elif output == "csv":
@@ -63,11 +84,10 @@ def embed(
                 {
                     "model": opened.model.name,
                     "format": opened.model.format,
-                    "dimensions": vectors.shape[1],
+                    "dimensions": found.shape[1],
+                    "encoding_format": encoding_format,
                     "prompt_tokens": n_tokens,
-                    "vectors": [
-                        [float(f"{component:.9g}") for component in vector] for vector in vectors.tolist()
-                    ],
+                    "vectors": [[_shown(number) for number in vector] for vector in vectors.tolist()],
                 }
             )
 
@@ -84,7 +104,11 @@ def _texts(given: list[str], file: Path | None) -> list[str]:
     return given
 
 
-def _write_npy(vectors: npt.NDArray[np.float32]) -> None:
+def _shown(number: float) -> float:
+    return number if isinstance(number, int) else float(f"{number:.9g}")
+
+
+def _write_npy(vectors: npt.NDArray[Any]) -> None:
     import numpy as np
 
     np.save(sys.stdout.buffer, vectors)

@@ -15,6 +15,7 @@ from phasewise.cli.options import (
     ArithmeticOption,
     DbOption,
     DraftOption,
+    DraftTokensOption,
     ExplainOption,
     FormatOption,
     JsonOption,
@@ -56,6 +57,7 @@ _SETTINGS = option_set(
     arithmetic=ArithmeticOption,
     lora=OneLoraOption,
     draft=DraftOption,
+    draft_tokens=DraftTokensOption,
 )
 
 

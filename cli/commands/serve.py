@@ -15,6 +15,7 @@ from phasewise.cli.options import (
     ArithmeticOption,
     DbOption,
     DraftOption,
+    DraftTokensOption,
     ExplainOption,
     FormatOption,
     KvFormatOption,
@@ -194,6 +195,7 @@ _RUNNING = option_set(
     ),
     tpot_ms=_in_sight("longest time per token for running answers", "--tpot", min=0.1, metavar="MS"),
     draft=DraftOption,
+    draft_tokens=DraftTokensOption,
     also=_in_sight(
         "serve this model too, chosen by the requests' model field; the KV budget is divided among all "
         "[repeatable]",

@@ -8,24 +8,51 @@ with stand-ins for tokens, and moves the clock by what the step-time model says.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Never, Protocol
 
+from phasewise.cluster.simulated.simulated_requests import Arrival
 from phasewise.cluster.simulated.steps import StepTimes
 from phasewise.cluster.simulated.timeline import Timeline
-from phasewise.serving.batch import Batch
+from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.pools.contract import PoolSettings
 from phasewise.serving.pools.opening import DEFAULT_POLICY, open_pool
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS, Pacing
 from phasewise.serving.scheduling.request import Request
 from phasewise.serving.scheduling.scheduler import Scheduler
-from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
+from phasewise.serving.scheduling.scheduler_terms import DraftRoom, SchedulerLimits
 
 REFRESH_S = 0.5
 """Simulated seconds between two times that a pool learns, as `serving.engine.maintenance` has it."""
 
 TOKEN = 0
 """Stands for every token of an answer."""
+
+
+class Drafted(Protocol):
+    """A draft: as many of its tokens are `TOKEN` from the first on as are right."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+
+class SimulatedDrafter(Protocol):
+    """What drafts on a machine; `serving.drafts.contract.Drafter` says more."""
+
+    def observe(self, n_rows: int, duration_ns: int) -> None:
+        """Note the time of a decode step."""
+
+    def draft(self, batch: Batch, rooms: Sequence[DraftRoom], samplers: Sequence[Never]) -> Sequence[Drafted]:
+        """For each slice of a decode batch a draft of at most its room."""
+        ...
+
+    def ended(self, request_id: str) -> None:
+        """Forget what is known of a request."""
+
+
+OpenDrafter = Callable[[Mapping[str, Arrival]], SimulatedDrafter]
+"""Makes a machine's drafter, from the arrivals by the ids of their requests."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +84,13 @@ class ProductionMachine:
     """One engine. `submit`, `expect`, `arrived` and `acknowledge` come from outside."""
 
     def __init__(
-        self, index: int, steps: StepTimes, settings: EngineSettings, timeline: Timeline, listener: Listener
+        self,
+        index: int,
+        steps: StepTimes,
+        settings: EngineSettings,
+        timeline: Timeline,
+        listener: Listener,
+        drafter: SimulatedDrafter | None = None,
     ) -> None:
         self.index = index
         self.busy_s = 0.0
@@ -66,6 +99,7 @@ class ProductionMachine:
         self._steps = steps
         self._timeline = timeline
         self._listener = listener
+        self._drafter = drafter
         limits = settings.limits
         pool_settings = PoolSettings(longest_request=limits.context_length)
         pool = open_pool(settings.kv_policy, settings.kv_slots, pool_settings)
@@ -107,6 +141,8 @@ class ProductionMachine:
     def _step(self) -> None:
         scheduler = self.scheduler
         paced = self._pacing.pace(scheduler.n_answering, is_all_shadow=scheduler.is_all_shadow)
+        if self._drafter is not None:
+            paced = paced._replace(rows=None)  # drafts fill the rows of a step by themselves
         batch = scheduler.next_batch(*paced)
         if batch is None:
             self.scheduler.take_copies()
@@ -118,6 +154,9 @@ class ProductionMachine:
             for name in batch.request_ids:
                 self._listener.prompt_step_begins(name)
         self._tell_granted()
+        if self._drafter is not None and batch.phase == "decode":
+            drafts = self._drafter.draft(batch, scheduler.draft_rooms(batch), ())
+            batch = scheduler.extend(batch, [draft.token_ids for draft in drafts])
         cost_s = self._cost_s(batch)
         self._timeline.at(now_s + cost_s, lambda: self._end(batch, cost_s))
 
@@ -125,14 +164,23 @@ class ProductionMachine:
         if batch.phase == "prefill":
             pairs = sum(len(piece.token_ids) * piece.start for piece in batch.slices)
             return self._steps.prefill_s(batch.n_tokens, pairs)
-        context = sum(piece.start + 1 for piece in batch.slices)
-        return self._steps.decode_s(len(batch.slices), context, self._since_prefill)
+        steps, since, n_sequences = self._steps, self._since_prefill, len(batch.slices)
+        plain_s = steps.decode_s(n_sequences, sum(piece.start + 1 for piece in batch.slices), since)
+        if batch.n_tokens == n_sequences:
+            return plain_s
+        context = sum(len(piece.token_ids) * (piece.start + 1) for piece in batch.slices)
+        extra_s = steps.drafted_row_s * (batch.n_tokens - n_sequences)
+        return max(plain_s, steps.decode_s(batch.n_tokens, context, since) + extra_s)
 
     def _end(self, batch: Batch, cost_s: float) -> None:
         self._is_computing = False
         self.busy_s += cost_s
         self.occupancy_s[batch.n_tokens] += cost_s
-        outs = self.scheduler.commit(batch, [TOKEN] * batch.n_logits)
+        outs = self.scheduler.commit_runs(
+            batch, [_run(piece) for piece in batch.slices if piece.wants_logits]
+        )
+        if self._drafter is not None and batch.phase == "decode":
+            self._drafter.observe(batch.n_tokens, round(cost_s * 1e9))
         self._pacing.observe(batch.phase, batch.n_tokens, round(cost_s * 1e9), batch.n_in_shadow)
         if batch.phase == "prefill":
             self._since_prefill = 0
@@ -143,6 +191,8 @@ class ProductionMachine:
                 if piece.wants_logits:
                     self._listener.prompt_computed(name)
         for out in outs:
+            if self._drafter is not None and out.finish_reason is not None:
+                self._drafter.ended(out.request_id)
             self._listener.token_made(out.request_id, out.n_generated, is_last=out.finish_reason is not None)
         if self._timeline.now_s - self._refreshed_s >= REFRESH_S:
             self._refreshed_s = self._timeline.now_s
@@ -153,3 +203,10 @@ class ProductionMachine:
         for request_id in [name for name in self.scheduler.expected if name not in self._granted]:
             self._granted.add(request_id)
             self._listener.block_granted(request_id)
+
+
+def _run(piece: SequenceSlice) -> list[int]:
+    """The tokens that a step gives a sequence: its drafts that are right, and the token after them."""
+    drafted = piece.token_ids[len(piece.token_ids) - piece.n_drafted :] if piece.n_drafted else ()
+    n_right = next((n for n, token_id in enumerate(drafted) if token_id != TOKEN), len(drafted))
+    return [TOKEN] * (n_right + 1)

@@ -17,7 +17,7 @@ from phasewise._words import counted
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.routing import POLICIES, Ask, Limits, Role, Router
 from phasewise.cluster.simulated.kv_transfer import Link, Prompt, transfer
-from phasewise.cluster.simulated.machines import EngineSettings, ProductionMachine
+from phasewise.cluster.simulated.machines import EngineSettings, OpenDrafter, ProductionMachine
 from phasewise.cluster.simulated.simulated_requests import PREFIX_BLOCK_TOKENS, Arrival, Life
 from phasewise.cluster.simulated.splitwise_sim import (
     BYTES_PER_GIB,
@@ -65,6 +65,8 @@ class MachineType:
     max_sequences: int = DEFAULT_SEQUENCES
     tpot_ms: float = DEFAULT_TPOT_MS
     kv_policy: str = DEFAULT_POLICY
+    drafts: OpenDrafter | None = None
+    """Makes what drafts tokens of answers; None: nothing does."""
 
     @property
     def kv_slots(self) -> int:
@@ -192,8 +194,16 @@ class _ProductionCluster:
         self._timeline = Timeline()
         self._kinds = [kind for _, kind in spec.machines]
         longest = max(arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals)
+        by_id = {str(index): arrival for index, arrival in enumerate(arrivals)}
         self._machines = [
-            ProductionMachine(index, kind.steps, _settings(kind, longest, spec), self._timeline, self)
+            ProductionMachine(
+                index,
+                kind.steps,
+                _settings(kind, longest, spec),
+                self._timeline,
+                self,
+                None if kind.drafts is None else kind.drafts(by_id),
+            )
             for index, kind in enumerate(self._kinds)
         ]
         policy = POLICIES[spec.policy](spec.limits)
@@ -203,7 +213,7 @@ class _ProductionCluster:
             spec.limits.repurpose_after_requests,
         )
         self._link_free_s = [0.0] * len(self._machines)
-        self._lives = {str(index): Life(arrival) for index, arrival in enumerate(arrivals)}
+        self._lives = {request_id: Life(arrival) for request_id, arrival in by_id.items()}
         self._going: dict[str, _Going] = {}
 
     def run(self) -> Simulation:

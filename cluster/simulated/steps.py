@@ -76,6 +76,8 @@ class StepTimes:
     mixed_factor: float = MIXED_FACTOR
     after_prefill_s: tuple[float, ...] = ()
     """The extra time of the first decode steps after a prefill step, by their number since it."""
+    drafted_row_s: float = 0.0
+    """For each drafted row, beyond what as many sequences more would take; below 0: less."""
 
     def prefill_s(self, n_tokens: int, n_pairs: int = 0) -> float:
         """A prefill step. n_pairs: sum over its slices of tokens times tokens computed before."""

@@ -50,6 +50,8 @@ cdef extern from "ops.h" nogil:
         const int64_t *last
         int32_t rows, tile_rows
         float cap
+        const float *slopes
+        const int64_t *positions
         const void *next_keys
 
     ctypedef struct pw_partial:
@@ -376,11 +378,11 @@ def kv_slot_bytes(str kv_format, int64_t head_dim):
     return pw_kv_slot_bytes(kv_format_code(kv_format), head_dim)
 
 
-def attend_one_head(q, keys, values, first, last, table, str kv_format="f32", float cap=0):
+def attend_one_head(q, keys, values, first, last, table, str kv_format="f32", float cap=0, slopes=None, positions=None):
     """Attention of rows over one KV head, chunk by chunk: float32 [rows, head_dim].
 
     q [rows, head_dim] already scaled; keys and values [positions, head_dim]; row r sees first[r]..last[r]. table: the
-    slot of the first of every PW_CHUNK positions. cap: scores are cap tanh(score / cap), 0: as they are. What holds no position is NaN, so that nothing may depend on it.
+    slot of the first of every PW_CHUNK positions. cap: scores are cap tanh(score / cap), 0: as they are. slopes: what scores of a row lose for each position between a key and the row's own. What holds no position is NaN, so that nothing may depend on it.
     """
     rows, dim = q.shape
     wide, slots = -(-dim // 16) * 16, -(-(max(table) + PW_CHUNK) // 16) * 16
@@ -406,6 +408,13 @@ def attend_one_head(q, keys, values, first, last, table, str kv_format="f32", fl
     cdef int64_t n = rows, r, chunk
     queries.q, queries.first, queries.last = &q_rows[0, 0], &firsts[0], &lasts[0]
     queries.rows, queries.tile_rows, queries.cap, queries.next_keys = rows, 0, cap, NULL
+    cdef const float[::1] falls = np.ascontiguousarray(np.zeros(rows) if slopes is None else slopes, np.float32)
+    cdef const int64_t[::1] places = np.ascontiguousarray(last if positions is None else positions, np.int64)
+    if len(falls) != rows or len(places) != rows:
+        raise ValueError("one slope and one position for each row expected")
+    queries.slopes, queries.positions = NULL, &places[0]
+    if slopes is not None:
+        queries.slopes = &falls[0]
     part.top, part.sum, part.values = &memory[0], &memory[n], &memory[2 * n]
     into.top = part.values + n * head.value_dim
     into.sum, into.values = into.top + n, into.top + 2 * n

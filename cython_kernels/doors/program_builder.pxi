@@ -90,6 +90,7 @@ cdef extern from "program/program.h" nogil:
         const float *q_norm
         const float *k_norm
         const float *sinks
+        const float *slopes
         const float *growth
         int64_t n_growth, growth_span
         pw_experts experts
@@ -320,7 +321,7 @@ cdef class ProgramBuilder:
         """Adds a kind of attention and returns its number, which `attend` takes.
 
         inv_freq: float64 [pairs], of which a head may have head_dim / 2; empty where positions turn nothing. window:
-        positions that a token sees, 0 for all. magnitude: what cosines and sines are multiplied by.
+        positions that a token sees, 0 for all; bidirectional, half of them on each side. magnitude: what cosines and sines are multiplied by.
         """
         cdef const double[::1] angles = np.ascontiguousarray(inv_freq, np.float64)
         cdef pw_attention_kind kind
@@ -478,13 +479,14 @@ cdef class ProgramBuilder:
 
     def attend(self, int32_t layer, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
                bias=None, q_norm=None, k_norm=None, rows="every", int32_t kind=0, scale=None, double cap=0,
-               sinks=None, growth=None, int64_t growth_span=1):
+               sinks=None, slopes=None, growth=None, int64_t growth_span=1):
         """Attention of a layer: q, k and v heads side by side in a row, to the weighted values of all heads.
 
         rows: "every", or "gathered" if only those that want logits are read afterwards; keys and values of every
         row are kept. scale: of scores (None: 1 / sqrt(head_dim)); cap: c tanh(score / c), 0 for none; sinks: a score
-        for each head beside those of positions, without a value. growth: queries at position p are multiplied by its
-        number p // growth_span, or by its last.
+        for each head beside those of positions, without a value; slopes: what a score of each head loses for each position
+        between (ALiBi). growth: queries at position p are multiplied by its number p // growth_span, or by its
+        last.
         """
         cdef pw_op op = _op_of(PW_ATTEND, rows, from_at, from_stride, out, out_stride)
         cdef pw_shape *shape = &self.program.shape
@@ -493,6 +495,7 @@ cdef class ProgramBuilder:
         if not 0 <= layer < shape.n_layers or not 0 <= kind < self.program.n_kinds:
             raise ProgramError(f"layer {layer} of {shape.n_layers}, kind {kind} of {self.program.n_kinds}")
         op.sinks = self._optional(sinks, shape.n_heads, "sinks")
+        op.slopes = self._optional(slopes, shape.n_heads, "slopes")
         op.n_growth, op.growth_span = 0 if growth is None else len(growth), growth_span
         op.growth = self._optional(growth, op.n_growth, "factors of queries")
         if growth_span < 1 or (growth is not None and op.n_growth < 1):

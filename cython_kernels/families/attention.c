@@ -20,6 +20,7 @@
  * minimum are bfloat16: the product is exact); then they are multiplied as float32 storage is, bit for bit. They are
  * off by up to e = 0.5001 scale + 2^-23 max |x|, and scale <= (max x - min x + 2^-7 |min x|) / 15 * (1 + 2^-7),
  * because the minimum is rounded down and the scale up; where that is below 2^-100, scale = 0 and e = 2^-100. */
+#include "families/attention/fours.h"
 #include "families/attention/pairs.h"
 #include "families/attention/stored.h"
 #include "families/byte_scale.h"
@@ -127,6 +128,8 @@ static void attend_tile(const pw_kv_head *head, const pw_queries *queries, int r
         if (queries->cap > 0)
             for (int r = 0; r < rows; ++r)
                 ISA(cap)((end_panel - panel) * PW_PANEL, queries->cap, first + r * PW_ROW_STRIDE, first + r * PW_ROW_STRIDE);
+        for (int r = 0; r < rows && queries->slopes; ++r)
+            lower_by_distance(queries, row + r, own[r], chunk, scores + r * PW_ROW_STRIDE);
     }
     weigh(scores, own, rows, all, out.top + row, out.sum + row);
     if (data->format != PW_KV_F32) values.wanted = queries->next_keys;

@@ -5,6 +5,7 @@
 
 #include "families/rows/rmsnorm.c"
 #include "families/rows/rope.c"
+#include "families/rows/gelu.h"
 #include "families/rows/elementwise.c"
 #include "families/rows/activations.c"
 #include "families/rows/layernorm.c"

@@ -13,8 +13,16 @@
 
 /* ---- planning --------------------------------------------------------------------------------------------------- */
 
-static int64_t first_seen(const pw_attention_kind *kind, int64_t position) {
-    return kind->window > 0 && position >= kind->window ? position - kind->window + 1 : 0;
+static int64_t first_seen(const pw_program *program, int32_t kind, int64_t position) {
+    int64_t window = program->kinds[kind].window, before = program->bidirectional ? window / 2 : window - 1;
+    return window > 0 && position > before ? position - before : 0;
+}
+
+/* end: the last position of the slice. */
+static int64_t last_seen(const pw_program *program, int32_t kind, int64_t position, int64_t end) {
+    int64_t window = program->kinds[kind].window;
+    if (!program->bidirectional) return position;
+    return window > 0 && position + window / 2 < end ? position + window / 2 : end;
 }
 
 typedef struct {
@@ -24,7 +32,7 @@ typedef struct {
 /* The chunks that a slice of one token sees. */
 static run_of_chunks chunks_of(const pw_program *program, int32_t kind, int64_t slice) {
     int64_t position = program->step.slices[slice].start;
-    int64_t first = first_seen(&program->kinds[kind], position) / PW_CHUNK;
+    int64_t first = first_seen(program, kind, position) / PW_CHUNK;
     return (run_of_chunks){first, position / PW_CHUNK - first + 1};
 }
 
@@ -206,11 +214,15 @@ static pw_queries load_queries(const attending *a, const pw_slice *slice, int64_
             int64_t position = program->step.positions[token];
             float factor = query_factor(a->op, position);
             turned_head(a, token, (kv_head * group + i) * shape->head_dim, a->op->q_norm, factor, q);
-            a->work.last[n] = program->bidirectional ? end : position;
-            a->work.first[n] = first_seen(&program->kinds[a->op->kind], position);
+            a->work.last[n] = last_seen(program, a->op->kind, position, end);
+            a->work.first[n] = first_seen(program, a->op->kind, position);
+            a->work.positions[n] = position;
+            a->work.slopes[n] = a->op->slopes ? a->op->slopes[kv_head * group + i] : 0.0f;
         }
     a->run->kernels->ops.prepare_queries(program->capacity.kv_format, shape->head_dim, n, a->work.q);
-    return (pw_queries){a->work.q, a->work.first, a->work.last, n, program->step.tile_rows, a->op->cap, NULL};
+    return (pw_queries){.q = a->work.q, .first = a->work.first, .last = a->work.last, .rows = n,
+                        .tile_rows = program->step.tile_rows, .cap = a->op->cap,
+                        .slopes = a->op->slopes ? a->work.slopes : NULL, .positions = a->work.positions};
 }
 
 static void finish_rows(const attending *a, int64_t row, int64_t tokens, int64_t kv_head) {

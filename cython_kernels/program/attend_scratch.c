@@ -13,6 +13,8 @@ static int64_t carve(const pw_shape *shape, float *memory, pw_attend_scratch *w)
     int64_t padded = (rows + 15) / 16 * 16;
     w->first = (int64_t *)(memory + at), at += 2 * padded;
     w->last = (int64_t *)(memory + at), at += 2 * padded;
+    w->positions = (int64_t *)(memory + at), at += 2 * padded;
+    w->slopes = memory + at, at += padded;
     w->q = memory + at, at += rows * PW_ROW_STRIDE;
     w->part = (pw_partial){memory + at, memory + at + padded, memory + at + 2 * padded}, at += 2 * padded + values;
     w->into = (pw_partial){memory + at, memory + at + padded, memory + at + 2 * padded}, at += 2 * padded + values;

@@ -6,7 +6,8 @@
 
 typedef struct {
     float *q;
-    int64_t *first, *last;
+    int64_t *first, *last, *positions;
+    float *slopes;
     pw_partial part, into;
     float *chunk;
 } pw_attend_scratch;

@@ -145,6 +145,7 @@ typedef struct {
     const float *positions, *segments;    /* added to embeddings: [program's positions][k], [2][k]; or NULL */
     int32_t layer, kind;                  /* attention: which layer, and which of the program's kinds */
     const float *q_norm, *k_norm, *sinks; /* [head_dim], [head_dim], [n_heads]; NULL where the model has none */
+    const float *slopes;                  /* [n_heads]: a score loses this for each position between (ALiBi); NULL */
     const float *growth;                  /* [n_growth]: queries at p are multiplied by that of p / growth_span; or NULL */
     int64_t n_growth, growth_span;
     pw_experts experts;                   /* of PW_ROUTE, PW_EXPERTS and PW_COMBINE */
@@ -163,7 +164,7 @@ typedef struct {
 
 /* What layers differ in: what their tokens see, and how positions turn queries and keys. */
 typedef struct {
-    int64_t window;     /* positions seen, itself included; 0: all */
+    int64_t window;     /* positions seen, itself included; 0: all. Bidirectional: half of it on each side, and itself */
     int32_t half;       /* pairs that are turned, (i, half + i); 0: none */
     int32_t angles;     /* the first kind with the same rotation, which computes them for all */
     double *inv_freq;   /* [half], radians per position */

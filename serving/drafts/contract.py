@@ -29,9 +29,9 @@ Known = TypeVar("Known")
 
 
 class DraftMemory(Generic[Known]):
-    """A Drafter's costs, and what it knows of each request. `begun`: knowledge of a new one."""
+    """A Drafter's costs, and what it knows of each request. `begun`: knowledge of a new one, by its id."""
 
-    def __init__(self, costs: StepCosts, begun: Callable[[], Known]) -> None:
+    def __init__(self, costs: StepCosts, begun: Callable[[str], Known]) -> None:
         self._costs = costs
         self._begun = begun
         self._known: dict[str, Known] = {}
@@ -50,7 +50,7 @@ class DraftMemory(Generic[Known]):
 
     def _of(self, request_id: str) -> Known:
         if request_id not in self._known:
-            self._known[request_id] = self._begun()
+            self._known[request_id] = self._begun(request_id)
         return self._known[request_id]
 
 

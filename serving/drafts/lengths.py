@@ -11,6 +11,15 @@ LEAST_GAIN = 1.02
 """Drafts are checked where they promise at least this multiple of the tokens of a step without them."""
 
 
+def fixed_lengths(rooms: Sequence[int], length: int, most_rows: int) -> list[int]:
+    """`length` drafts of each sequence, fewer where its room or the rows of the step end; the first first."""
+    left, lengths = most_rows - len(rooms), []
+    for room in rooms:
+        lengths.append(max(0, min(length, room, left)))
+        left -= lengths[-1]
+    return lengths
+
+
 def choose_lengths(
     chances: Sequence[Sequence[float]], cost_ns: Callable[[int], float], most_rows: int
 ) -> list[int]:

@@ -6,12 +6,13 @@ do not pay, and drafting begins again when the text begins to repeat itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.drafts.agreement import Agreement
 from phasewise.serving.drafts.contract import MOST_DRAFTED, NO_DRAFT, Draft, DraftMemory
-from phasewise.serving.drafts.lengths import choose_lengths
+from phasewise.serving.drafts.lengths import choose_lengths, fixed_lengths
 from phasewise.serving.drafts.repeats import MOST_MATCHED, Repeats
 from phasewise.serving.drafts.step_costs import StepCosts
 from phasewise.serving.sampling.sampling import Sampler
@@ -26,46 +27,87 @@ _KIND_OF = [
 _LEAST_CHANCE = 0.02  # of a draft and all before it, for it to be thought of
 
 
-class _Known:
-    """One request's tokens as far as they were read, and how often it was like its own past."""
+def saw_after(agreement: Agreement, n_matched: int, *, right: bool) -> None:
+    """A token came after a match of so many; after none nothing was expected."""
+    if n_matched:
+        agreement.saw(_KIND_OF[n_matched], right=right)
 
-    def __init__(self, agreement: Agreement) -> None:
-        self.repeats = Repeats()
-        self.agreement = agreement
+
+def chances_after(n_matched: int, most: int, agreement: Agreement) -> list[float]:
+    """Chances of the next drafts after a match of so many tokens, each with all before it."""
+    chance, chances = 1.0, []
+    if n_matched:
+        for n in range(n_matched, n_matched + min(most, MOST_DRAFTED)):
+            chance *= agreement.rate(_KIND_OF[n])
+            if chance < _LEAST_CHANCE:
+                break
+            chances.append(chance)
+    return chances
+
+
+class RequestLookup(Protocol):
+    """What is looked up in one request's tokens."""
+
+    @property
+    def n_matched(self) -> int:
+        """Tokens of the match at the end; 0: there is none."""
+        ...
 
     def read(self, sequence: LiveSequence) -> None:
         """The tokens that are new of it."""
+        ...
+
+    def chances(self, most: int) -> list[float]:
+        """Chances of the next drafts, each with all before it."""
+        ...
+
+    def following(self, most: int) -> tuple[int, ...]:
+        """So many drafts."""
+        ...
+
+
+class LiveLookup:
+    """One request's tokens as far as they were read, and how often it was like its own past."""
+
+    def __init__(self, _request_id: str, agreement: Agreement) -> None:
+        self.repeats = Repeats()
+        self.agreement = agreement
+
+    @property
+    def n_matched(self) -> int:
+        return self.repeats.n_matched
+
+    def read(self, sequence: LiveSequence) -> None:
         repeats = self.repeats
         n_prompt = len(sequence.request.prompt_token_ids)
         if len(repeats) == 0:
             repeats.extend(sequence.token_ids)
             return
         for token_id in sequence.generated[len(repeats) - n_prompt :]:
-            if repeats.n_matched:
-                kind = _KIND_OF[repeats.n_matched]
-                self.agreement.saw(kind, right=token_id == repeats.expected)
+            saw_after(self.agreement, repeats.n_matched, right=token_id == repeats.expected)
             repeats.push(token_id)
 
     def chances(self, most: int) -> list[float]:
-        """Chances of the next drafts, each with all before it."""
-        n_matched, chance, chances = self.repeats.n_matched, 1.0, []
-        if n_matched:
-            rate = self.agreement.rate
-            for n in range(n_matched, n_matched + min(most, MOST_DRAFTED)):
-                chance *= rate(_KIND_OF[n])
-                if chance < _LEAST_CHANCE:
-                    break
-                chances.append(chance)
-        return chances
+        return chances_after(self.repeats.n_matched, most, self.agreement)
+
+    def following(self, most: int) -> tuple[int, ...]:
+        return self.repeats.following(most)
 
 
-class LookupDrafter(DraftMemory[_Known]):
-    """A Drafter without a model. `most_rows`: of one step."""
+class LookupDrafter(DraftMemory[RequestLookup]):
+    """A Drafter without a model. `most_rows`: of one step. n_tokens: as `DraftSource.n_tokens`."""
 
-    def __init__(self, costs: StepCosts, most_rows: int) -> None:
+    def __init__(
+        self,
+        costs: StepCosts,
+        most_rows: int,
+        n_tokens: int | None = None,
+        begun: Callable[[str, Agreement], RequestLookup] = LiveLookup,
+    ) -> None:
         agreement = Agreement(_FIRST_RATES)
-        super().__init__(costs, lambda: _Known(agreement.of_request()))
+        super().__init__(costs, lambda request_id: begun(request_id, agreement.of_request()))
         self._most_rows = most_rows
+        self._n_tokens = n_tokens
 
     def computed(self, batch: Batch) -> None:
         """Nothing is computed of prompts."""
@@ -73,17 +115,25 @@ class LookupDrafter(DraftMemory[_Known]):
     def draft(self, batch: Batch, rooms: Sequence[DraftRoom], samplers: Sequence[Sampler]) -> list[Draft]:
         """As Drafter.draft."""
         requests = [self._read(room.sequence) for room in rooms]
-        if not self._costs.is_known or len(rooms) >= self._most_rows:
-            return [NO_DRAFT] * len(rooms)
-        chances = [request.chances(room.most) for request, room in zip(requests, rooms, strict=True)]
-        most_rows = min(self._most_rows, self._costs.most_rows)
-        lengths = choose_lengths(chances, self._costs.cost_ns, most_rows)
         return [
-            Draft(request.repeats.following(n)) if n else NO_DRAFT
-            for request, n in zip(requests, lengths, strict=True)
+            Draft(request.following(n)) if n else NO_DRAFT
+            for request, n in zip(requests, self._lengths(requests, rooms), strict=True)
         ]
 
-    def _read(self, sequence: LiveSequence) -> _Known:
+    def _lengths(self, requests: Sequence[RequestLookup], rooms: Sequence[DraftRoom]) -> list[int]:
+        if len(rooms) >= self._most_rows:
+            return [0] * len(rooms)
+        pairs = list(zip(requests, rooms, strict=True))
+        if self._n_tokens is not None:
+            most = [room.most if request.n_matched else 0 for request, room in pairs]
+            return fixed_lengths(most, self._n_tokens, self._most_rows)
+        if not self._costs.is_known:
+            return [0] * len(rooms)
+        chances = [request.chances(room.most) for request, room in pairs]
+        most_rows = min(self._most_rows, self._costs.most_rows)
+        return choose_lengths(chances, self._costs.cost_ns, most_rows)
+
+    def _read(self, sequence: LiveSequence) -> RequestLookup:
         request = self._of(sequence.request_id)
         request.read(sequence)
         return request

@@ -102,7 +102,7 @@ class _Row:
 
 class ModelDrafter(DraftMemory[_Drafted]):
     """A Drafter with a model. most_rows: of one step of the model that is served, whose logits have
-    `vocab_size` columns; the draft model's may have fewer or more.
+    `vocab_size` columns; the draft model's may have fewer or more. n_tokens: as `DraftSource.n_tokens`.
     """
 
     def __init__(
@@ -112,13 +112,15 @@ class ModelDrafter(DraftMemory[_Drafted]):
         most_rows: int,
         vocab_size: int,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
+        n_tokens: int | None = None,
     ) -> None:
         self._ranks = ranks
         self._clock_ns = clock_ns
         agreement = Agreement((_FIRST_RATE,))
-        super().__init__(costs, lambda: _Drafted(agreement.of_request()))
+        super().__init__(costs, lambda _: _Drafted(agreement.of_request()))
         self._most_rows = most_rows
         self._vocab_size = vocab_size
+        self._n_tokens = n_tokens
         self._draft_costs = StepCosts()
         self._rng = np.random.default_rng()
         self._pays = True
@@ -162,7 +164,11 @@ class ModelDrafter(DraftMemory[_Drafted]):
 
     def _length(self, rows: list[_Row]) -> int:
         """Drafts of each sequence that give the most tokens in a nanosecond; 0: none pay."""
-        if not self._costs.is_known or 2 * len(rows) > self._most_rows:
+        if 2 * len(rows) > self._most_rows:
+            return 0
+        if self._n_tokens is not None:
+            return min(self._n_tokens, self._most_rows // len(rows) - 1)
+        if not self._costs.is_known:
             return 0
         if not self._draft_costs.is_known:
             return 1

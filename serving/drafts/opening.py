@@ -24,11 +24,13 @@ LEAST_STEP_TOKENS = 1 + MOST_DRAFTED
 class DraftSource:
     """The source of drafts. `model`: a small model of the same vocabulary; None: lookup in the sequence.
 
-    recorded_ns: what decode steps took by their number of rows, as far as the database knows.
+    recorded_ns: what decode steps took by their number of rows, as far as the database knows. n_tokens: of
+    each draft; None: as many as pay, by what is observed.
     """
 
     model: PackedModel | None = None
     recorded_ns: Mapping[int, float] = field(default_factory=dict)
+    n_tokens: int | None = None
 
 
 def open_drafter(
@@ -38,9 +40,9 @@ def open_drafter(
     costs = StepCosts(source.recorded_ns)
     most_rows = min(ALL_LOGITS_ROWS, max(options.max_batch_tokens, options.max_sequences))
     if source.model is None:
-        return LookupDrafter(costs, most_rows)
+        return LookupDrafter(costs, most_rows, source.n_tokens)
     guest = GuestRank(source.model, first_rank, replace(options, kv=replace(options.kv, rings=None)))
-    return ModelDrafter(guest, costs, most_rows, model.config.vocab_size)
+    return ModelDrafter(guest, costs, most_rows, model.config.vocab_size, n_tokens=source.n_tokens)
 
 
 def check_vocabularies(draft: PackedModel, model: PackedModel) -> None:

@@ -32,8 +32,7 @@ class OpenEmbedding:
     @property
     def scores(self) -> bool:
         """True if it is a cross-encoder."""
-        encoder = self.model.config.encoder
-        return encoder is not None and encoder.scores
+        return self.model.config.scores
 
     @property
     def width(self) -> int:
@@ -48,8 +47,7 @@ class OpenEmbedding:
 
 def width_of(model: PackedModel) -> int:
     """Numbers of a vector; 1 for a cross-encoder, which gives scores."""
-    encoder = model.config.encoder
-    return 1 if encoder is not None and encoder.scores else model.config.hidden
+    return 1 if model.config.scores else model.config.hidden
 
 
 def open_embedding(

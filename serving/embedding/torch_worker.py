@@ -7,20 +7,24 @@ nothing but where the layers are computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.encoder.pooling import pooled
 from phasewise.serving.embedding.protocol import Floats
 from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.families.gte import THEIR_GTE
+from phasewise.serving.loaders.families.jina_bert import JINA_BERT
 from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
-from phasewise.serving.models.packed_model import Embedding
+from phasewise.serving.models.encoding import Embedding
 
 _ADAPTER = "adapter_config.json"
 
@@ -42,8 +46,9 @@ class TorchEmbedder:
         _refuse_strangers_code(path)
         self._torch = torch
         self._device = device if device.startswith("cuda") else "cpu"
-        self._embedding, self._scores = _what_it_gives(path)
-        kind = transformers.AutoModelForSequenceClassification if self._scores else transformers.AutoModel
+        self._gives = _what_it_gives(path, device)
+        by_head = self._gives.scores and self._gives.score_vector is None
+        kind = transformers.AutoModelForSequenceClassification if by_head else transformers.AutoModel
         model: Any = kind.from_pretrained(
             str(path),
             torch_dtype=torch.float32,
@@ -72,7 +77,7 @@ class TorchEmbedder:
             fields["token_type_ids"] = segments.to(self._device)
         with torch.inference_mode():
             outputs = self._model(**fields)
-        if self._scores:
+        if self._gives.scores and self._gives.score_vector is None:
             return np.asarray(outputs.logits.float().cpu().numpy()[:, :1], np.float32)
         hidden = outputs.last_hidden_state.float().cpu().numpy()
         return np.stack(
@@ -80,8 +85,11 @@ class TorchEmbedder:
         )
 
     def _pooled(self, rows: Floats) -> Floats:
-        chosen = {"mean": rows, "first": rows[:1], "last": rows[-1:]}[self._embedding.pooling]
-        return pooled(chosen, self._embedding)
+        gives = self._gives
+        chosen = {"mean": rows, "first": rows[:1], "last": rows[-1:]}[gives.embedding.pooling]
+        if gives.score_vector is None:
+            return pooled(chosen, gives.embedding)
+        return np.array([chosen[0].astype(np.float64) @ gives.score_vector], np.float32)
 
 
 def _refuse_strangers_code(path: Path) -> None:
@@ -92,13 +100,29 @@ def _refuse_strangers_code(path: Path) -> None:
         raise ModelError(f"{path / _ADAPTER} names another model: give a directory without an adapter")
 
 
-def _what_it_gives(path: Path) -> tuple[Embedding, bool]:
-    """The pooling of its rows to vectors, and whether it gives scores instead."""
+@dataclass(frozen=True)
+class _Gives:
+    """Vectors of an embedding, or scores: by the model's own head, or of its last row by a vector."""
+
+    embedding: Embedding
+    scores: bool
+    score_vector: npt.NDArray[np.float64] | None
+
+
+def _what_it_gives(path: Path, device: str) -> _Gives:
+    """ModelError for what is no embedding model, and for one that transformers does not have."""
     from phasewise.serving.loaders import open_source
     from phasewise.serving.loaders.fetching.resolve import Located
 
     with open_source(Located(path.name, path)) as source:
         if source.embedding is None:
             raise ModelError(f"{path} is no embedding model")
-        encoder = source.config.encoder
-        return source.embedding, encoder is not None and encoder.scores
+        model_type = (ModelDirectory(path).json("config.json") or {}).get("model_type")
+        if source.config.architecture == JINA_BERT.name or model_type == THEIR_GTE:
+            raise ModelError(
+                f"{device} cannot run {path}: transformers has {source.config.architecture} models only with"
+                " code from beside their weights; --no-embed-accelerators leaves it to the CPU"
+            )
+        vector = source.tensors["score_out"].rows(0, 1) if source.config.last_row_scores else None
+        wide = None if vector is None else np.asarray(vector, np.float64).reshape(-1)
+        return _Gives(source.embedding, source.config.scores, wide)

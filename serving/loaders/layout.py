@@ -121,6 +121,8 @@ def vector_lengths(config: ModelConfig, has_bias: bool) -> dict[str, int]:
     if config.ffn_biases:
         layer |= {"up_bias": config.ffn, "down_bias": config.hidden}
     lengths = dict.fromkeys(_norm_parts(config, "final_norm"), config.hidden)
+    if config.last_row_scores:
+        lengths["score_out"] = config.hidden
     for i in range(config.n_layers):
         mixing = attention
         if config.state is not None and config.keeps_state(i):

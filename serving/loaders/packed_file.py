@@ -47,13 +47,9 @@ from phasewise.serving.loaders.layout import (
 )
 from phasewise.serving.loaders.source import ModelSource
 from phasewise.serving.loaders.storage import NEARLY_DENSE, StorageChoice, can_be_sparse
+from phasewise.serving.models.encoding import Embedding
 from phasewise.serving.models.mapped_file import MappedFile
-from phasewise.serving.models.packed_model import (
-    Embedding,
-    PackedModel,
-    config_from_json,
-    config_to_json,
-)
+from phasewise.serving.models.packed_model import PackedModel, config_from_json, config_to_json
 from phasewise.serving.processes.segments import prefer_huge_pages
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 
@@ -494,7 +490,7 @@ def _model(fields: dict[str, Any], text: bytes, mapped: mmap.mmap, source: Path)
         chat_template=text[tokenizer_bytes:].decode() if fields["has_template"] else None,
         weight_bytes=sum(weight.nbytes for weight in weights.values()),
         sampling=SamplingDefaults(**fields["sampling"]),
-        embedding=None if fields["embedding"] is None else Embedding(**fields["embedding"]),
+        embedding=None if fields["embedding"] is None else Embedding.from_json(fields["embedding"]),
     )
 
 

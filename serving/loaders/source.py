@@ -18,7 +18,8 @@ from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.cython_kernels.packing import Array, QuantRows
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.forms import Rows, WeightForm
-from phasewise.serving.models.packed_model import Embedding, ModelConfig
+from phasewise.serving.models.encoding import Embedding
+from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 
 RowReader = Callable[[int, int], Rows]  # of rows [start, stop)

@@ -198,6 +198,10 @@ def build_program(
             raise ModelError(
                 f"{model.name} is an encoder and generates no text: `phasewise embed` makes vectors of it"
             )
+        if gives == "logits" and config.last_row_scores:
+            raise ModelError(
+                f"{model.name} scores pairs of texts and generates no text: serve it for /v1/rerank"
+            )
         if gives == "rows" and config.state is not None:
             raise ModelError(f"{model.name} has layers that keep a state, which cannot make vectors of texts")
         program = open_program(model, capacity, division, patience_s, gives)

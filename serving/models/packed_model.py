@@ -20,6 +20,7 @@ from phasewise.cython_kernels.division import columns
 from phasewise.cython_kernels.exact import logarithm, power
 from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.serving.errors import ModelError
+from phasewise.serving.models.encoding import MOST_POSITIONS, Embedding, Encoder, encoder_to_json
 from phasewise.serving.models.experts import STACKS, Experts, experts_from_json, experts_to_json
 from phasewise.serving.models.layer_form import QueryGrowth, check_form
 from phasewise.serving.models.low_rank import Adapter
@@ -38,14 +39,13 @@ LARGEST = {
     "n_kv_heads": 1 << 10,
     "head_dim": 1 << 10,
     "vocab_size": 1 << 22,
-    "context_length": 1 << 26,
+    "context_length": MOST_POSITIONS,
 }
 MOST_KINDS = 4
-GATE_ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu")
+GATE_ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu", "gelu")
 PLAIN_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2")
 """Activations of feed-forward layers without a gate; "gelu" is that of the error function, "relu2" the square
 of "relu". The kernels have both lists in cython_kernels/ops.h."""
-POOLINGS = ("mean", "first", "last")
 
 Vector = npt.NDArray[np.float32]
 
@@ -171,46 +171,9 @@ class LayerKind:
     """The settings in which layers of one model differ."""
 
     window: int | None
-    """Positions that a token sees, itself included; None: all."""
+    """Positions that a token sees, itself included; None: all. Of an encoder half of them on each side."""
     rope: RopeSpec | None
     """None: positions leave no trace in queries and keys."""
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """The layers of an encoder: h = N(h + A(h)), h = N(h + F(h)), N a LayerNorm with weight and bias,
-    attention A over the whole text.
-    """
-
-    positions: bool
-    """True if positions are embeddings of their own, one for each position of the context; else RoPE."""
-    segments: bool
-    """True if the two texts of a pair have an embedding each."""
-    qkv_biases: bool
-    out_bias: bool
-    ffn_biases: bool
-    scores: bool = False
-    """True if a head gives a pair of texts one score: a cross-encoder."""
-
-
-@dataclass(frozen=True)
-class Embedding:
-    """The pooling of a text's rows to one vector."""
-
-    pooling: str
-    """One of POOLINGS."""
-    normalised: bool
-    """True if vectors have length 1."""
-    max_tokens: int
-    """Most tokens of an input, with those that are put around it."""
-    lower_case: bool = False
-    """True if texts are written in lower case before they are cut."""
-
-    def __post_init__(self) -> None:
-        if self.pooling not in POOLINGS:
-            raise ModelError(f"pooling {self.pooling!r:.60}; {', '.join(POOLINGS)} can run")
-        if type(self.max_tokens) is not int or not 1 <= self.max_tokens <= LARGEST["context_length"]:
-            raise ModelError(f"inputs of at most {self.max_tokens!r:.60} tokens")
 
 
 @dataclass(frozen=True)
@@ -267,6 +230,8 @@ class ModelConfig:
     """True if what attention gives is multiplied by the logistic of one more product of the stream."""
     state: StateLayers | None = None
     """Layers that keep a state in place of keys and values."""
+    last_row_scores: bool = False
+    """True if a decoder gives a pair of texts one score: the product of the last row with a vector."""
     layer_norms: bool = False
     """True if norms of the stream are LayerNorms."""
     norm_biases: bool = False
@@ -361,6 +326,11 @@ class ModelConfig:
         for token in (self.bos_token_id, *self.eos_token_ids):
             if token is not None and not 0 <= token < self.vocab_size:
                 raise ModelError(f"special token {token} is outside the vocabulary of {self.vocab_size}")
+
+    @property
+    def scores(self) -> bool:
+        """True if pairs of texts get one score each, rather than a text its vector."""
+        return self.last_row_scores or (self.encoder is not None and self.encoder.scores)
 
     def kind_of(self, layer: int) -> LayerKind:
         return self.layer_kinds[layer] if self.layer_kinds else LayerKind(self.sliding_window, self.rope)
@@ -472,7 +442,7 @@ class PackedModel:
 
 
 USUAL = {"gated": True, "state": None, "query_growth": None} | dict.fromkeys(
-    ("gated_attention", "layer_norms", "norm_biases", "parallel", "ffn_biases"), False
+    ("gated_attention", "last_row_scores", "layer_norms", "norm_biases", "parallel", "ffn_biases"), False
 )
 """What most models have or lack: `config_to_json` does not mention it."""
 
@@ -495,7 +465,7 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
         **fields,
         "rope": _rope_to_json(config.rope),
         "experts": experts_to_json(config.experts),
-        "encoder": None if config.encoder is None else dict(vars(config.encoder)),
+        "encoder": None if config.encoder is None else encoder_to_json(config.encoder),
         "kinds": [{"window": kind.window, "rope": _rope_to_json(kind.rope)} for kind in kinds],
         "layer_kinds": [kinds.index(kind) for kind in config.layer_kinds],
     }

@@ -221,15 +221,22 @@ class TextCutter:
         return max(longest, _LONGEST_UNKNOWN)
 
     def encode(
-        self, texts: Sequence[str | tuple[str, str]], max_tokens: int | None = None
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        max_tokens: int | None = None,
+        *,
+        add_special: bool = True,
     ) -> list[tuple[list[int], int | None]]:
         """Token ids of each text or pair, and how many come before the second text's; None for one text.
 
         max_tokens: texts lose tokens at their end, of a pair the longer one first, until this many are left.
+        add_special: the model's own tokens are put around each.
         """
         whole = [
             _whole(text) if isinstance(text, str) else (_whole(text[0]), _whole(text[1])) for text in texts
         ]
+        if not add_special:
+            return [(self._bare(text), None) for text in whole]
         encoded = self._typed(whole, max_tokens)
         return [
             (self._with_bos(ids), _second(types, text))
@@ -246,6 +253,13 @@ class TextCutter:
         with _model_errors("the tokenizer cannot cut this text"):
             encodings = backend.encode_batch(texts, add_special_tokens=True)
         return ((encoding.ids, encoding.type_ids) for encoding in encodings)
+
+    def _bare(self, text: str | tuple[str, str]) -> list[int]:
+        assert isinstance(text, str)
+        if self._confined is not None:
+            return self._confined.encode(text, add_special=False)
+        with _model_errors("the tokenizer cannot cut this text"):
+            return list(self._backend.encode_batch([text], add_special_tokens=False)[0].ids)
 
     def _with_bos(self, ids: Sequence[int]) -> list[int]:
         return list(ids) if self._bos_first is None else [self._bos_first, *ids]

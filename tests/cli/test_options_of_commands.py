@@ -155,6 +155,7 @@ HANDED = {
             "--threads": ["--threads", "2"],
             "--ranks": ["--ranks", "2"],
             "--draft": ["--draft", "lookup"],
+            "--draft-tokens": ["--draft", "lookup", "--draft-tokens", "3"],
             "--kv-format": ["--kv-format", "int8"],
             "--db": ["--db", "x.db"],
         },

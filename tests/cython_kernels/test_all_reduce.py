@@ -137,6 +137,7 @@ def test_numbers_beyond_the_finite_arrive_everywhere() -> None:
         assert np.isposinf(rows[:, 1::2]).all()
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", isa.usable())
 @pytest.mark.parametrize("n_ranks", [2, 3])
 def test_every_instruction_set_finds_the_same_bits(n_ranks: int, name: str) -> None:

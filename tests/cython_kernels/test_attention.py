@@ -365,3 +365,50 @@ def test_later_positions_do_not_matter() -> None:
     both = Problem(np.concatenate([p.q, longer.q]), keys, values, np.zeros(2, np.int64), np.array([149, 449]))
 
     assert (p.run() == both.run()[:1]).all()
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("positions", [1, 16, 129, 300])
+def test_scores_fall_with_the_distance(kv_format: str, positions: int) -> None:
+    """As a key that grows longer by one number, whose query is the slope, would have it."""
+    rows, dim = 7, 64
+    p = problem(rows, dim, positions, seed=positions)
+    slopes = 2.0 ** -np.arange(1, rows + 1, dtype=np.float32)
+    places = np.linspace(0, positions - 1, rows).astype(np.int64)
+    last = np.full(rows, positions - 1)
+    table = [0, CHUNK, 2 * CHUNK][: -(-positions // CHUNK)]
+
+    def run(chosen: slice) -> np.ndarray:
+        out: np.ndarray = _native.attend_one_head(
+            p.q[chosen],
+            p.keys,
+            p.values,
+            p.first[chosen],
+            last[chosen],
+            table,
+            kv_format,
+            slopes=slopes[chosen],
+            positions=places[chosen],
+        )
+        return out
+
+    got = run(slice(None))
+
+    held = p.as_stored(kv_format)
+    scores = p.q.astype(np.float64) @ held.keys.T
+    scores -= slopes[:, None] * np.abs(places[:, None] - np.arange(positions))
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    want = weights / weights.sum(axis=1, keepdims=True) @ held.values
+    assert np.abs(got - want).max() <= (2e-3 if kv_format in SCALED else 3e-5) * np.abs(p.values).max()
+    assert np.concatenate([run(slice(row, row + 1)) for row in range(rows)]).tobytes() == got.tobytes()
+
+
+def test_a_slope_of_nothing_changes_no_bit() -> None:
+    p = problem(5, 64, 200, seed=3)
+    table = range(0, 200, CHUNK)
+
+    flat = _native.attend_one_head(
+        p.q, p.keys, p.values, p.first, p.last, table, "f32", slopes=np.zeros(5, np.float32), positions=p.last
+    )
+
+    assert flat.tobytes() == p.run().tobytes()

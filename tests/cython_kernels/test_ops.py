@@ -213,6 +213,15 @@ def test_clamped_gate_keeps_its_bound() -> None:
         assert (np.abs(got - want) <= bound + 1e-30).all()
 
 
+def test_the_gate_of_the_error_function_is_the_activation_times_what_it_gates() -> None:
+    for n in SIZES:
+        gate, up = row(n, 4, 8.0), row(n, 5, 8.0)
+
+        got = _native.gated("gelu", gate, up)
+
+        assert got.tobytes() == (_native.activated("gelu", gate) * up).tobytes()
+
+
 @pytest.mark.parametrize("cap", [1.0, 30.0, 50.0])
 def test_a_cap_keeps_its_bound(cap: float) -> None:
     for n in SIZES:

@@ -34,6 +34,7 @@ def test_words_here(name: str, tmp_path: Path) -> None:
     assert_keeps_the_laws([built("gcc", name, FLAGS_HERE[name], tmp_path)])
 
 
+@pytest.mark.many
 @pytest.mark.skipif(shutil.which(ARM_COMPILER) is None, reason=f"no {ARM_COMPILER} to cross-compile with")
 @pytest.mark.skipif(shutil.which(ARM_EMULATOR) is None, reason=f"no {ARM_EMULATOR} to run it with")
 @pytest.mark.parametrize("name", isa_flags("aarch64"))

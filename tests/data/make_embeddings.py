@@ -4,30 +4,140 @@
 
 Runs by hand, in an environment that has sentence-transformers; the tests only read what it leaves: vectors
 and scores of the tiny models of tests/support/models/encoder_models.py, and vectors of all-MiniLM-L6-v2.
+
+Models whose code is not in transformers but beside their weights are computed by `plain_vectors`, in float64
+from their authors' definition. It is held against transformers where that has the family.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from tests.support.models.encoder_models import CASES, PAIRS, TEXTS, write_encoder  # noqa: E402
+from tests.support.models.encoder_models import (  # noqa: E402
+    CASES,
+    HIDDEN,
+    LAYERS,
+    PAIRS,
+    TEXTS,
+    Arrays,
+    encoder_weights,
+    tokenizer_of,
+    write_encoder,
+)
+
+PLAIN = ("jina-bert", "gte-new")
+"""Cases that sentence-transformers would run by code of strangers."""
+CHECKED = "gte"
+"""The case that both compute."""
 
 
-def vectors_of(directory: Path) -> np.ndarray:
+def vectors_of(directory: Path, texts: Sequence[str], prompt_name: str | None = None) -> np.ndarray:
     """float32 [texts, hidden]."""
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(str(directory), device="cpu")
-    return np.stack([model.encode(text) for text in TEXTS])  # one by one: no padding
+    return np.stack([model.encode(text, prompt_name=prompt_name) for text in texts])  # one by one: no padding
+
+
+def plain_vectors(name: str) -> np.ndarray:
+    """float32 [texts, hidden] of a post-norm encoder with a gate, by its published definition."""
+    case, weights, tokenizer = CASES[name], encoder_weights(name), tokenizer_of(name)
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(case.max_tokens)
+    found = []
+    for text in case.texts:
+        rows = _rows(
+            name,
+            {key: value.astype(np.float64) for key, value in weights.items()},
+            tokenizer.encode(text).ids,
+        )
+        vector = rows[0] if case.pooling == "cls" else rows.mean(axis=0)
+        found.append(vector / np.linalg.norm(vector))
+    return np.array(found, np.float32)
+
+
+def _rows(name: str, weights: Arrays, ids: list[int]) -> np.ndarray:
+    """The rows of the last layer, float64 [tokens, hidden]."""
+    fields = CASES[name].config
+    is_jina, heads, n = name.startswith("jina"), fields.get("num_attention_heads", 4), len(ids)
+    dim = HIDDEN // heads
+
+    def linear(x: np.ndarray, key: str) -> np.ndarray:
+        return x @ weights[f"{key}.weight"].T + weights.get(f"{key}.bias", 0.0)
+
+    def norm(x: np.ndarray, key: str) -> np.ndarray:
+        centred = x - x.mean(axis=-1, keepdims=True)
+        scaled = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + fields["layer_norm_eps"])
+        return scaled * weights[f"{key}.weight"] + weights[f"{key}.bias"]
+
+    apart = np.abs(np.arange(n)[:, None] - np.arange(n)[None, :])
+    bias = -_slopes(heads)[:, None, None] * apart if is_jina else 0.0
+    h = (
+        weights["embeddings.word_embeddings.weight"][ids]
+        + weights["embeddings.token_type_embeddings.weight"][0]
+    )
+    h = norm(h, "embeddings.LayerNorm")
+    for layer in range(LAYERS):
+        stem = f"encoder.layer.{layer}"
+        if is_jina:
+            parts = [linear(h, f"{stem}.attention.self.{part}") for part in ("query", "key", "value")]
+            names = (
+                "attention.output.dense",
+                "attention.output.LayerNorm",
+                "mlp.gated_layers",
+                "mlp.wo",
+                "mlp.layernorm",
+            )
+        else:
+            parts = np.split(linear(h, f"{stem}.attention.qkv_proj"), 3, axis=-1)
+            names = ("attention.o_proj", "attn_ln", "mlp.up_gate_proj", "mlp.down_proj", "mlp_ln")
+        out, out_norm, into, down, last_norm = (f"{stem}.{one}" for one in names)
+        q, k, v = (part.reshape(n, heads, dim).swapaxes(0, 1) for part in parts)
+        if not is_jina:
+            q, k = _turned(q, fields), _turned(k, fields)
+        scores = q @ k.swapaxes(1, 2) / math.sqrt(dim) + bias
+        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        shares /= shares.sum(axis=-1, keepdims=True)
+        h = norm(h + linear((shares @ v).swapaxes(0, 1).reshape(n, HIDDEN), out), out_norm)
+        first, second = np.split(linear(h, into), 2, axis=-1)
+        gate, up = (first, second) if is_jina else (second, first)
+        gelu = gate / 2 * (1 + np.vectorize(math.erf)(gate / math.sqrt(2)))
+        h = norm(h + linear(gelu * up, down), last_norm)
+    return h
+
+
+def _slopes(heads: int) -> np.ndarray:
+    """Of ALiBi, by its authors' rule."""
+
+    def of_power(n: int) -> list[float]:
+        return [2 ** (-8 / n * (at + 1)) for at in range(n)]
+
+    lower = 2 ** math.floor(math.log2(heads))
+    return np.array(of_power(lower) + of_power(2 * lower)[0::2][: heads - lower])
+
+
+def _turned(x: np.ndarray, fields: Mapping[str, Any]) -> np.ndarray:
+    """RoPE, with NTK scaling as gte's authors define it."""
+    dim = x.shape[-1]
+    theta = fields.get("rope_theta") or fields["rope_parameters"]["rope_theta"]
+    factor = fields.get("rope_scaling", {}).get("factor", 1.0)
+    frequencies = (theta * factor) ** -(np.arange(0, dim, 2) / dim) / factor ** (2 / dim)
+    angles = np.arange(x.shape[1])[:, None] * frequencies
+    low, high = np.split(x, 2, axis=-1)
+    cosine, sine = np.cos(angles), np.sin(angles)
+    return np.concatenate([low * cosine - high * sine, high * cosine + low * sine], axis=-1)
 
 
 def scores_of(directory: Path) -> np.ndarray:
@@ -49,9 +159,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, case in CASES.items():
             directory = write_encoder(Path(folder) / name, name)
-            found[name] = scores_of(directory) if case.pooling is None else vectors_of(directory)
+            if case.pooling is None:
+                found[name] = scores_of(directory)
+            elif name in PLAIN:
+                found[name] = plain_vectors(name)
+            else:
+                found[name] = vectors_of(directory, case.texts)
+            for prompt in case.prompts:
+                found[f"{name} {prompt}"] = vectors_of(directory, case.texts, prompt)
+    assert np.abs(plain_vectors(CHECKED) - found[CHECKED]).max() < 1e-6
     if options.minilm is not None:
-        found["all-minilm-l6-v2"] = vectors_of(options.minilm)
+        found["all-minilm-l6-v2"] = vectors_of(options.minilm, TEXTS)
     made_with = [f"{name} {version(name)}" for name in ("sentence-transformers", "transformers", "torch")]
     np.savez_compressed(
         ROOT / "tests/data/reference/embeddings.npz",

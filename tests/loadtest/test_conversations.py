@@ -130,6 +130,7 @@ def test_a_server_is_asked_in_turns_and_says_what_it_did_not_compute_again() -> 
     assert fields["joules_per_token"] is None
 
 
+@pytest.mark.slow
 def test_the_rate_with_promises_stands_over_the_rate_without() -> None:
     lengths = SentLengths(requests=30, input_len=16, output_len=4, warmup=0)
     promises = Promises("ttft=20s", over_offline=True, probe_s=0.3, most_probes=3, votes=1)

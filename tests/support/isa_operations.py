@@ -22,7 +22,7 @@ _WIDTHS = (1, 7, 16, 40, 64, 333, 1100)  # whole numbers of vectors, and none
 _EDGES = np.float32(
     [0.0, -0.0, 1e-45, -1e-40, 2.0**-126, 1e-20, 1.0, -1.0, 87.3, -87.3, -103.9, 88.8, 1e20, 3.4e38, np.inf]
 )
-_GATES = ("silu", "gelu_tanh", "clamped_silu")
+_GATES = ("silu", "gelu_tanh", "clamped_silu", "gelu")
 _ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 
 
@@ -66,6 +66,11 @@ def _attention(rng: np.random.Generator) -> Iterator[tuple[str, Array]]:
         for kv_format in _native.KV_FORMATS:
             found = _native.attend_one_head(q, keys, values, first, last, table, kv_format, cap)
             yield f"attention over {kv_format}, {rows} rows of {dim}", found
+            falls = 2.0 ** -np.arange(1, rows + 1, dtype=np.float32)
+            found = _native.attend_one_head(
+                q, keys, values, first, last, table, kv_format, cap, slopes=falls, positions=last
+            )
+            yield f"attention over {kv_format} that falls with the distance, {rows} rows of {dim}", found
 
 
 def _products(rng: np.random.Generator) -> Iterator[tuple[str, Array]]:

@@ -108,6 +108,7 @@ def test_boxes_do_not_overlap(tmp_path: Path, cores: int) -> None:
         assert all(abs(x - other_x) >= 34 or abs(y - other_y) >= 24 for other_x, other_y in corners[:index])
 
 
+@pytest.mark.slow
 def test_a_huge_flat_machine_is_drawn_in_reasonable_time(tmp_path: Path) -> None:
     """Choosing the columns must not cost the square of the cores."""
     pus = "".join(f'<object type="PU" os_index="{n}"/>' for n in range(8192))

@@ -75,6 +75,7 @@ def test_no_xml_file_is_forgotten() -> None:
     assert {path.name for path in HWLOC.glob("*.xml")} == set(XML_COUNTS)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", sorted(SNAPSHOT_COUNTS))
 def test_snapshots_give_the_counts_that_lstopo_gives(name: str, unpacked: Path) -> None:
     assert _five(read_machine(_snapshot(name, unpacked)).counts()) == SNAPSHOT_COUNTS[name]

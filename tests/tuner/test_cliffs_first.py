@@ -59,6 +59,7 @@ def test_what_breaks_a_law_is_searched_and_settled_first(costs: list[int]) -> No
     assert [gain.problem.m for gain in outcome.gains] == list(MS)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
 def test_a_budget_that_is_cut_short_goes_to_the_cliff(tmp_path: Path, share: float) -> None:
     """And nothing that was timed is timed again."""

@@ -167,6 +167,7 @@ def test_a_tie_changes_nothing(database: str) -> None:
     assert all(schedule == default_of(problem.m) for problem, schedule in in_use(database).items())
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("lie", [1, 10, 1000])
 def test_lies_cost_the_stated_time_and_leave_nothing_slower(tmp_path: Path, lie: int) -> None:
     """Timings of a stranger, too good by any factor: what is in use is never slower than it was."""

@@ -195,6 +195,7 @@ def test_a_budget_is_kept_and_the_next_run_goes_on(database: str) -> None:
     assert in_use(run_on(SyntheticMachine(), database)) == in_use(expected)
 
 
+@pytest.mark.slow
 def test_what_one_weight_leaves_of_its_share_goes_to_another(database: str) -> None:
     """The first one needs most of the time, and its share is half."""
     tasks = [task_of(4096), task_of(64)]
@@ -238,6 +239,7 @@ class StopWatch(SyntheticMachine):
         return super().duel(problem, incumbent, candidate)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.3, 0.7])
 def test_a_run_ends_with_its_budget_and_what_had_begun(tmp_path: Path, share: float) -> None:
     """That is one batch of timings, or one duel: nothing begins once the budget is over."""

@@ -36,6 +36,7 @@ def load(*traces: str, count: int = 150, max_tokens: str = "256", estimate: str 
     return ReplayInputs(traces, TraceSelection(count=count), max_tokens, [estimate], None)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("estimate", ["none", "exact", "constant", "error:0.5"])
 def test_every_policy_serves_every_request_whole(estimate: str) -> None:
     """However wrong the estimates are; and each token is computed once, or again after a preemption."""

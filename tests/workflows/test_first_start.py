@@ -130,6 +130,7 @@ def test_the_same_index_is_read_once(tmp_path: Path, model: OpenModel, remote: R
     assert len(said) == 3
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("damage", ["absent", "not the pinned one", "a bundle changed", "no index at all"])
 def test_a_remote_that_is_not_believed_costs_one_line(
     tmp_path: Path, model: OpenModel, remote: Remote, damage: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,14 +15,27 @@ from hypothesis import strategies as st
 
 from phasewise.cluster.simulated.recorded_steps import TimedStep, steps_of
 from phasewise.cluster.simulated.simulated_requests import Arrival
+from phasewise.serving.engine.engine_host import Deliver, EngineHost
+from phasewise.serving.engine.messages import Delivery
 from phasewise.tuner.config.simulate import Objective
 from phasewise.tuner.config.trace import read_trace
 from phasewise.tuner.errors import TraceError
+from phasewise.workflows.errors import UsageError
+from phasewise.workflows.rehearse.engines import halves_of
 from phasewise.workflows.rehearse.hour import HOUR_S, Hour, busiest_part, read_hour
 from phasewise.workflows.rehearse.replayed import replayed
-from phasewise.workflows.rehearse.run import rehearse
+from phasewise.workflows.rehearse.run import rehearse, surest, todays_way
+from phasewise.workflows.rehearse.timed import Timed, TimedHalves
 from phasewise.workflows.rehearse.timed_steps import resampled, timed_steps
-from phasewise.workflows.rehearse.ways import IN_USE, ServerRoom, ServerWay, Stage, best_way
+from phasewise.workflows.rehearse.ways import (
+    DEFAULT_PLAN,
+    IN_USE,
+    PoolCores,
+    ServerRoom,
+    ServerWay,
+    Stage,
+    best_way,
+)
 from phasewise.workflows.report import silent
 from tests.cli import command
 from tests.support.models.tiny_models import write_tiny_gguf
@@ -133,6 +147,7 @@ def test_options_are_those_that_differ() -> None:
 
 def test_the_engine_answers_all_that_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from phasewise.serving.engine.engine_size import EngineSize
+    from phasewise.serving.engine.engine_thread import EngineThread
     from phasewise.serving.engine.open_engine import open_engine
     from phasewise.workflows.opening.open_model import open_model
 
@@ -142,11 +157,15 @@ def test_the_engine_answers_all_that_is_replayed(tmp_path: Path, monkeypatch: py
     size = EngineSize.for_many(found.model, 4, None, None)
     arrivals = [Arrival(index, 0.0, 3 + index, 2) for index in range(4)]
     with open_engine(found.model, found.plans, size) as opened:
-        lives = replayed(opened, arrivals)
+        replay = replayed(partial(EngineThread, opened.engine), found.model.config.vocab_size, arrivals)
+    lives = replay.lives
+    with open_engine(found.model, found.plans, size) as opened:
         steps = timed_steps(opened, 1)
+    assert [len(answer) for answer in replay.answers] == [2] * 4
     assert [life.arrival for life in lives] == arrivals
     assert all(0 <= life.first_token_s <= life.end_s for life in lives)
     assert {one.phase for one in steps} == {"prefill", "decode"}
+    assert {one.tokens for one in steps if one.phase == "decode"} > {1}, "steps with drafts are timed too"
     assert max(one.context + one.tokens for one in steps) <= context
 
 
@@ -212,4 +231,242 @@ def test_a_rehearsal_says_what_it_left_out(tmp_path: Path) -> None:
 
     found = rehearse(log, wish, 1e12, NoLock(), silent)
     assert any("drafts are not rehearsed" in one for one in found.remarks)
+    assert any("pools are not rehearsed" in one for one in found.remarks)
     assert found.source == "modelled"
+
+
+SLOTS = 4096
+
+
+def timed(
+    prefill_s: float = 0.002, decode_s: float = 0.02, row_s: float = 0.001, *, step_s: float = 0.0
+) -> list[TimedStep]:
+    """Steps of a machine: of a prompt's token, of a decode step and of each of its rows."""
+    return [
+        *(TimedStep("prefill", n, 1, 0, step_s + prefill_s * n) for n in (16, 64, 256, 512)),
+        *(TimedStep("decode", 1, n, 64, decode_s + row_s * n) for n in (1, 4, 16, 32)),
+    ]
+
+
+def found_by(
+    planted: Timed, arrivals: list[Arrival], today: ServerWay, kind: str = "e2e", slots: int = SLOTS
+) -> tuple[ServerWay, ServerWay]:
+    """The best way of a search, and the one that is proposed."""
+    room, objective = ServerRoom(slots, 8), Objective(kind)  # type: ignore[arg-type]
+    best, tried = best_way(planted.stage(room, objective), today, arrivals, lambda: False)
+    ways = [best, *sorted((way for way in tried if way != best), key=lambda way: -tried[way])]
+    stages = [planted.stage(room, objective, random.Random(seed)) for seed in range(3)]
+    proposed, expected = surest(stages, today, ways, tried, arrivals, lambda: False)
+    assert (proposed == today) == (expected.low <= 1.0)
+    return best, proposed
+
+
+def test_where_nothing_gains_nothing_is_proposed() -> None:
+    """One request at a time, and prompts of one step: no setting has a part in that."""
+    arrivals = [Arrival(index, 10.0 * index, 10, 4) for index in range(8)]
+    assert found_by(Timed({IN_USE: timed()}), arrivals, ServerWay())[1] == ServerWay()
+
+
+def test_a_kv_policy_that_lets_more_run_is_proposed() -> None:
+    """Static blocks are as long as the longest request: of 4096 slots two are all that run at once."""
+    arrivals = [Arrival(0, 0.0, 2000, 40), *(Arrival(index, 0.0, 20, 40) for index in range(1, 25))]
+    today = ServerWay(kv_policy="static")
+    proposed = found_by(Timed({IN_USE: timed()}), arrivals, today)[1]
+    assert proposed.kv_policy in ("odma", "paged")
+
+
+def test_a_larger_step_is_proposed_where_steps_cost_more_than_tokens() -> None:
+    arrivals = [Arrival(index, 0.0, 1000, 2) for index in range(6)]
+    today = ServerWay(batch_tokens=256, tpot_ms=1000.0)
+    planted = Timed({IN_USE: timed(1e-6, 0.001, step_s=0.5)})
+    assert found_by(planted, arrivals, today, slots=1 << 15)[1].batch_tokens > 256
+
+
+def test_faster_plans_are_proposed() -> None:
+    arrivals = [Arrival(index, 0.2 * index, 60, 20) for index in range(12)]
+    planted = Timed({IN_USE: timed(0.004, 0.04), DEFAULT_PLAN: timed()})
+    assert found_by(planted, arrivals, ServerWay())[1].plans == DEFAULT_PLAN
+
+
+def looked(n_right: int, n_answer: int) -> str:
+    """An answer each of whose tokens has a long match before it, with so many drafts that are right."""
+    return "00" + "".join(f"w{min(n_right, n_answer - at):x}" for at in range(1, n_answer))
+
+
+@pytest.mark.parametrize(
+    ("n_right", "row_s", "expected"), [(15, 0.0, {15}), (2, 0.004, {2, "auto"}), (0, 0.004, {None})]
+)
+def test_drafts_are_as_long_as_they_are_right(n_right: int, row_s: float, expected: set[object]) -> None:
+    arrivals = [Arrival(index, index, 10, 64, lookup=looked(n_right, 64)) for index in range(6)]
+    planted = Timed({IN_USE: timed(row_s=row_s)})
+    assert found_by(planted, arrivals, ServerWay())[1].draft_tokens in expected
+
+
+def test_drafts_that_are_wrong_are_given_up() -> None:
+    arrivals = [Arrival(index, index, 10, 64, lookup=looked(0, 64)) for index in range(6)]
+    today = ServerWay(draft_tokens=8)
+    proposed = found_by(Timed({IN_USE: timed(row_s=0.01)}), arrivals, today)[1]
+    assert proposed.draft_tokens in (None, "auto")
+
+
+def test_pools_are_proposed_where_halves_keep_answers_going() -> None:
+    """Halves that are each as fast as the whole: a prompt then holds up no answer."""
+    cores = PoolCores("0-3", "4-7")
+    arrivals = [Arrival(index, 0.7 * index, 300, 60) for index in range(16)]
+
+    def proposed(hand_over_s: float) -> ServerWay:
+        halves = {cores: TimedHalves(timed(), timed(), hand_over_s)}
+        return found_by(Timed({IN_USE: timed()}, halves), arrivals, ServerWay(), "e2e", 1 << 14)[1]
+
+    assert proposed(0.001).pools == cores
+    assert proposed(30.0).pools is None, "hand-overs that take longer than answers pay nowhere"
+
+
+def test_halves_that_are_slow_are_not_proposed() -> None:
+    cores = PoolCores("0", "1")
+    arrivals = [Arrival(index, 0.7 * index, 100, 30) for index in range(12)]
+    halves = {cores: TimedHalves(timed(0.004, 0.04), timed(0.004, 0.04), 0.01)}
+    planted = Timed({IN_USE: timed()}, halves)
+    assert found_by(planted, arrivals, ServerWay(), slots=1 << 14)[1].pools is None
+
+
+@examples(20)
+@given(seed=st.integers(0, 1 << 30), n_tokens=st.sampled_from(["auto", 1, 3, 15]))
+def test_simulated_drafts_keep_every_token(seed: int, n_tokens: int | str) -> None:
+    """Every request ends, after as many tokens as it has; drafts that are never right cost no fewer steps."""
+    draw = random.Random(seed)
+    arrivals = []
+    for index in range(8):
+        n_answer = draw.randint(1, 30)
+        text = "00" + "".join(
+            draw.choice(["00", f"{draw.choice('29w')}{min(draw.randint(0, 15), n_answer - at):x}"])
+            for at in range(1, n_answer)
+        )
+        arrivals.append(Arrival(index, draw.random(), draw.randint(1, 200), n_answer, lookup=text))
+    on = stage(Objective())
+    plain = on.lives(ServerWay(), arrivals)
+    drafted = on.lives(ServerWay(draft_tokens=n_tokens), arrivals)  # type: ignore[arg-type]
+    assert all(life.end_s >= life.first_token_s >= life.arrival.at_s for life in drafted)
+    assert len(plain) == len(drafted) == len(arrivals)
+
+
+def test_steps_with_drafts_cost_what_rows_do_and_what_was_timed_beyond() -> None:
+    assert steps_of(STEPS).drafted_row_s == 0.0
+    n_rows, context = 8, 64
+    plain_s = steps_of(STEPS).decode_s(n_rows, n_rows * context)
+    more = TimedStep("decode", 4, 2, context, plain_s + 6 * 0.5e-3)
+    assert steps_of([*STEPS, more]).drafted_row_s == pytest.approx(0.5e-3)
+
+
+def test_options_tell_drafts_and_pools() -> None:
+    off = ServerWay()
+    assert replace(off, draft_tokens="auto").options(off) == ["--draft lookup"]
+    assert replace(off, draft_tokens=4).options(off) == ["--draft lookup", "--draft-tokens 4"]
+    assert off.options(replace(off, draft_tokens=4)) == ["(without --draft)"]
+    assert replace(off, draft_tokens="auto").options(replace(off, draft_tokens=4)) == ["--draft-tokens auto"]
+    assert replace(off, pools=PoolCores("0", "1")).options(off) == ["--prompt-pool 0 --token-pool 1"]
+
+
+@pytest.mark.parametrize(
+    ("standing", "told"),
+    [
+        ({"PHASEWISE_DRAFT": "lookup"}, "does not say which drafts"),
+        ({"PHASEWISE_DRAFT": "some-model"}, "only the drafts of lookup"),
+        ({"PHASEWISE_PROMPT_POOL": "0"}, "prompt_pool divides today's server"),
+        ({"PHASEWISE_TPOT": "soon"}, "not a number of milliseconds"),
+    ],
+)
+def test_a_server_whose_hour_cannot_be_run_again_is_refused(
+    monkeypatch: pytest.MonkeyPatch, standing: dict[str, str], told: str
+) -> None:
+    for name, value in standing.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=told) as error:
+        todays_way(Hour((Arrival(0, 0.0, 4, 4),)))
+    assert "\n" not in str(error.value)
+
+
+def test_todays_drafts_are_those_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHASEWISE_DRAFT", "lookup")
+    hour = Hour((Arrival(0, 0.0, 4, 4, lookup="00000000"),))
+    assert todays_way(hour).draft_tokens == "auto"
+    monkeypatch.setenv("PHASEWISE_DRAFT_TOKENS", "4")
+    assert todays_way(hour).draft_tokens == 4
+
+
+@pytest.mark.parametrize("lookup", ["0", "zz", "0g", "05", 7, "00" * 9])
+def test_a_bad_lookup_of_a_log_is_told_in_one_line(tmp_path: Path, lookup: object) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(line(1.0, lookup=lookup))
+    with pytest.raises(TraceError, match="row 1: lookup") as error:
+        read_hour(path, silent)
+    assert "\n" not in str(error.value)
+
+
+@examples(100)
+@given(prompt=st.integers(1, 5000), output=st.integers(1, 5000), context=st.integers(2, 3000))
+def test_a_request_that_is_cut_fits_and_keeps_its_answer(prompt: int, output: int, context: int) -> None:
+    whole = Arrival(0, 0.0, prompt, output, lookup="00" * output)
+    cut = Hour((whole,)).fitted(context).arrivals[0]
+    assert cut.prompt_tokens + cut.output_tokens <= context
+    assert 1 <= cut.prompt_tokens <= prompt
+    assert min(output, context // 2) <= cut.output_tokens <= output
+    assert len(cut.lookup) == 2 * cut.output_tokens
+    if prompt + output <= context:
+        assert cut == whole
+
+
+def test_the_cores_of_one_rank_and_the_ranks_of_a_plan_are_halved() -> None:
+    from phasewise.tuner.plans import RankCores, ServicePlan
+
+    def halved(*ranks: tuple[int, ...]) -> PoolCores | None:
+        cores = tuple(RankCores(rank, 0) for rank in ranks)
+        return halves_of({"prefill": ServicePlan("prefill", cores, "flag")})
+
+    assert halved((0, 1)) == PoolCores("0", "1")
+    assert halved((0, 1, 2, 3), (4, 5, 6, 7)) == PoolCores("0-3", "4-7")
+    assert halved((0,)) is None
+    assert halved((0,), (1,), (2,)) is None
+
+
+def test_drafts_of_a_log_come_again_in_the_real_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens; and as many drafts are right as the log says, whatever the model answers."""
+    from phasewise.tuner.config.simulate import Objective as Wanted
+    from phasewise.tuner.plans import PHASES
+    from phasewise.workflows.opening.open_model import open_model
+    from phasewise.workflows.rehearse.engines import Engines
+    from phasewise.workflows.tune_config.subject import Wish
+
+    monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
+    path, db = str(write_tiny_gguf(tmp_path / "tiny.gguf")), str(tmp_path / "none.db")
+    opened = open_model(path, threads=1, db=db)
+    engines = Engines({IN_USE: opened}, Wish(path, "native", PHASES, Wanted(), 9.0, db=db))
+    arrivals = [Arrival(index, 0.0, 5, 16, lookup=looked(index, 16)) for index in range(3)]
+    with engines.host(ServerWay(), arrivals) as host:
+        plain = replayed(host, engines.n_vocabulary, arrivals)
+    counts = []
+
+    def host_that_counts(deliver: Deliver, on_lost: Callable[[], None]) -> EngineHost:
+        def counting(delivery: Delivery) -> None:
+            counts.extend(out.drafts for out in delivery.outs if getattr(out, "finish_reason", None))
+            deliver(delivery)
+
+        return host(counting, on_lost)
+
+    with engines.host(ServerWay(draft_tokens=4), arrivals, plain.answers) as host:
+        drafted = replayed(host_that_counts, engines.n_vocabulary, arrivals)
+    assert drafted.answers == plain.answers
+    assert sorted(one.accepted for one in counts if one is not None) == [
+        accepted_of(n_right, 4, 16) for n_right in range(3)
+    ]
+
+
+def accepted_of(n_right: int, n_drafted: int, n_answer: int) -> int:
+    """Drafts that come: after the first token, in steps of the right ones and the token behind them."""
+    n_done, accepted = 1, 0
+    while n_done < n_answer:
+        n = min(n_right, n_drafted, n_answer - n_done - 1)
+        n_done, accepted = n_done + n + 1, accepted + n
+    return accepted

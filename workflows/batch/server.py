@@ -38,6 +38,7 @@ class OwnServer:
     threads: int | None = None
     ranks: int | None = None
     draft: str | None = None
+    draft_tokens: int | None = None
     kv_format: str = "auto"
     db: str | None = None
 
@@ -54,7 +55,8 @@ class OwnServer:
         words += ["--tpot", str(_NO_PROMISE_MS), "--max-sequences", str(self.concurrency)]
         words += ["--kv-format", self.kv_format]
         words += [word for adapter in self.weights.lora or () for word in ("--lora", adapter)]
-        for flag, value in (("--ranks", self.ranks), ("--draft", self.draft), ("--db", self.db)):
+        valued = {"--ranks": self.ranks, "--draft": self.draft, "--draft-tokens": self.draft_tokens}
+        for flag, value in (*valued.items(), ("--db", self.db)):
             words += [] if value is None else [flag, str(value)]
         return words
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phasewise._files import read_input
 from phasewise.workflows.errors import WorkflowError
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from phasewise.serving.embedding.encoder.embedder import Embedder
     from phasewise.serving.embedding.encoder.input_tokens import EncoderText, Text
+    from phasewise.serving.embedding.encoder.pooling import Precision
     from phasewise.serving.models.packed_model import PackedModel
 
 BATCH_INPUTS = 512
@@ -32,13 +33,19 @@ class OpenEmbedder:
     embedder: Embedder
 
     def vectors(
-        self, texts: Sequence[Text], *, truncate: bool = False, dimensions: int | None = None
+        self,
+        texts: Sequence[Text],
+        *,
+        truncate: bool = False,
+        dimensions: int | None = None,
+        input_type: str | None = None,
     ) -> tuple[npt.NDArray[np.float32], int]:
         """float32 [texts, dimensions] in the texts' order, and how many tokens they had.
 
         truncate: texts that are too long lose their end, else ContextLengthExceeded. dimensions: of each
-        vector that many numbers, with length 1 again. WorkflowError where it has not as many, or for a
-        cross-encoder; StepFailed where values are not numbers.
+        vector that many numbers, with length 1 again. input_type: "query", "document" or one of the model's
+        prompts, which is put before each text; None: its default one. WorkflowError where it has not as many
+        numbers or no such prompt, or for a cross-encoder; StepFailed where values are not numbers.
         """
         import numpy as np
 
@@ -54,9 +61,15 @@ class OpenEmbedder:
             raise WorkflowError(
                 f"{self.model.name} makes vectors of {width} numbers; {dimensions} are too many"
             )
+        try:
+            self.text.prompt_of(input_type)
+        except ValueError as error:
+            raise WorkflowError(f"the kind of input {error}") from error
         runs, n_tokens = [], 0
         for start in range(0, len(texts), BATCH_INPUTS):
-            tokens = self.text.tokens(texts[start : start + BATCH_INPUTS], truncate=truncate)
+            tokens = self.text.tokens(
+                texts[start : start + BATCH_INPUTS], truncate=truncate, input_type=input_type
+            )
             runs.append(self.embedder.embed(tokens))
             n_tokens += sum(len(input_tokens.ids) for input_tokens in tokens)
         whole = np.concatenate(runs)
@@ -96,6 +109,15 @@ def open_embedder(
     cores = [core for rank in plan.ranks for core in rank.cores]
     embedder = Embedder(model, cores, is_canonical=is_canonical)
     return OpenEmbedder(model, EncoderText(model), embedder)
+
+
+def in_precision(vectors: npt.NDArray[np.float32], precision: Precision) -> npt.NDArray[Any]:
+    """Vectors whose numbers take fewer bits: `pooling.PRECISIONS`."""
+    import numpy as np
+
+    from phasewise.serving.embedding.encoder.pooling import PRECISIONS
+
+    return np.stack([PRECISIONS[precision](vector) for vector in vectors])
 
 
 def lines_of(path: Path) -> list[str]:

@@ -67,6 +67,8 @@ class AnswerSettings:
     """The adapter that answers: a path, or NAME=PATH."""
     draft: str | None = None
     """`lookup` or a model, as `workflows.opening.drafts.find_drafts` reads it."""
+    draft_tokens: int | None = None
+    """Tokens of a draft; None: as many as pay."""
 
     @property
     def weights(self) -> Weights:

@@ -89,7 +89,7 @@ def generate_text(
     for plan in loaded.plans.values():
         report(plan.describe())
     hint_at_tuning(model, db, report)
-    drafts = find_drafts(settings.draft, loaded, db, report)
+    drafts = find_drafts(settings.draft, loaded, db, report, settings.draft_tokens)
     text = ModelText(loaded.model)
     prompt_ids = tuple(_prompt_ids(text, prompt, settings))
     n_tokens = _most_tokens(settings, len(prompt_ids), loaded.model.config.context_length)

@@ -14,12 +14,17 @@ LOOKUP = "lookup"
 
 
 def find_drafts(
-    name: str | None, opened: OpenModel, db: str | None = None, report: Report = silent
+    name: str | None,
+    opened: OpenModel,
+    db: str | None = None,
+    report: Report = silent,
+    n_tokens: int | None = None,
 ) -> DraftSource | None:
     """The source of drafts for a model that is open; None where `name` is None: no drafts.
 
     name: `lookup`, or a model as `open_model` reads it. db: URL or file of the tuning database, whose step
-    times say what rows cost. ModelError where the draft model cannot be read or has another vocabulary.
+    times say what rows cost. n_tokens: as `DraftSource.n_tokens`. ModelError where the draft model cannot be
+    read or has another vocabulary.
     """
     if name is None:
         return None
@@ -27,7 +32,7 @@ def find_drafts(
 
     recorded = _recorded_ns(opened, db)
     if name == LOOKUP:
-        return DraftSource(recorded_ns=recorded)
+        return DraftSource(recorded_ns=recorded, n_tokens=n_tokens)
     from phasewise.serving.errors import ModelError
     from phasewise.serving.loaders import load_model
 
@@ -39,7 +44,7 @@ def find_drafts(
             f" {LOOKUP}"
         )
     check_vocabularies(draft, opened.model)
-    return DraftSource(draft, recorded)
+    return DraftSource(draft, recorded, n_tokens)
 
 
 def _recorded_ns(opened: OpenModel, db: str | None) -> dict[int, float]:

@@ -41,9 +41,14 @@ class PromptEncoder:
     def _loaded(self) -> tuple[EncoderText, Embedder]:
         from phasewise.serving.embedding.encoder.embedder import Embedder
         from phasewise.serving.embedding.encoder.input_tokens import EncoderText
+        from phasewise.serving.errors import ModelError
         from phasewise.serving.loaders import load_model
 
         model = load_model(self.ref, WEIGHT_FORMAT, report=self._report)
+        if model.config.scores:
+            raise ModelError(
+                f"{model.name} scores pairs of texts: an encoder that makes vectors can read prompts"
+            )
         return EncoderText(model), Embedder(model, (0,), pinned=False)
 
     def vectors(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:

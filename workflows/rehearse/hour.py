@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from phasewise._words import counted
 from phasewise.cluster.simulated.simulated_requests import Arrival
 from phasewise.tuner.config.lengths import Trace
-from phasewise.tuner.config.trace import fitted, read_trace
+from phasewise.tuner.config.trace import read_trace
 from phasewise.tuner.errors import TraceError
 from phasewise.workflows.report import Report
 
@@ -25,6 +25,11 @@ class Hour:
     arrivals: tuple[Arrival, ...]
 
     @property
+    def tells_drafts(self) -> bool:
+        """True if the log says which drafts its answers would have accepted."""
+        return any(arrival.lookup for arrival in self.arrivals)
+
+    @property
     def span_s(self) -> float:
         return self.arrivals[-1].at_s
 
@@ -34,19 +39,11 @@ class Hour:
         return max(arrival.prompt_tokens + arrival.output_tokens for arrival in self.arrivals)
 
     def fitted(self, context_tokens: int) -> Hour:
-        """With requests cut to what a model can hold."""
-        from phasewise.tuner.config.lengths import RequestLengths
-
-        lengths = fitted(
-            tuple(RequestLengths(arrival.prompt_tokens, arrival.output_tokens) for arrival in self.arrivals),
-            context_tokens,
-        )
-        return Hour(
-            tuple(
-                arrival._replace(prompt_tokens=cut.prompt_tokens, output_tokens=cut.output_tokens)
-                for arrival, cut in zip(self.arrivals, lengths, strict=True)
-            )
-        )
+        """With requests cut to what a model can hold: half of it is an answer's at most, a prompt has what
+        is left."""
+        if context_tokens < 2:
+            raise TraceError(f"a context of {counted(context_tokens, 'token')} holds no request")
+        return Hour(tuple(_cut(arrival, context_tokens) for arrival in self.arrivals))
 
 
 def read_hour(path: str | os.PathLike[str], report: Report) -> Hour:
@@ -63,10 +60,23 @@ def read_hour(path: str | os.PathLike[str], report: Report) -> Hour:
     return Hour(_from_first(tuple(last)))
 
 
+def _cut(arrival: Arrival, context_tokens: int) -> Arrival:
+    n_output = min(arrival.output_tokens, max(context_tokens // 2, context_tokens - arrival.prompt_tokens))
+    n_prompt = min(arrival.prompt_tokens, context_tokens - n_output)
+    lookup = arrival.lookup[: 2 * n_output]
+    return arrival._replace(prompt_tokens=n_prompt, output_tokens=n_output, lookup=lookup)
+
+
 def _from_first(trace: Trace) -> tuple[Arrival, ...]:
     first_s = trace[0].arrival_s or 0.0
     return tuple(
-        Arrival(index, (request.arrival_s or 0.0) - first_s, request.prompt_tokens, request.output_tokens)
+        Arrival(
+            index,
+            (request.arrival_s or 0.0) - first_s,
+            request.prompt_tokens,
+            request.output_tokens,
+            lookup=request.lookup,
+        )
         for index, request in enumerate(trace)
     )
 

@@ -11,51 +11,49 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING
 
 from phasewise._words import counted
-from phasewise.cluster.simulated.recorded_steps import TimedStep, steps_of
 from phasewise.serving.pools.opening import DEFAULT_POLICY, POLICIES
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
 from phasewise.serving.scheduling.scheduler_terms import DEFAULT_BATCH_TOKENS
+from phasewise.tuner.errors import TraceError
 from phasewise.workflows.config_file import StandingOptions
-from phasewise.workflows.errors import UsageError
-from phasewise.workflows.rehearse.hour import Hour, busiest_part, read_hour
-from phasewise.workflows.rehearse.replayed import replayed
-from phasewise.workflows.rehearse.timed_steps import resampled, timed_steps
+from phasewise.workflows.errors import UsageError, WorkflowError
+from phasewise.workflows.rehearse.check import Check, checked
+from phasewise.workflows.rehearse.engines import Engines
+from phasewise.workflows.rehearse.hour import Hour, read_hour
+from phasewise.workflows.rehearse.timed import Timed, timed_halves
+from phasewise.workflows.rehearse.timed_steps import timed_steps
 from phasewise.workflows.rehearse.ways import (
     DEFAULT_PLAN,
     IN_USE,
+    DraftTokens,
     ServerRoom,
     ServerWay,
     Stage,
     best_way,
-    merit,
 )
 from phasewise.workflows.report import Report
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from phasewise.cluster.simulated.recorded_steps import TimedStep
     from phasewise.cluster.simulated.simulated_requests import Arrival
-    from phasewise.serving.engine.open_engine import OpenEngine
     from phasewise.tuner.config.simulate import Objective
     from phasewise.tuner.measurement_lock import MeasurementLock
     from phasewise.workflows.opening.open_model import OpenModel
     from phasewise.workflows.tune_config.subject import Wish
 
 RESAMPLES = 6
-TIMED_SHARE, SIMULATED_SHARE = 0.25, 0.5
-"""Shares of the budget, by when steps are timed, and by when the proposal has to be there."""
+FINALISTS = 3
+"""Ways whose gains are simulated by other samples of the steps: the best of many tries only looks best."""
 
-LEAST_WINDOW_S, MOST_WINDOW_S = 2.0, 300.0
-"""Bounds of the measured run, for each of the two settings."""
-
-WINDOW_SHARE = 0.4
-"""Share of the time that is left then: what is simulated to end in it may take longer."""
-
-Timed = dict[str, list[TimedStep]]
-"""By `ServerWay.plans`."""
+TIMED_SHARE, HALVES_SHARE, SIMULATED_SHARE = 0.2, 0.3, 0.5
+"""Shares of the budget, by when steps are timed, by when those of halves are, and by when the proposal has to
+be there."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +69,7 @@ class Interval:
         return self.low > 1.0
 
 
-@dataclass(frozen=True)
-class Check:
-    """One measured run: the same requests by today's settings and by the proposed ones."""
-
-    n_requests: int
-    window_s: float
-    predicted: float
-    measured: float
-
-    @property
-    def error(self) -> float:
-        """The error of the prediction, as a share of the measured gain."""
-        return self.predicted / self.measured - 1
+NO_GAIN = Interval(1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -104,9 +90,14 @@ class Rehearsal:
 
 
 def rehearse(log: Path, wish: Wish, started_s: float, lock: MeasurementLock, report: Report) -> Rehearsal:
-    """The hour of `log`, by the step times of the wish's evaluator. TraceError, ClusterError, ModelError."""
-    hour, today = read_hour(log, report), todays_way()
-    deadline_s = started_s + wish.budget_s
+    """The hour of `log`, by the step times of the wish's evaluator.
+
+    TraceError, UsageError, WorkflowError, ClusterError, ModelError.
+    """
+    hour = read_hour(log, report)
+    today = todays_way(hour)
+    if wish.objective.kind == "tpot" and all(arrival.output_tokens == 1 for arrival in hour.arrivals):
+        raise TraceError(f"{log} has no answer of two tokens, and --objective tpot counts later tokens alone")
 
     def is_over(share: float = SIMULATED_SHARE) -> bool:
         return time.monotonic() > started_s + share * wish.budget_s
@@ -114,40 +105,67 @@ def rehearse(log: Path, wish: Wish, started_s: float, lock: MeasurementLock, rep
     if wish.evaluator != "measured":
         from phasewise.workflows.rehearse.other_steps import calculated_steps
 
-        timed, room = calculated_steps(wish, hour, report)
-        return _proposed(hour, today, timed, room, wish, is_over, report)
+        steps, room = calculated_steps(wish, hour, report)
+        timed = Timed(steps)
+        remarks = (
+            *_remarks(hour, timed),
+            "pools are not rehearsed: steps of halves are timed on this machine",
+        )
+        return _proposed(hour, today, timed, room, wish, is_over, remarks, report)
     from phasewise.workflows.opening.open_model import Weights, open_model
 
     opened_model = open_model(wish.model, Weights(wish.weight_format), db=wish.db, report=report)
     hour = hour.fitted(opened_model.model.config.context_length)
-    plans = _plans_of(opened_model)
+    engines = Engines(_plans_of(opened_model), wish)
     with lock.turn(wish.budget_s):
         report("timing the model's steps ...")
-        timed = {}
-        for name, planned_model in plans.items():
-            with _engine(planned_model, today, hour) as opened:
-                share = TIMED_SHARE * (len(timed) + 1) / len(plans)
-                timed[name] = timed_steps(opened, is_over=partial(is_over, share))
-                room = ServerRoom(opened.size.kv.slots, opened.size.limits.max_sequences)
-        rehearsal = _proposed(hour, today, timed, room, wish, is_over, report)
+        timed, room, remarks = _measured(engines, hour, today, is_over, report)
+        rehearsal = _proposed(hour, today, timed, room, wish, is_over, remarks, report)
         if rehearsal.proposed == rehearsal.today:
             return rehearsal
-        return replace(rehearsal, check=_checked(rehearsal, plans, timed, room, deadline_s, report))
+        stage, ways = timed.stage(room, wish.objective), (today, rehearsal.proposed)
+        check = checked(ways, hour, stage, engines, started_s + wish.budget_s, report)
+        return replace(rehearsal, check=check)
 
 
-def todays_way() -> ServerWay:
-    """The settings of `serve`, as variables and the configuration file say; UsageError for wrong ones."""
+def todays_way(hour: Hour) -> ServerWay:
+    """The settings of `serve`, as variables and the configuration file say.
+
+    UsageError for wrong ones, and for those whose hour cannot be run again.
+    """
     options = StandingOptions.of("serve")
     text = options.text("tpot")
     try:
         tpot_ms = DEFAULT_TPOT_MS if text is None else float(text)
     except ValueError:
         raise UsageError(f"tpot is {text!r:.40}, not a number of milliseconds") from None
+    if divided := [key for key in _DIVIDED if options.text(key) not in (None, "off")]:
+        raise UsageError(f"{divided[0]} divides today's server: a rehearsal begins from one engine; unset it")
     return ServerWay(
         kv_policy=options.text("kv_policy", tuple(POLICIES)) or DEFAULT_POLICY,
         tpot_ms=tpot_ms,
         batch_tokens=options.count("max_batch_tokens") or DEFAULT_BATCH_TOKENS,
+        draft_tokens=_todays_drafts(options, hour),
     )
+
+
+_DIVIDED = ("prompt_pool", "token_pool", "mixed_pool", "pools", "cluster")
+
+
+def _todays_drafts(options: StandingOptions, hour: Hour) -> DraftTokens:
+    from phasewise.workflows.opening.drafts import LOOKUP
+
+    source = options.text("draft")
+    if source is None:
+        return None
+    if source != LOOKUP:
+        raise UsageError(f"draft is {source!r:.40}: only the drafts of {LOOKUP} can be rehearsed; unset it")
+    if not hour.tells_drafts:
+        raise UsageError(
+            "draft is set, but the log does not say which drafts its answers accepted: an older release "
+            "wrote it, or no server; log anew with --length-log, or unset draft"
+        )
+    return "auto" if options.text("draft_tokens") in (None, "auto") else options.count("draft_tokens")
 
 
 def _plans_of(opened_model: OpenModel) -> dict[str, OpenModel]:
@@ -162,17 +180,25 @@ def _plans_of(opened_model: OpenModel) -> dict[str, OpenModel]:
     return {IN_USE: opened_model, DEFAULT_PLAN: replace(opened_model, plans=defaults)}
 
 
-def _engine(opened_model: OpenModel, way: ServerWay, hour: Hour) -> OpenEngine:
-    from phasewise.serving.engine.engine_size import EngineSize
-    from phasewise.serving.engine.open_engine import open_engine
-    from phasewise.serving.scheduling.scheduler_terms import DEFAULT_SEQUENCES
-
-    size = EngineSize.for_many(opened_model.model, DEFAULT_SEQUENCES, None, None)
-    limits = replace(size.limits, prefix_reuse=False, max_batch_tokens=way.batch_tokens)
-    size = replace(
-        size, limits=limits, kv=replace(size.kv, touched=True), kv_policy=way.kv_policy, tpot_ms=way.tpot_ms
-    )
-    return open_engine(opened_model.model, opened_model.plans, size, schedules=opened_model.schedules)
+def _measured(
+    engines: Engines, hour: Hour, today: ServerWay, is_over: Callable[[float], bool], report: Report
+) -> tuple[Timed, ServerRoom, tuple[str, ...]]:
+    """Step times of this machine, the room of its engine, and what could not be timed."""
+    by_plans: dict[str, list[TimedStep]] = {}
+    room = ServerRoom(0)
+    for name in engines.models:
+        with engines.engine(replace(today, plans=name)) as opened:
+            share = TIMED_SHARE * (len(by_plans) + 1) / len(engines.models)
+            by_plans[name] = timed_steps(opened, is_over=partial(is_over, share))
+            room = ServerRoom(opened.size.kv.slots, opened.size.limits.max_sequences)
+    timed = Timed(by_plans)
+    remarks = _remarks(hour, timed)
+    report("timing steps of two halves of the machine ...")
+    try:
+        timed = replace(timed, halves=timed_halves(engines, today, partial(is_over, HALVES_SHARE)))
+    except WorkflowError as error:
+        remarks = (*remarks, f"pools are not rehearsed: {error}")
+    return timed, room, remarks
 
 
 def _proposed(
@@ -182,72 +208,58 @@ def _proposed(
     room: ServerRoom,
     wish: Wish,
     is_over: Callable[[], bool],
+    remarks: Sequence[str],
     report: Report,
 ) -> Rehearsal:
-    stage = Stage({name: steps_of(rows) for name, rows in timed.items()}, room, wish.objective)
     report(f"simulating {counted(len(hour.arrivals), 'request')} ...")
+    stage = timed.stage(room, wish.objective)
     best, tried = best_way(stage, today, hour.arrivals, is_over)
-    expected = Interval(1.0, 1.0, 1.0)
+    proposed, expected = today, NO_GAIN
     if best != today:
-        expected = _interval(tried[best] / tried[today], hour.arrivals, (today, best), timed, stage)
-    proposed = best if expected.is_gain else today
+        others = sorted((way for way in tried if way != best), key=lambda way: -tried[way])
+        stages = [timed.stage(room, wish.objective, random.Random(seed)) for seed in range(RESAMPLES)]
+        proposed, expected = surest(stages, today, [best, *others], tried, hour.arrivals, is_over)
     return Rehearsal(
         wish.objective, hour, today, proposed, tried[today], expected, None, tried,
-        wish.evaluator, tuple(_remarks(timed)),
+        wish.evaluator, tuple(remarks),
     )  # fmt: skip
 
 
-def _remarks(timed: Timed) -> list[str]:
-    remarks = [
-        "drafts are not rehearsed: a log does not say which drafts its answers would have accepted",
-        "pools are not rehearsed: `serve --pools auto` takes them from tuned plans, `simulate` compares them",
-        "every prompt is computed whole: beginnings that a server would reuse are not",
-    ]
-    if DEFAULT_PLAN not in timed:
+def surest(
+    stages: Sequence[Stage],
+    today: ServerWay,
+    ways: Sequence[ServerWay],
+    tried: dict[ServerWay, float],
+    arrivals: Sequence[Arrival],
+    is_over: Callable[[], bool],
+) -> tuple[ServerWay, Interval]:
+    """The one of the first few ways that gains most by the least lucky of `stages`; today's where none does.
+
+    is_over: asked before each but the first.
+    """
+    before = [stage.merit(today, arrivals) for stage in stages]
+    chosen, surely = today, NO_GAIN
+    for place, way in enumerate(ways[:FINALISTS]):
+        if way == today or (place and is_over()):
+            break
+        after = [stage.merit(way, arrivals) for stage in stages]
+        gains = [tried[way] / tried[today], *(a / b for a, b in zip(after, before, strict=True))]
+        interval = Interval(median(gains), min(gains), max(gains))
+        if interval.low > surely.low:
+            chosen, surely = way, interval
+    return chosen, surely
+
+
+def _remarks(hour: Hour, timed: Timed) -> tuple[str, ...]:
+    remarks = ["every prompt is computed whole: beginnings that a server would reuse are not"]
+    if not hour.tells_drafts:
+        remarks.insert(
+            0,
+            "drafts are not rehearsed: the log does not say which its answers would have accepted, as "
+            "this release's --length-log does",
+        )
+    if DEFAULT_PLAN not in timed.by_plans:
         remarks.insert(
             0, "no plan but the default one is stored: tune-config without --rehearse looks for others"
         )
-    return remarks
-
-
-def _interval(
-    gain: float, arrivals: Sequence[Arrival], ways: tuple[ServerWay, ServerWay], timed: Timed, stage: Stage
-) -> Interval:
-    """The range over steps that are drawn again from those that were timed."""
-    gains = [gain]
-    for seed in range(RESAMPLES):
-        rng = random.Random(seed)
-        steps = {name: steps_of(resampled(rows, rng)) for name, rows in timed.items()}
-        drawn = replace(stage, steps=steps)
-        before, after = (drawn.merit(way, arrivals) for way in ways)
-        gains.append(after / before)
-    return Interval(gain, min(gains), max(gains))
-
-
-def _checked(
-    rehearsal: Rehearsal,
-    plans: dict[str, OpenModel],
-    timed: Timed,
-    room: ServerRoom,
-    deadline_s: float,
-    report: Report,
-) -> Check | None:
-    """None where there is no time for it."""
-    window_s = min(MOST_WINDOW_S, WINDOW_SHARE * (deadline_s - time.monotonic()))
-    if window_s < LEAST_WINDOW_S:
-        report("no time is left to check the proposal: give a larger --budget")
-        return None
-    stage = Stage({name: steps_of(rows) for name, rows in timed.items()}, room, rehearsal.objective)
-    ways = (rehearsal.today, rehearsal.proposed)
-
-    def ends_s(part: Sequence[Arrival]) -> float:
-        return max(life.end_s for way in ways for life in stage.lives(way, part))
-
-    part = busiest_part(rehearsal.hour, window_s, ends_s)
-    report(f"checking by a run of {counted(len(part), 'request')}, twice {window_s:.0f} s at most ...")
-    merits = []
-    for way in ways:
-        with _engine(plans[way.plans], way, rehearsal.hour) as opened:
-            merits.append(merit(rehearsal.objective, replayed(opened, part)))
-    predicted = stage.merit(rehearsal.proposed, part) / stage.merit(rehearsal.today, part)
-    return Check(len(part), window_s, predicted, merits[1] / merits[0])
+    return tuple(remarks)

@@ -5,30 +5,43 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from phasewise.cluster.simulated.recorded_steps import TimedStep
+from phasewise.serving.drafts.contract import Draft
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.scheduling.shadow import UNBOUNDED
 
 if TYPE_CHECKING:
+    from phasewise.serving.batch import Batch
     from phasewise.serving.engine.open_engine import OpenEngine
+    from phasewise.serving.sampling.sampling import Sampler
+    from phasewise.serving.scheduling.scheduler_terms import DraftRoom
+
+
+class _Run(NamedTuple):
+    """Some synthetic requests. n_answer: as long as answers are, the first few tokens after a prompt take up
+    to twice as long as the others; 1: their prompts alone are timed."""
+
+    sequences: int
+    n_prompt: int
+    n_answer: int = 1
+    n_drafted: int = 0
+
 
 RUNS = (
-    *((1, 32), (1, 512), (8, 100), (1, 128), (32, 60), (1, 1500), (2, 200), (16, 60)),
-    *((1, 256), (4, 200), (8, 400), (1, 64), (1, 16)),
+    *(_Run(1, 32, 32), _Run(1, 512), _Run(8, 100, 20), _Run(1, 128), _Run(1, 64, 24, 3), _Run(32, 40, 16)),
+    *(_Run(1, 1500, 16), _Run(1, 64), _Run(1, 256), _Run(1, 16), _Run(2, 200, 20), _Run(16, 60, 16)),
+    *(_Run(4, 64, 20, 3), _Run(1, 128, 32, 8), _Run(4, 200, 16), _Run(8, 400, 16), _Run(1, 32, 48, 15)),
 )
-"""Sequences, and tokens of each one's prompt; what tells most stands first."""
+"""What tells most stands first. Prompts come at several of the sizes between which pacing chooses."""
 
-LEAST_RUNS = 4
-DECODE_STEPS = 32
-"""As long as answers are: the first few after a prompt take up to twice as long as the others."""
-
+LEAST_RUNS = 6
 CHUNK_TOKENS = 512
 
 
 def timed_steps(
-    opened: OpenEngine, repeats: int = 2, is_over: Callable[[], bool] = lambda: False
+    opened: OpenEngine, repeats: int = 5, is_over: Callable[[], bool] = lambda: False
 ) -> list[TimedStep]:
     """Every step of some synthetic requests; what a step had before it is known from the order of steps.
 
@@ -38,23 +51,49 @@ def timed_steps(
     timed: list[TimedStep] = []
     opened.engine.pacing = None
     limits, slots = opened.size.limits, opened.size.kv.slots
-    room = limits.context_length - DECODE_STEPS
-    _run(opened, rng, 1, min(RUNS[0][1], room), 2)  # the first ones warm up
-    for n_done, (sequences, most) in enumerate(repeats * RUNS):
-        n_tokens = min(most, room, slots // sequences - DECODE_STEPS)
-        if sequences > limits.max_sequences or n_tokens < 1:
+    _timed(
+        opened, rng, RUNS[0]._replace(n_prompt=min(RUNS[0].n_prompt, limits.context_length // 2), n_answer=2)
+    )
+    for n_done, run in enumerate(repeats * RUNS):
+        n_tokens = min(
+            run.n_prompt, limits.context_length - run.n_answer, slots // run.sequences - run.n_answer
+        )
+        if run.sequences > limits.max_sequences or n_tokens < 1:
             continue
         if n_done >= LEAST_RUNS and is_over():
             break
-        steps = _run(opened, rng, sequences, n_tokens, DECODE_STEPS)
-        timed += [step for step in steps if step.phase == "decode" or sequences == 1]
+        timed += _timed(opened, rng, run._replace(n_prompt=n_tokens))
     return timed
 
 
-def _run(
-    opened: OpenEngine, rng: random.Random, sequences: int, n_prompt: int, n_answer: int
-) -> list[TimedStep]:
-    engine = opened.engine
+class _Wrong:
+    """A drafter whose drafts are of random tokens: rows are what counts."""
+
+    def __init__(self, n_tokens: int, n_vocabulary: int, rng: random.Random) -> None:
+        self._n_tokens = n_tokens
+        self._n_vocabulary = n_vocabulary
+        self._rng = rng
+
+    def draft(self, batch: Batch, rooms: Sequence[DraftRoom], samplers: Sequence[Sampler]) -> list[Draft]:
+        return [
+            Draft(
+                tuple(self._rng.randrange(self._n_vocabulary) for _ in range(min(room.most, self._n_tokens)))
+            )
+            for room in rooms
+        ]
+
+    def observe(self, n_rows: int, duration_ns: int) -> None: ...
+
+    def computed(self, batch: Batch) -> None: ...
+
+    def ended(self, request_id: str) -> None: ...
+
+    def lost(self) -> None: ...
+
+
+def _timed(opened: OpenEngine, rng: random.Random, run: _Run) -> list[TimedStep]:
+    """Steps of prompts from runs of one request alone: several fill a step in ways that are not told."""
+    engine, (sequences, n_prompt, n_answer, n_drafted) = opened.engine, run
     for number in range(sequences):
         prompt = tuple(rng.randrange(engine.vocabulary.size) for _ in range(n_prompt))
         engine.submit(Submit(f"{number}", prompt, n_answer, ignore_eos=True))
@@ -62,17 +101,22 @@ def _run(
     n_before, n_decoded = 0, 0
     chunk = CHUNK_TOKENS if n_prompt > CHUNK_TOKENS else None
     engine._pace = lambda: (chunk, None, UNBOUNDED)  # type: ignore[method-assign]
+    engine.drafter = _Wrong(n_drafted, engine.vocabulary.size, rng) if n_drafted else None
     while engine.has_work:
         stats = engine.step().stats
         assert stats is not None
         seconds = stats.duration_ns / 1e9
         if stats.phase == "prefill":
-            timed.append(TimedStep("prefill", stats.n_tokens, 1, n_before if sequences == 1 else 0, seconds))
+            if sequences == 1:
+                timed.append(TimedStep("prefill", stats.n_tokens, 1, n_before, seconds))
             n_before += stats.n_tokens
         else:
+            n_rows, rest = divmod(stats.n_tokens, sequences)
             context = n_prompt + n_decoded + 1
-            timed.append(TimedStep("decode", 1, stats.n_sequences, context, seconds, n_decoded))
+            if stats.n_sequences == sequences and not rest and n_rows in (1, 1 + n_drafted):
+                timed.append(TimedStep("decode", n_rows, sequences, context, seconds, n_decoded))
             n_decoded += 1
+    engine.drafter = None
     return timed
 
 

@@ -133,7 +133,8 @@ def sized(
     """The size of its engine. kv_bytes: for keys and values; None: a default."""
     from phasewise.workflows.opening.drafts import find_drafts
 
-    drafts = find_drafts(settings.running.draft, opened, settings.db, report)
+    running = settings.running
+    drafts = find_drafts(running.draft, opened, settings.db, report, running.draft_tokens)
     return SizedModel(ref, opened, drafts, _size(opened, kv_bytes, settings, drafts))
 
 

@@ -61,8 +61,9 @@ class Accepting:
 class Running:
     """The way every model that generates text runs. `predictor`: `auto`, `off` or a file; `tpot_ms`: a
     promise;
-    `draft`: `lookup` or a model, as `workflows.opening.drafts.find_drafts` reads it. `also`: further models,
-    which share the memory for keys and values with the first. `tune_idle`: kernels are tuned while no
+    `draft`: `lookup` or a model, as `workflows.opening.drafts.find_drafts` reads it, `draft_tokens` long
+    (None: as long as pays). `also`: further models, which share the memory for keys and values with the
+    first. `tune_idle`: kernels are tuned while no
     request runs.
     """
 
@@ -73,6 +74,7 @@ class Running:
     max_batch_tokens: int = DEFAULT_BATCH_TOKENS
     tpot_ms: float = 100
     draft: str | None = None
+    draft_tokens: int | None = None
     also: Sequence[str] | None = None
     tune_idle: bool = False
 

@@ -132,10 +132,11 @@ def tune_config(
     With --evaluator modelled nothing is timed or stored: --machine may
     describe hardware that is not here, and MODEL may be a lone config.json.
 
-    With --rehearse LOG no plan is searched: KV policy, promised time per
-    token, largest step and stored or default plans are tried on simulated
-    time with this machine's step times, the best is proposed with its gain,
-    and one run of the real engine checks that gain.
+    With --rehearse LOG no plan is searched: drafts by lookup and their
+    length, pools, promised time per token, KV policy, largest step and stored
+    or default plans are tried on simulated time with this machine's step
+    times, the best is proposed with its gain, and one run of the real engine
+    checks that gain.
     """
     started_s = time.monotonic()
     from phasewise.workflows.tune_config.subject import check_weights, open_subject, wish_of

@@ -51,7 +51,7 @@ typedef struct {
     float *value_units;     /* by position in the chunk */
     int64_t first_panel;
     float most_units;       /* of all weights of a row */
-    float largest_unit;     /* of the values, where all are seen */
+    float least_unit;       /* of the weights of a row that sees all */
     span seen;              /* by any row */
     const char *wanted;     /* after the keys */
 } pair_chunk;
@@ -100,7 +100,7 @@ static void pair_values(const pw_kv_head *head, int64_t origin, const char *want
                 vi_store(to + i, paired(words_of_bytes((const int8_t *)low + i), words_of_bytes((const int8_t *)high + i)));
     }
     memcpy(out->value_units + begin, head->value_scales + origin + begin, sizeof(float) * (size_t)(seen.end - begin));
-    if (seen.begin == 0 && seen.end == PW_CHUNK) out->largest_unit = largest_unit(out->value_units, seen);
+    if (seen.begin == 0 && seen.end == PW_CHUNK) out->least_unit = largest_unit(out->value_units, seen) / WEIGHT_MOST;
 }
 
 /* ---- products --------------------------------------------------------------------------------------------------- */
@@ -184,46 +184,67 @@ static void pair_multiply(int rows, int64_t panels, int of_columns, int64_t step
 
 /* ---- one tile of rows over one chunk ---------------------------------------------------------------------------- */
 
+/* Scores of a row in `vectors`, whole sixteens, to weights times their values' units. whole: `own`, what it sees, is all. */
+PW_INLINE void weigh_row(const int whole, float *row, span vectors, span own, float top, float factor,
+                         const float *value_units, sixteen *sum, sixteen *scaled_sum) {
+    vf by = v_set1(LOG2_E * factor), shift = v_set1(top);
+    sixteen sums = no_sums(), scaled_sums = no_sums();
+    for (int64_t j = vectors.begin; j < vectors.end; j += SIXTEEN)
+        PW_UNROLL for (int part = 0; part < PARTS_OF_SIXTEEN; ++part) {
+            int64_t at = j + part * LANES;
+            vf weight = v_exp2(v_mul(v_sub(v_load(row + at), shift), by));
+            vf with_unit = v_mul(weight, whole ? v_load(value_units + at) : seen_units(value_units, at, own));
+            v_store(row + at, with_unit);
+            sums.part[part] = v_add(sums.part[part], weight);
+            scaled_sums.part[part] = v_add(scaled_sums.part[part], with_unit);
+        }
+    *sum = sums;
+    *scaled_sum = scaled_sums;
+}
+
+/* A row of weights times their values' units to int16, in place, for what it sees of `all`; 0 elsewhere in it. */
+static void round_weights(float *row, span vectors, span all, vf per_unit) {
+    int16_t *words = (int16_t *)(void *)row;
+    int64_t j = vectors.begin, begin = all.begin / 2 * 2, end = (all.end + 1) / 2 * 2;
+    for (; j + 2 * LANES <= vectors.end; j += 2 * LANES)
+        store_two_words(words + j, v_round(v_mul(v_load(row + j), per_unit)),
+                        v_round(v_mul(v_load(row + j + LANES), per_unit)));
+    for (; j < vectors.end; j += LANES) store_words(words + j, v_round(v_mul(v_load(row + j), per_unit)));
+    for (j = begin; j < vectors.begin; ++j) words[j] = 0;
+    for (j = vectors.end > begin ? vectors.end : begin; j < end; ++j) words[j] = 0;
+}
+
 /* Scores to weights in int16, in place: factors[r] is what a score of the row is multiplied by. A row of int16 begins
- * where its scores do. Of each row: top, sum, and the unit of its weights times values. */
+ * where its scores do. Of each row: top, sum, and the unit of its weights times values. What takes sums and divisions is
+ * done for all rows at once, so that none waits for its own. */
 static void weigh_pairs(float *scores, const span *own, int rows, span all, const float *factors, const pair_chunk *data,
                         pw_partial out, float *units) {
     const float *value_units = data->value_units;
     span vectors[ATTEND_ROWS];
     sixteen total[ATTEND_ROWS], scaled[ATTEND_ROWS];
+    float scaled_sums[ATTEND_ROWS], least[ATTEND_ROWS], per_unit[ATTEND_ROWS];
     find_tops(scores, own, rows, vectors, out.top);
     for (int r = 0; r < rows; ++r) {
         float *row = scores + r * PW_ROW_STRIDE;
-        vf factor = v_set1(LOG2_E * factors[r]), shift = v_set1(out.top[r]);
-        sixteen sums = no_sums(), scaled_sums = no_sums();
-        for (int64_t j = vectors[r].begin; j < vectors[r].end; j += SIXTEEN)
-            PW_UNROLL for (int part = 0; part < PARTS_OF_SIXTEEN; ++part) {
-                int64_t at = j + part * LANES;
-                vf weight = v_exp2(v_mul(v_sub(v_load(row + at), shift), factor));
-                vf with_unit = v_mul(weight, seen_units(value_units, at, own[r]));
-                v_store(row + at, with_unit);
-                sums.part[part] = v_add(sums.part[part], weight);
-                scaled_sums.part[part] = v_add(scaled_sums.part[part], with_unit);
-            }
-        total[r] = sums;
-        scaled[r] = scaled_sums;
+        if (own[r].begin == 0 && own[r].end == PW_CHUNK) {
+            weigh_row(1, row, (span){0, PW_CHUNK}, own[r], out.top[r], factors[r], value_units, &total[r], &scaled[r]);
+            least[r] = data->least_unit;
+        } else {
+            weigh_row(0, row, vectors[r], own[r], out.top[r], factors[r], value_units, &total[r], &scaled[r]);
+            least[r] = largest_unit(value_units, own[r]) / WEIGHT_MOST;
+        }
         if (own[r].begin < own[r].end) out.top[r] *= factors[r];
     }
+    sums_of(rows, scaled, scaled_sums);
     for (int r = 0; r < rows; ++r) {
-        float *row = scores + r * PW_ROW_STRIDE, unit = sum_of_sixteen(scaled[r]) / data->most_units;
-        int whole = own[r].begin == 0 && own[r].end == PW_CHUNK;
-        float of_largest = (whole ? data->largest_unit : largest_unit(value_units, own[r])) / WEIGHT_MOST;
-        int16_t *words = (int16_t *)(void *)row;
-        out.sum[r] = sum_of_sixteen(total[r]);
-        if (of_largest > unit) unit = of_largest;
+        float unit = scaled_sums[r] / data->most_units;
+        unit = least[r] > unit ? least[r] : unit;
         units[r] = unit < LEAST_WEIGHT ? LEAST_WEIGHT : unit; /* NaN stays */
-        vf per_unit = v_set1(1.0f / units[r]);
-        for (int64_t j = vectors[r].begin; j < vectors[r].end; j += LANES)
-            store_words(words + j, v_round(v_mul(v_load(row + j), per_unit)));
-        int64_t begin = all.begin / 2 * 2, end = (all.end + 1) / 2 * 2;
-        for (int64_t j = begin; j < vectors[r].begin; ++j) words[j] = 0;
-        for (int64_t j = vectors[r].end > begin ? vectors[r].end : begin; j < end; ++j) words[j] = 0;
+        per_unit[r] = 1.0f / units[r];
     }
+    sums_of(rows, total, out.sum);
+    for (int r = 0; r < rows; ++r)
+        round_weights(scores + r * PW_ROW_STRIDE, vectors[r], all, v_set1(per_unit[r]));
 }
 
 /* queries as round_queries leaves them; the chunk's first position lies in slot `origin`. The first tile pairs the values,
@@ -243,9 +264,11 @@ static void attend_tile_pairs(const pw_kv_head *head, const pw_queries *queries,
         pair_matrix keys = {data->keys + before * pairs * PW_PANEL, PW_PANEL, pairs * PW_PANEL, row == 0 ? data->wanted : NULL};
         float *first = scores + panel * PW_PANEL - origin;
         pair_multiply(rows, panels, 1, pairs, (const char *)q, keys, data->key_units + before * PW_PANEL, first, PW_ROW_STRIDE);
-        for (int r = 0; r < rows && queries->cap > 0; ++r) {
-            ISA(scale)(panels * PW_PANEL, factors[r], first + r * PW_ROW_STRIDE);
-            ISA(cap)(panels * PW_PANEL, queries->cap, first + r * PW_ROW_STRIDE, first + r * PW_ROW_STRIDE);
+        for (int r = 0; r < rows && (queries->cap > 0 || queries->slopes); ++r) {
+            float *scored = first + r * PW_ROW_STRIDE;
+            ISA(scale)(panels * PW_PANEL, factors[r], scored);
+            if (queries->cap > 0) ISA(cap)(panels * PW_PANEL, queries->cap, scored, scored);
+            if (queries->slopes) lower_by_distance(queries, row + r, own[r], chunk, scores + r * PW_ROW_STRIDE);
             factors[r] = 1.0f;
         }
     }

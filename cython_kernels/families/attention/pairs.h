@@ -39,6 +39,10 @@ PW_INLINE vi paired(vi low, vi high) {
 PW_INLINE void store_words(int16_t *p, vi v) {
     _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi32_epi16(v));
 }
+PW_INLINE void store_two_words(int16_t *p, vi first, vi second) { /* saturated: half the shuffles */
+    vi packed = _mm512_packs_epi32(first, second);
+    vi_store(p, _mm512_permutexvar_epi64(_mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0), packed));
+}
 PW_INLINE vi words_of_bytes(const int8_t *p) {
     return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
 }
@@ -70,6 +74,9 @@ PW_INLINE void store_words(int16_t *p, vi v) {
     __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
     _mm_storeu_si128((__m128i *)(void *)p, words);
 }
+PW_INLINE void store_two_words(int16_t *p, vi first, vi second) {
+    vi_store(p, _mm256_permute4x64_epi64(_mm256_packs_epi32(first, second), 0xD8));
+}
 PW_INLINE vi words_of_bytes(const int8_t *p) {
     return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
 }
@@ -89,6 +96,9 @@ PW_INLINE void panel_dots(vi *sum, const vi *x, int32_t pair, int vectors) {
 
 PW_INLINE vi paired(vi low, vi high) { return vsliq_n_s32(low, high, 16); }
 PW_INLINE void store_words(int16_t *p, vi v) { vst1_s16(p, vmovn_s32(v)); }
+PW_INLINE void store_two_words(int16_t *p, vi first, vi second) {
+    vst1q_s16(p, vcombine_s16(vmovn_s32(first), vmovn_s32(second)));
+}
 PW_INLINE vi words_of_bytes(const int8_t *p) {
     int32_t four;
     memcpy(&four, p, sizeof four);
@@ -125,6 +135,10 @@ PW_INLINE void panel_dots(vi *sum, const vi *x, int32_t pair, int vectors) {
 
 PW_INLINE vi paired(vi low, vi high) { return (low & vi_set1(0xFFFF)) | vi_shl(high, 16); }
 PW_INLINE void store_words(int16_t *p, vi v) { for (int i = 0; i < LANES; ++i) p[i] = (int16_t)v[i]; }
+PW_INLINE void store_two_words(int16_t *p, vi first, vi second) {
+    store_words(p, first);
+    store_words(p + LANES, second);
+}
 PW_INLINE vi words_of_bytes(const int8_t *p) { return (vi){p[0], p[1], p[2], p[3]}; }
 PW_INLINE void pair_rows(const int16_t *low, const int16_t *high, int64_t n, int32_t *out) {
     for (int64_t i = 0; i < n; ++i) out[i] = (int32_t)((uint16_t)low[i] | (uint32_t)(uint16_t)high[i] << 16);

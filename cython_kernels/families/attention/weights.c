@@ -50,18 +50,36 @@ static span mask_edges(float *scores, span own) {
     return vectors;
 }
 
+/* What a row sees of a chunk of scores, less `slope` for each position between: one rounding, |score| + slope distance
+ * times 2^-24. Lanes beyond what it sees are changed too, and thrown away later. */
+static void lower_by_distance(const pw_queries *queries, int row, span own, int64_t chunk, float *scores) {
+    static const float COUNT[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vf slope = v_set1(-queries->slopes[row]), steps = v_load(COUNT);
+    int64_t before = queries->positions[row] - chunk * PW_CHUNK;
+    for (int64_t j = own.begin / LANES * LANES; j < own.end; j += LANES) {
+        vf apart = v_sub(v_set1((float)(before - j)), steps);
+        v_store(scores + j, v_fma(slope, v_max(apart, v_sub(v_zero(), apart)), v_load(scores + j)));
+    }
+}
+
 static const float LOG2_E = 1.44269504f;
 
 /* Of each row the sixteens that hold what it sees, with edges masked (none: begin = end), and its largest score. */
 static void find_tops(float *scores, const span *own, int rows, span *vectors, float *top) {
+    vf most[ATTEND_ROWS];
     for (int r = 0; r < rows; ++r) {
         float *row = scores + r * PW_ROW_STRIDE;
-        int sees = own[r].begin < own[r].end;
-        vectors[r] = sees ? mask_edges(row, own[r]) : (span){0, 0};
         vf maximum = v_set1(NOTHING_SEEN);
-        for (int64_t j = vectors[r].begin; j < vectors[r].end; j += LANES) maximum = v_max(maximum, v_load(row + j));
-        top[r] = sees ? v_max_all(maximum) : NOTHING_SEEN;
+        if (own[r].begin == 0 && own[r].end == PW_CHUNK) {
+            vectors[r] = own[r];
+            PW_UNROLL for (int j = 0; j < PW_CHUNK; j += LANES) maximum = v_max(maximum, v_load(row + j));
+        } else {
+            vectors[r] = own[r].begin < own[r].end ? mask_edges(row, own[r]) : (span){0, 0};
+            for (int64_t j = vectors[r].begin; j < vectors[r].end; j += LANES) maximum = v_max(maximum, v_load(row + j));
+        }
+        most[r] = maximum;
     }
+    tops_of(rows, most, top);
 }
 
 /* Scores to weights in place, for what each row sees of `all`; 0 elsewhere in it. Sums stand for position mod 16.
@@ -85,5 +103,5 @@ static void weigh(float *scores, const span *own, int rows, span all, float *top
         fill(row, all.begin, vectors[r].begin, 0.0f);
         fill(row, vectors[r].end > all.begin ? vectors[r].end : all.begin, all.end, 0.0f);
     }
-    for (int r = 0; r < rows; ++r) sum[r] = sum_of_sixteen(total[r]);
+    sums_of(rows, total, sum);
 }

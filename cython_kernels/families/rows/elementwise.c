@@ -60,6 +60,9 @@ PW_INLINE vf gelu_tanh_gate_lanes(vf gate, vf up) {
     return v_mul(times_logistic(gate, z), up);
 }
 
+/* The gelu of activations.c, times up. */
+PW_INLINE vf gelu_gate_lanes(vf gate, vf up) { return v_mul(gelu_lanes(gate), up); }
+
 /* gpt-oss: gate at most 7, up within 7, (up + 1) gate logistic(1.702 gate). */
 PW_INLINE vf clamped_silu_gate_lanes(vf gate, vf up) {
     vf limit = v_set1(7.0f), below = v_min(limit, gate);

@@ -18,8 +18,9 @@ from phasewise.serving.embedding.encoder.encoder_program import build_row_progra
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.encoder.pooling import pooled, score
 from phasewise.serving.errors import ModelError, RanksError
+from phasewise.serving.models.encoding import Embedding
 from phasewise.serving.models.forward import Capacity
-from phasewise.serving.models.packed_model import Embedding, PackedModel
+from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks.rank_teams import TABLES, keeping_affinity
 
 Floats = npt.NDArray[np.float32]
@@ -119,8 +120,7 @@ class Embedder:
     @property
     def scores(self) -> bool:
         """True if inputs get a score (a logit) rather than a vector."""
-        encoder = self.model.config.encoder
-        return encoder is not None and encoder.scores
+        return self.model.config.scores
 
     def embed(self, inputs: Sequence[Tokens]) -> Floats:
         """float32 [inputs, width], in their order. ValueError for a token that is not in the vocabulary, or
@@ -163,7 +163,9 @@ class Embedder:
         for tokens, place in zip(inputs, places, strict=True):
             n_rows = len(tokens.ids) if self._every_row else 1
             rows = way.rows[row : row + n_rows]
-            out[place] = score(rows[0], self.model) if self.scores else pooled(rows, self.embedding)
+            out[place] = (
+                score(rows, self.model, self.embedding) if self.scores else pooled(rows, self.embedding)
+            )
             row += n_rows
 
     def close(self) -> None:

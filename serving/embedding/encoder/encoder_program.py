@@ -2,8 +2,8 @@
 `forward`'s.
 
 An encoder's layer is h = N(h + A(h)), h = N(h + F(h)). Products add to the stream, and a row operation adds
-their biases while it normalises; after the last layer's keys and values only rows that are wanted are
-computed.
+their biases while it normalises. With `pre_norms` it is h = h + A(N(h)), h = h + F(N(h)), and normalised rows
+lie apart from the stream. After the last layer's keys and values only rows that are wanted are computed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from phasewise.cython_kernels._native import Program
 from phasewise.cython_kernels.errors import KernelError
+from phasewise.cython_kernels.exact import power
 from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.errors import ModelError
+from phasewise.serving.models.encoding import Encoder
 from phasewise.serving.models.forward import (
     PATIENCE_S,
     Capacity,
@@ -26,8 +30,8 @@ from phasewise.serving.models.forward import (
     schedule_attention,
     weight_of,
 )
-from phasewise.serving.models.linears import Linears, Rows
-from phasewise.serving.models.packed_model import Encoder, PackedModel, Vector
+from phasewise.serving.models.linears import Linears, Place, Rows
+from phasewise.serving.models.packed_model import PackedModel, Vector
 from phasewise.serving.processes.memory import check_memory
 
 
@@ -64,6 +68,8 @@ class _Arena:
     mixed: int
     mixed_stride: int
     up_stride: int
+    normed: int
+    """Hidden rows that are normalised and read once."""
     tail: int
     """Hidden rows of the last layer that are wanted."""
     out: int
@@ -77,17 +83,35 @@ def _lay_out(model: PackedModel, encoder: Encoder, capacity: Capacity) -> _Arena
     inner = tokens * stride
     mixed = inner + tokens * qkv_stride
     rows = max(tokens, capacity.logit_rows)
-    tail = max(mixed + tokens * mixed_stride, inner + rows * up_stride)
+    normed = max(mixed + tokens * mixed_stride, inner + rows * up_stride)
+    tail = normed + (rows * stride if encoder.pre_norms else 0)
     out = tail + capacity.logit_rows * stride
-    return _Arena(stride, inner, qkv_stride, mixed, mixed_stride, up_stride, tail, out)
+    return _Arena(stride, inner, qkv_stride, mixed, mixed_stride, up_stride, normed, tail, out)
 
 
 def _add_embedding(program: Program, model: PackedModel, arena: _Arena) -> None:
     config, vectors = model.config, model.vectors
     positions, segments = vectors.get("positions"), vectors.get("segments")
     program.embed(weight_of(model, "embed"), 0, arena.stride, positions=positions, segments=segments)
-    norm = vectors["embed_norm"], vectors["embed_norm_bias"]
-    program.layernorm(config.hidden, 0, arena.stride, 0, arena.stride, *norm)
+    program.layernorm(config.hidden, 0, arena.stride, 0, arena.stride, *_norm(model, "embed_norm"))
+
+
+def _norm(model: PackedModel, name: str) -> tuple[Vector, Vector]:
+    """A LayerNorm's weight and bias, which is 0 where it has none."""
+    weight = model.vectors[name]
+    bias = model.vectors.get(f"{name}_bias")
+    return weight, np.zeros_like(weight) if bias is None else bias
+
+
+def slopes_of(n_heads: int) -> Vector:
+    """The loss of each head's scores for each position between (ALiBi, Press et al. 2022): powers of
+    2^(-8 / n) for n heads, n a power of two; of other numbers those of the next lower power, then every
+    other one of the next higher power's.
+    """
+    lower = 1 << (n_heads.bit_length() - 1)
+    powers = [power(2.0, -8 * at, lower) for at in range(1, lower + 1)]
+    powers += [power(2.0, -4 * at, lower) for at in range(1, 2 * (n_heads - lower), 2)]
+    return np.array(powers, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,26 +128,50 @@ class _Layer:
         arena, last = self.arena, self.layer == self.model.config.n_layers - 1
         rows: Rows = "logits" if last else "every"
         after = (arena.tail if last else 0, arena.stride)
-        self._add_attention(after, gathered=last)
-        self._normalise("attn_norm", "o_bias", after, after, rows)
-        inner = arena.inner, arena.up_stride
-        up = into_ffn_parts(self.model, self.name, self.model.config.ffn)
-        self.linears.add(up, {"source": "rows"}, after, inner, rows=rows)
-        self.linears.add(self._part("down"), self._reads_inner(), inner, after, add=True, rows=rows)
         whole = (arena.out, self.model.config.hidden) if last else after
-        self._normalise("ffn_norm", "down_bias", after, whole, rows)
+        self._add_attention(after, gathered=last)
+        if self.encoder.pre_norms:
+            self._add_feed_forward(self._normed("ffn_norm", after, rows), after, rows)
+            if last:
+                self._normalise("final_norm", None, after, whole, rows)
+        else:
+            self._normalise(f"{self.name}.attn_norm", "o_bias", after, after, rows)
+            self._add_feed_forward(after, after, rows)
+            self._normalise(f"{self.name}.ffn_norm", "down_bias", after, whole, rows)
 
-    def _add_attention(self, after: tuple[int, int], *, gathered: bool) -> None:
+    def _add_attention(self, after: Place, *, gathered: bool) -> None:
         config, arena, stream = self.model.config, self.arena, (0, self.arena.stride)
         rows: Rows = "gathered" if gathered else "every"
         qkv, mixed = (arena.inner, arena.qkv_stride), (arena.mixed, arena.mixed_stride)
-        self.linears.add(qkv_parts(self.model, self.name), {"source": "rows"}, stream, qkv)
-        kind = config.kinds.index(config.kind_of(self.layer))
-        self.linears.program.attend(0, *qkv, *mixed, bias=self._vector("qkv_bias"), rows=rows, kind=kind)
+        reads = (
+            self._normed("attn_norm", stream, "every") if self.encoder.pre_norms and self.layer else stream
+        )
+        self.linears.add(qkv_parts(self.model, self.name), {"source": "rows"}, reads, qkv)
+        self.linears.program.attend(
+            0,
+            *qkv,
+            *mixed,
+            bias=self._vector("qkv_bias"),
+            rows=rows,
+            kind=config.kinds.index(config.kind_of(self.layer)),
+            slopes=slopes_of(config.n_heads) if self.encoder.distances else None,
+        )
         residual = stream if gathered else None
         self.linears.add(
             self._part("o"), {"source": "rows"}, mixed, after, add=True, rows=rows, residual=residual
         )
+
+    def _add_feed_forward(self, reads: Place, after: Place, rows: Rows) -> None:
+        inner = self.arena.inner, self.arena.up_stride
+        into = into_ffn_parts(self.model, self.name, self.model.config.ffn)
+        self.linears.add(into, {"source": "rows"}, reads, inner, rows=rows)
+        self.linears.add(self._part("down"), self._reads_inner(), inner, after, add=True, rows=rows)
+
+    def _normed(self, norm: str, source: Place, rows: Rows) -> Place:
+        """Rows of the stream, normalised into a place of their own."""
+        target = self.arena.normed, self.arena.stride
+        self._normalise(f"{self.name}.{norm}", None, source, target, rows)
+        return target
 
     def _reads_inner(self) -> dict[str, Any]:
         activation = self.model.config.activation
@@ -131,14 +179,10 @@ class _Layer:
             return {"source": "gate", "gate": activation}
         return {"source": "activation", "gate": activation, "bias": self._vector("up_bias")}
 
-    def _normalise(
-        self, norm: str, bias: str, source: tuple[int, int], target: tuple[int, int], rows: Rows
-    ) -> None:
-        weight, norm_bias = self._vector(norm), self._vector(f"{norm}_bias")
-        assert weight is not None
-        assert norm_bias is not None
+    def _normalise(self, norm: str, bias: str | None, source: Place, target: Place, rows: Rows) -> None:
+        own = None if bias is None else self._vector(bias)
         self.linears.program.layernorm(
-            self.model.config.hidden, *source, *target, weight, norm_bias, bias=self._vector(bias), rows=rows
+            self.model.config.hidden, *source, *target, *_norm(self.model, norm), bias=own, rows=rows
         )
 
     @property

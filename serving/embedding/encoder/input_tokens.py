@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from phasewise.serving.errors import ContextLengthExceeded
+from phasewise.serving.models.encoding import PAIR_PLACES, Embedding
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.text.tokenizer import TextCutter
 
 Text = str | tuple[str, str]
+
+_NAMES_OF = {"query": ("query",), "document": ("document", "passage", "corpus")}
+"""Kinds of inputs, and the names that models give to their prompts."""
 
 
 class Tokens(NamedTuple):
@@ -25,29 +30,90 @@ class EncoderText:
     def __init__(self, model: PackedModel) -> None:
         assert model.embedding is not None
         self._cutter = TextCutter.from_json(model.tokenizer_json, model.config)
-        self._lower = model.embedding.lower_case
+        self._embedding: Embedding = model.embedding
+        self._prompts = dict(model.embedding.prompts)
         self._has_segments = model.config.encoder is not None and model.config.encoder.segments
         self.max_tokens = model.embedding.max_tokens
         self.vocab_size = model.config.vocab_size
         self._most_characters = self.max_tokens * self._cutter.longest_token
 
-    def tokens(self, texts: Sequence[Text], *, truncate: bool = False) -> list[Tokens]:
+    @property
+    def prompt_names(self) -> tuple[str, ...]:
+        return tuple(self._prompts)
+
+    @property
+    def takes_instruction(self) -> bool:
+        """True if pairs are written out with an instruction that a request may replace."""
+        template = self._embedding.pair_template
+        return template is not None and PAIR_PLACES[0] in template
+
+    def prompt_of(self, input_type: str | None) -> str:
+        """What stands before a text: of queries, of documents, or of a prompt by its name; of None the
+        model's default. ValueError, saying why, for another name.
+
+        As sentence-transformers' encode_query and encode_document have it: a model without such a prompt
+        takes texts of these kinds as they are.
+        """
+        if input_type is None:
+            default = self._embedding.default_prompt
+            return "" if default is None else self._prompts[default]
+        for name in _NAMES_OF.get(input_type, (input_type,)):
+            if name in self._prompts:
+                return self._prompts[name]
+        if input_type in _NAMES_OF:
+            return ""
+        known = ", ".join(dict.fromkeys((*_NAMES_OF, *self._prompts)))
+        raise ValueError(f"{input_type!r:.80} is no kind of input of this model: {known}")
+
+    def tokens(
+        self,
+        texts: Sequence[Text],
+        *,
+        truncate: bool = False,
+        input_type: str | None = None,
+        instruction: str | None = None,
+    ) -> list[Tokens]:
         """Tokens of every input, with those that the model wants around it.
 
         ContextLengthExceeded for the first that is too long, unless it is to be truncated: then the longer
-        of a pair loses tokens at its end until both fit.
+        of a pair loses tokens at its end until both fit, and of one written by a template the document.
+        input_type: `prompt_of`; pairs have no prompt. instruction: of pairs by a template.
         """
-        shaped = [self._shaped(text, index, truncate=truncate) for index, text in enumerate(texts)]
+        prompt = self.prompt_of(input_type)
+        shaped = [self._shaped(text, index, prompt, truncate=truncate) for index, text in enumerate(texts)]
+        template = self._embedding.pair_template
+        if template is not None:
+            return self._templated(template, shaped, instruction, truncate=truncate)
         encoded = self._cutter.encode(shaped, self.max_tokens if truncate else None)
         for index, (ids, _) in enumerate(encoded):
             if len(ids) > self.max_tokens:
                 raise too_long(index, len(ids), self.max_tokens)
         return [Tokens(ids, second if self._has_segments else None) for ids, second in encoded]
 
-    def _shaped(self, text: Text, index: int, *, truncate: bool) -> Text:
+    def _templated(
+        self, template: str, pairs: Sequence[Text], instruction: str | None, *, truncate: bool
+    ) -> list[Tokens]:
+        own = self._embedding.instruction if instruction is None else instruction
+        whole = []
+        for pair in pairs:
+            assert not isinstance(pair, str)
+            whole.append(placed(template, dict(zip(PAIR_PLACES, (own, *pair), strict=True))))
+        behind = template.rpartition(PAIR_PLACES[2])[2]
+        encoded = self._cutter.encode([*whole, behind], add_special=False)
+        tail = encoded.pop()[0]
+        found = []
+        for index, (ids, _) in enumerate(encoded):
+            if len(ids) > self.max_tokens:
+                if not truncate or len(tail) >= self.max_tokens:
+                    raise too_long(index, len(ids), self.max_tokens)
+                ids = [*ids[: self.max_tokens - len(tail)], *tail]
+            found.append(Tokens(list(ids)))
+        return found
+
+    def _shaped(self, text: Text, index: int, prompt: str, *, truncate: bool) -> Text:
         """Cutting megabytes of text takes seconds, only to learn that they are too many tokens."""
-        parts: tuple[str, ...] = (text,) if isinstance(text, str) else text
-        if self._lower:
+        parts: tuple[str, ...] = (prompt + text,) if isinstance(text, str) else text
+        if self._embedding.lower_case:
             parts = tuple(part.lower() for part in parts)
         if sum(map(len, parts)) > self._most_characters:
             if not truncate:
@@ -55,6 +121,14 @@ class EncoderText:
                 raise ContextLengthExceeded.beyond(self.max_tokens, asked, "input")
             parts = tuple(part[: self._most_characters] for part in parts)
         return parts[0] if len(parts) == 1 else (parts[0], parts[1])
+
+
+_PLACE = re.compile("|".join(map(re.escape, PAIR_PLACES)))
+
+
+def placed(template: str, texts: Mapping[str, str]) -> str:
+    """The template with its places filled; what looks like one within the texts stays as it is."""
+    return _PLACE.sub(lambda match: texts[match[0]], template)
 
 
 def too_long(index: int, n_tokens: int, most: int) -> ContextLengthExceeded:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Literal
+
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.cython_kernels._native import exponential
+from phasewise.cython_kernels._native import activated, exponential
 from phasewise.serving.errors import StepFailed
-from phasewise.serving.models.packed_model import Embedding, PackedModel
+from phasewise.serving.models.encoding import Embedding
+from phasewise.serving.models.packed_model import PackedModel
 
 Floats = npt.NDArray[np.float32]
 
@@ -16,11 +20,16 @@ def pooled(rows: Floats, embedding: Embedding) -> Floats:
     """The vector float32 [hidden] of a text whose rows are [tokens, hidden], or [1, hidden] where one is
     wanted.
     """
-    if embedding.pooling == "mean":
-        vector = rows.astype(np.float64).sum(axis=0) / len(rows)
-    else:
-        vector = rows[0].astype(np.float64)
+    vector = _one_row(rows, embedding)
     return unit(vector) if embedding.normalised else vector.astype(np.float32)
+
+
+def _one_row(rows: Floats, embedding: Embedding) -> npt.NDArray[np.float64]:
+    if embedding.pooling == "mean":
+        mean: npt.NDArray[np.float64] = rows.astype(np.float64).sum(axis=0) / len(rows)
+        return mean
+    first: npt.NDArray[np.float64] = rows[0].astype(np.float64)
+    return first
 
 
 def unit(vector: npt.NDArray[np.floating]) -> Floats:
@@ -35,22 +44,65 @@ def truncated(vector: Floats, dimensions: int) -> Floats:
     return unit(vector[:dimensions])
 
 
+def as_int8(vector: Floats) -> npt.NDArray[np.int8]:
+    """The vector times 127 over its largest magnitude, rounded to even: of itself alone, so that company
+    changes nothing. Directions are kept, lengths are not.
+    """
+    wide = vector.astype(np.float64)
+    largest = float(np.abs(wide).max())
+    return np.rint(wide * (127 / largest) if largest > 0 else wide).astype(np.int8)
+
+
+def as_bits(vector: Floats) -> npt.NDArray[np.uint8]:
+    """A bit for each number, 1 where it is above 0, the first one the highest of its byte; the last byte is
+    filled up with 0 (sentence-transformers' "ubinary").
+    """
+    return np.packbits(vector > 0)
+
+
+def as_signed_bits(vector: Floats) -> npt.NDArray[np.int8]:
+    """The same bytes less 128 (sentence-transformers' and Cohere's "binary")."""
+    return (as_bits(vector).astype(np.int16) - 128).astype(np.int8)
+
+
+Precision = Literal["float", "int8", "binary", "ubinary"]
+PRECISIONS: dict[Precision, Callable[[Floats], npt.NDArray[Any]]] = {
+    "float": lambda vector: vector,
+    "int8": as_int8,
+    "binary": as_signed_bits,
+    "ubinary": as_bits,
+}
+"""What a vector may be written as."""
+
+
 def check_numbers(vector: Floats) -> None:
     """StepFailed where a vector, or one of several, is not finite: no client may take it for one."""
     if not np.isfinite(vector).all():
         raise StepFailed("the model gave values that are not numbers: its weights are damaged, or overflow")
 
 
-def score(row: Floats, model: PackedModel) -> float:
-    """The logit that a cross-encoder's head makes of the first token's row.
+def score(rows: Floats, model: PackedModel, embedding: Embedding) -> float:
+    """The logit that a cross-encoder's head makes of its pooled rows, or a decoder's of the last one.
 
     Neither by BLAS nor by numpy's tanh, whose last bits depend on the CPU.
     """
-    vectors = model.vectors
-    wide = row.astype(np.float64)
-    dense = vectors["score_dense"].reshape(len(row), len(row))
-    inner = _tanh((dense * wide).sum(axis=1) + vectors["score_dense_bias"])
+    vectors, wide = model.vectors, _one_row(rows, embedding)
+    if model.config.last_row_scores:
+        return float((vectors["score_out"] * wide).sum())
+    dense = vectors["score_dense"].reshape(len(wide), len(wide))
+    inner = (dense * wide).sum(axis=1)
+    if model.config.encoder is not None and model.config.encoder.norm_head:
+        active = activated("gelu", inner.astype(np.float32)).astype(np.float64)
+        inner = _normalised(active, model.config.norm_eps) * vectors["score_norm"]
+    else:
+        inner = _tanh(inner + vectors["score_dense_bias"])
     return float((vectors["score_out"] * inner).sum() + vectors["score_out_bias"][0])
+
+
+def _normalised(x: npt.NDArray[np.float64], eps: float) -> npt.NDArray[np.float64]:
+    centred = x - x.sum() / len(x)
+    out: npt.NDArray[np.float64] = centred / np.sqrt((centred * centred).sum() / len(x) + eps)
+    return out
 
 
 def _tanh(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from phasewise.serving.engine.messages import Answer, Failure, StepStats, Submit
+from phasewise.serving.engine.messages import Answer, DraftCounts, Failure, StepStats, Submit
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
 from phasewise.serving.http.requests.schemas import ChatRequest, CompletionRequest, GenerationRequest
 
@@ -24,32 +24,49 @@ class RealisedLength(NamedTuple):
     finish_reason: str
     arrived_at_s: float
     at_s: float
+    token_ids: tuple[int, ...] = ()
+    """The answer's, where they were asked for."""
+    drafts: DraftCounts | None = None
+    """None where drafts are off."""
+
+
+class _Sent(NamedTuple):
+    facts: RequestFacts
+    arrived_at_s: float
+    token_ids: list[int]
 
 
 class LengthObserver:
     """Tells `learn` of each answer of `model` that ends by itself; of those that fail or are left, nothing is
-    known. model: its id, as `Submit.model` has it.
+    known. model: its id, as `Submit.model` has it. keeps_tokens: those of answers are told too.
     """
 
-    def __init__(self, learn: Callable[[RealisedLength], None], model: str) -> None:
+    def __init__(
+        self, learn: Callable[[RealisedLength], None], model: str, *, keeps_tokens: bool = False
+    ) -> None:
         self._learn = learn
         self._model = model
-        self._sent: dict[str, tuple[RequestFacts, float]] = {}
+        self._keeps_tokens = keeps_tokens
+        self._sent: dict[str, _Sent] = {}
 
     def sent(self, request: Submit, facts: RequestFacts) -> None:
         if request.model == self._model:
-            self._sent[request.request_id] = (facts, time.time())
+            self._sent[request.request_id] = _Sent(facts, time.time(), [])
 
     def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
         for out in outs:
             if isinstance(out, Failure):
                 self.forgotten(out.request_id)
-            elif out.finish_reason is not None:
-                sent = self._sent.pop(out.request_id, None)
-                if sent is not None:
-                    facts, arrived_at_s = sent
-                    ended = (out.n_generated, out.finish_reason, arrived_at_s, time.time())
-                    self._learn(RealisedLength(facts, *ended))
+                continue
+            sent = self._sent.get(out.request_id)
+            if sent is None:
+                continue
+            if self._keeps_tokens:
+                sent.token_ids.extend(token.token_id for token in out.tokens)
+            if out.finish_reason is not None:
+                del self._sent[out.request_id]
+                ended = (out.n_generated, out.finish_reason, sent.arrived_at_s, time.time())
+                self._learn(RealisedLength(sent.facts, *ended, tuple(sent.token_ids), out.drafts))
 
     def forgotten(self, request_id: str) -> None:
         self._sent.pop(request_id, None)

@@ -21,7 +21,7 @@ from pydantic_core import to_json
 
 from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.embedding.encoder.input_tokens import EncoderText, Text, Tokens, too_long
-from phasewise.serving.embedding.encoder.pooling import truncated
+from phasewise.serving.embedding.encoder.pooling import PRECISIONS, Precision, truncated
 from phasewise.serving.errors import QueueFull, ServingError
 from phasewise.serving.http.errors import bad_request, from_engine, other_purpose, unknown_model
 from phasewise.serving.http.lifecycle import Lifecycle
@@ -41,9 +41,9 @@ _LONG_CHARACTERS = 256 * 1024
 _N_ORDINARY = 2
 _MOST_ORDINARY = 256
 _MOST_LONG = 16
-_NUMBER_BYTES = 24
-"""The most that a float32 takes in JSON."""
-_BASE64_BYTES = 6
+EncodingFormat = Literal["float", "base64", "int8", "binary", "ubinary"]
+_NUMBER_BYTES: dict[EncodingFormat, float] = {"float": 24, "base64": 6, "int8": 5, "binary": 1, "ubinary": 1}
+"""The most that a number of a vector takes in JSON."""
 
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_INPUTS)]
 TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
@@ -59,12 +59,21 @@ Input = Annotated[
 
 
 class EmbeddingRequest(Strict):
-    """OpenAI's; `truncate` is an extension."""
+    """OpenAI's; `truncate`, `input_type` and the formats of few bits are extensions."""
 
     model: str
     input: Input
-    encoding_format: Literal["float", "base64"] | None = None
+    encoding_format: EncodingFormat | None = Field(
+        None,
+        description="int8: a vector times 127 over its largest magnitude, rounded; ubinary: bytes of 8 bits,"
+        " 1 for a number above 0, the first the highest; binary: these bytes less 128",
+    )
     dimensions: Annotated[int, Field(ge=1, le=MOST_INT)] | None = None
+    input_type: Annotated[str, Field(max_length=256)] | None = Field(
+        None,
+        description='"query", "document" or the name of one of the model\'s prompts, which is put before each'
+        " text; absent: the model's default prompt, if it has one",
+    )
     truncate: bool = Field(False, description="cut inputs that are too long; else they are refused")
 
 
@@ -111,6 +120,9 @@ class RerankRequest(Strict):
         Discriminator(kind_of),
     ]
     top_n: Annotated[int, Field(ge=1, le=MOST_INT)] | None = None
+    instruction: str | None = Field(
+        None, description="what makes a document fit a query, for models that take it; absent: their own"
+    )
     return_documents: bool = False
     truncate: bool = Field(True, description="cut documents that are too long; else they are refused")
 
@@ -188,7 +200,7 @@ class EmbeddingRoutes:
         arrived_s = time.monotonic()
         body = await self._read(request, EmbeddingRequest)
         vectors, n_tokens = await self._embedded(request, body, arrived_s)
-        write = _base64 if body.encoding_format == "base64" else _numbers
+        write = _base64 if body.encoding_format == "base64" else _numbers_as(body.encoding_format or "float")
         written = await asyncio.to_thread(_written, vectors, write, self.model.model_id, n_tokens)
         return Response(written, media_type="application/json")
 
@@ -233,12 +245,14 @@ class EmbeddingRoutes:
             )
         given: Any = body.input
         self._refuse_too_large(body)
+        is_text = isinstance(given, str) or isinstance(given[0], str)
+        if body.input_type is not None:
+            self._check_input_type(body.input_type, is_text=is_text)
 
         def cut() -> list[Tokens]:
-            if isinstance(given, str):
-                return self.model.text.tokens([given], truncate=body.truncate)
-            if isinstance(given[0], str):
-                return self.model.text.tokens(given, truncate=body.truncate)
+            if is_text:
+                texts = [given] if isinstance(given, str) else given
+                return self.model.text.tokens(texts, truncate=body.truncate, input_type=body.input_type)
             ids = [given] if isinstance(given[0], int) else given
             return [
                 self._token_ids(index, input_ids, truncate=body.truncate)
@@ -256,7 +270,10 @@ class EmbeddingRoutes:
         body = await self._read(request, RerankRequest)
         self._check_model(body.model)
         texts = [document if isinstance(document, str) else document.text for document in body.documents]
-        scores, n_tokens = await self._scores(request, body.query, texts, truncate=body.truncate)
+        if body.instruction is not None and self.model.scores and not self.model.text.takes_instruction:
+            raise bad_request(f"{self.model.model_id} takes no instruction", "instruction")
+        how = {"truncate": body.truncate, "instruction": body.instruction}
+        scores, n_tokens = await self._scores(request, body.query, texts, **how)
         ranked = sorted(enumerate(map(_logistic, scores)), key=lambda pair: -pair[1])
         results: list[dict[str, Any]] = [
             {"index": index, "relevance_score": score} for index, score in ranked
@@ -287,7 +304,7 @@ class EmbeddingRoutes:
 
     def _refuse_too_large(self, body: EmbeddingRequest) -> None:
         """Before anything of it is computed: the answer is made as a whole."""
-        per_number = _BASE64_BYTES if body.encoding_format == "base64" else _NUMBER_BYTES
+        per_number = _NUMBER_BYTES[body.encoding_format or "float"]
         n_bytes = _n_inputs(body.input) * (body.dimensions or self.model.width) * per_number
         if n_bytes > self._max_response_bytes:
             raise bad_request(
@@ -301,6 +318,14 @@ class EmbeddingRoutes:
     async def _read(self, request: Request, kind: Any) -> Any:
         self._refuse_unless_open()
         return await self._bodies.read(request, kind)
+
+    def _check_input_type(self, input_type: str, *, is_text: bool) -> None:
+        if not is_text:
+            raise bad_request("token ids are taken as they are: input_type goes with texts", "input_type")
+        try:
+            self.model.text.prompt_of(input_type)
+        except ValueError as error:
+            raise bad_request(f"input_type is {error}", "input_type") from error
 
     def _check_model(self, name: str) -> None:
         if name in self._generating:
@@ -351,17 +376,15 @@ class EmbeddingRoutes:
         return vectors
 
     async def _scores(
-        self, request: Request, query: str, texts: Sequence[str], *, truncate: bool
+        self, request: Request, query: str, texts: Sequence[str], **how: Any
     ) -> tuple[list[float], int]:
         if not self.model.scores:
             raise bad_request(
                 f"{self.model.model_id} makes vectors and scores no pairs: serve a cross-encoder", "model"
             )
         pairs: list[Text] = [(query, text) for text in texts]
-        n_characters = sum(map(len, texts)) + len(query) * len(texts)
-        inputs = await self._prepared(
-            request, n_characters, lambda: self.model.text.tokens(pairs, truncate=truncate)
-        )
+        n_characters = sum(map(len, texts)) + (len(query) + len(how.get("instruction") or "")) * len(texts)
+        inputs = await self._prepared(request, n_characters, lambda: self.model.text.tokens(pairs, **how))
         vectors = await self._vectors(request, inputs)
         return [float(vector[0]) for vector in vectors], sum(len(tokens.ids) for tokens in inputs)
 
@@ -437,8 +460,12 @@ def _base64(vector: Floats) -> str:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
-def _numbers(vector: Floats) -> list[float]:
+def _numbers(vector: npt.NDArray[Any]) -> list[float]:
     return list(vector.tolist())
+
+
+def _numbers_as(precision: Precision) -> Callable[[Floats], list[float]]:
+    return lambda vector: _numbers(PRECISIONS[precision](vector))
 
 
 def _logistic(score: float) -> float:

@@ -12,13 +12,15 @@ from phasewise.serving.loaders.encoders.encoder_tensors import adapted
 from phasewise.serving.loaders.families.bert import (
     GGUF_GLOBAL_NAMES,
     GGUF_NAMES,
+    HF_ACTIVATIONS,
     EncoderFamily,
     encoder_config,
 )
 from phasewise.serving.loaders.formats.gguf_file import TensorInfo
 from phasewise.serving.loaders.layout import weight_shapes
 from phasewise.serving.loaders.source import SourceTensor
-from phasewise.serving.models.packed_model import Embedding, ModelConfig
+from phasewise.serving.models.encoding import Embedding
+from phasewise.serving.models.packed_model import ModelConfig
 
 ReadField = Callable[[str, Any, Any], Any]
 """(key, type, default): a value of the metadata, checked."""
@@ -50,14 +52,25 @@ def config_of(
             return 2 if "token_types.weight" in infos else 0
         return read(f"{family.gguf}.{_KEYS[key]}", kind, default)
 
-    return encoder_config(
+    assert family.gguf is not None
+    scores = pooling_type(family.gguf, read) == RANK
+    if scores and not family.gguf_scores:
+        raise ModelError(f"{what} holds a {family.name} classifier, whose head cannot run")
+    named = read(f"{family.gguf}.hidden_activation", str, None)
+    if named is not None and HF_ACTIVATIONS.get(named) not in family.activations:
+        raise ModelError(f"{what} asks for the activation {named!r:.60}, which cannot run")
+    plain = encoder_config(
         family,
         get,
         context_length=read(f"{family.gguf}.context_length", int, None),
-        activation="silu" if family.gated else "gelu",
-        theta=read(f"{family.gguf}.rope.freq_base", float, 1000.0),
-        scores=pooling_type(family.gguf, read) == RANK,
+        activation=family.activations[0] if named is None else HF_ACTIVATIONS[named],
+        scores=scores,
     )
+
+    def get_more(key: str, kind: Any, default: Any = None) -> Any:
+        return read(f"{family.gguf}.{key}", kind, default)
+
+    return family.from_gguf(get_more, plain)
 
 
 def pooling_type(architecture: str, read: ReadField) -> int | None:
@@ -81,22 +94,26 @@ def embedding_of(
 
 
 def encoder_tensors(
-    tensors: Iterator[tuple[str, SourceTensor]], config: ModelConfig, what: str
+    family: EncoderFamily, tensors: Mapping[str, SourceTensor], config: ModelConfig, what: str
 ) -> dict[str, SourceTensor]:
     """Every tensor by our name, as views."""
+    in_layers, outside = (
+        {**GGUF_NAMES, **family.gguf_names},
+        {**GGUF_GLOBAL_NAMES, **family.gguf_global_names},
+    )
+    if "blk.0.ffn_gate.weight" in tensors:
+        in_layers |= {"ffn_up.weight": GGUF_NAMES["ffn_up.weight"]}
     shapes: dict[str, tuple[int, ...]] = dict(weight_shapes(config))
     for i in range(config.n_layers):
         shapes |= {f"layers.{i}.{name}_bias": (config.q_rows,) for name in ("q", "k", "v")}
 
     def ours() -> Iterator[tuple[str, SourceTensor]]:
-        for theirs, tensor in tensors:
+        for theirs, tensor in tensors.items():
             match = re.fullmatch(r"blk\.(0|[1-9]\d{0,3})\.(.+)", theirs, re.ASCII)
             stem, key = (f"layers.{match[1]}.", match[2]) if match else ("", theirs)
             where = f"{what} has a tensor {theirs!r:.80} that"
             try:
-                yield from our_tensors(
-                    stem, key, GGUF_NAMES if match else GGUF_GLOBAL_NAMES, tensor, shapes, where
-                )
+                yield from our_tensors(stem, key, in_layers if match else outside, tensor, shapes, where)
             except KeyError:
                 raise ModelError(f"{where} {config.architecture} models do not use") from None
 

@@ -24,72 +24,45 @@ from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.loaders.formats.safetensors_file import tensor_of
 from phasewise.serving.loaders.layout import weight_shapes
 from phasewise.serving.loaders.source import SourceFile, SourceTensor
-from phasewise.serving.models.packed_model import Embedding, ModelConfig
+from phasewise.serving.models.encoding import Embedding
+from phasewise.serving.models.packed_model import ModelConfig
 
 Opened = list[tuple[SourceFile, dict[str, TensorEntry]]]
 
 CLASSIFIER = "ForSequenceClassification"
-_NOMIC_FIELDS = {  # as its authors wrote them, before transformers had the family
-    "hidden_size": "n_embd",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-    "intermediate_size": "n_inner",
-    "max_position_embeddings": "n_positions",
-    "layer_norm_eps": "layer_norm_epsilon",
-    "hidden_act": "activation_function",
-}
-_MUST_BE_OFF = (
-    "use_rms_norm",
-    "prenorm",
-    "qkv_proj_bias",
-    "mlp_fc1_bias",
-    "mlp_fc2_bias",
-    "rotary_emb_interleaved",
-)
+SCORE_POOLINGS = {"cls": "first", "mean": "mean"}
 
 
 def config_of(family: EncoderFamily, given: Mapping[str, Any]) -> ModelConfig:
     """From config.json."""
-    fields: dict[str, Any] = {**family.defaults, **given}
-    if family.gated:
-        fields |= {ours: given[theirs] for ours, theirs in _NOMIC_FIELDS.items() if theirs in given}
-        for key in _MUST_BE_OFF:
-            if given.get(key):
-                raise ModelError(f"config.json has {key} = {given[key]!r:.60}, which cannot run")
+    renamed = {ours: given[theirs] for ours, theirs in family.hf_fields.items() if theirs in given}
+    fields: dict[str, Any] = {**family.defaults, **given, **renamed}
+    for key in family.hf_must_be_off:
+        if given.get(key):
+            raise ModelError(f"config.json has {key} = {given[key]!r:.60}, which cannot run")
 
     def get(key: str, kind: Any, default: Any = None) -> Any:
         return field(fields, key, kind, default)
 
     kind = get("position_embedding_type", str, "absolute")
-    if kind != "absolute":
-        raise ModelError(f"config.json asks for {kind!r:.60} positions; absolute ones can run")
+    if kind not in family.position_kinds:
+        raise ModelError(
+            f"config.json asks for {kind!r:.60} positions; {', '.join(family.position_kinds)} can run"
+        )
     if get("is_decoder", bool, False) or get("is_causal", bool, False):
         raise ModelError("config.json describes a decoder of this family; encoders can run")
     name = get("hidden_act", str, "gelu")
-    if name not in HF_ACTIVATIONS or (family.gated and HF_ACTIVATIONS[name] != "silu"):
-        raise ModelError(
-            f"config.json asks for the activation {name!r:.60}; {', '.join(HF_ACTIVATIONS)} can run"
-        )
-    positions = get("max_position_embeddings", int, 512) - family.first_position
-    return encoder_config(
+    if HF_ACTIVATIONS.get(name) not in family.activations:
+        runnable = [theirs for theirs, ours in HF_ACTIVATIONS.items() if ours in family.activations]
+        raise ModelError(f"config.json asks for the activation {name!r:.60}; {', '.join(runnable)} can run")
+    plain = encoder_config(
         family,
         get,
-        context_length=positions,
+        context_length=get("max_position_embeddings", int, 512) - family.first_position,
         activation=HF_ACTIVATIONS[name],
-        theta=_theta(get),
         scores=_scores(get),
     )
-
-
-def _theta(get: Callable[..., Any]) -> float:
-    share = get("rotary_emb_fraction", float, 1.0)
-    if share != 1.0:
-        raise ModelError(f"config.json rotates {share!r:.80} of each head: all of it can run")
-    rope = get("rope_parameters", dict) or {}
-    if rope.get("rope_type", "default") != "default":
-        raise ModelError(f"config.json asks for RoPE scaling {rope.get('rope_type')!r:.60}, which cannot run")
-    own = field(rope, "rope_theta", float)
-    return float(own if own is not None else get("rotary_emb_base", float, 1000.0))
+    return family.from_hf(get, plain)
 
 
 def _scores(get: Callable[..., Any]) -> bool:
@@ -125,7 +98,7 @@ def encoder_tensors(
         what = f"{directory} has a tensor {theirs!r:.80} that"
         match = re.fullmatch(family.hf_layer, name, re.ASCII)
         target = family.hf_names.get(match[2]) if match else family.hf_global_names.get(name)
-        unused = name.startswith(("pooler.", "classifier.")) and not scores
+        unused = name.startswith(("pooler.", "classifier.", "head.")) and not scores
         if target is None or unused:
             if unused or IGNORED.fullmatch(name):
                 return
@@ -139,10 +112,18 @@ def encoder_tensors(
 
 
 def encoder_embedding(directory: ModelDirectory, config: ModelConfig) -> Embedding:
-    """The pooling of the directory's model; a cross-encoder scores by the row of the first token."""
+    """The pooling of the directory's model; a cross-encoder scores by the row of the first token, or
+    as its config says.
+    """
     embedding = embedding_of(directory, config.context_length, encoder=True)
     assert embedding is not None
     assert config.encoder is not None
     if config.encoder.scores:
-        return Embedding("first", False, embedding.max_tokens, embedding.lower_case)
+        fields = directory.json("config.json") or {} if config.encoder.norm_head else {}
+        named = field(fields, "classifier_pooling", str, "cls")
+        if named not in SCORE_POOLINGS:
+            raise ModelError(
+                f"config.json has classifier_pooling = {named!r:.60}; {', '.join(SCORE_POOLINGS)} can run"
+            )
+        return Embedding(SCORE_POOLINGS[named], False, embedding.max_tokens, embedding.lower_case)
     return embedding

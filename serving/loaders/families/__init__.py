@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.arcee import ARCEE
-from phasewise.serving.loaders.families.bert import ENCODERS_BY_GGUF, ENCODERS_BY_HF
 from phasewise.serving.loaders.families.cohere import COHERE2
+from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF, ENCODERS_BY_HF
 from phasewise.serving.loaders.families.family import ACTIVATION_NAMES, Family, Names, OtherForm, TensorCut
 from phasewise.serving.loaders.families.gemma import GEMMA2, GEMMA3
 from phasewise.serving.loaders.families.glm import GLM4, GLM4_MOE

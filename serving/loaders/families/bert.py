@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Get, Names, TensorCut
-from phasewise.serving.models.packed_model import LARGEST, Encoder, LayerKind, ModelConfig, RopeSpec
+from phasewise.serving.loaders.families.family import Adapt, Get, Names, TensorCut, unchanged
+from phasewise.serving.models.encoding import Encoder
+from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig, RopeSpec
 
 HF_ACTIVATIONS = {
     "gelu": "gelu",
@@ -27,6 +29,7 @@ HF_ACTIVATIONS = {
     "relu": "relu",
 }
 FIRST_POSITION_OF_ROBERTA = 2
+_NOMIC_THETA = 1000.0
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,8 @@ class EncoderFamily:
     name: str
     hf: tuple[str, ...]
     """`model_type` in config.json."""
-    gguf: str
-    """`general.architecture` in GGUF metadata."""
+    gguf: str | None
+    """`general.architecture` in GGUF metadata; None: llama.cpp does not have it."""
     hf_layer: str
     """The pattern of a layer's tensor names; the first group is the layer's number, the second the rest.
     """
@@ -48,8 +51,22 @@ class EncoderFamily:
     gated: bool = False
     positions: bool = True
     biases: bool = True
+    gguf_scores: bool = True
+    """True if GGUF files may hold a cross-encoder."""
+    position_kinds: tuple[str, ...] = ("absolute",)
+    """The `position_embedding_type` that config.json may ask for."""
+    activations: tuple[str, ...] = ("gelu", "gelu_tanh", "silu", "relu")
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Fields that config.json may leave out."""
+    hf_fields: Mapping[str, str] = field(default_factory=dict)
+    """BERT's names of fields to this family's."""
+    hf_must_be_off: tuple[str, ...] = ()
+    """Fields that ask for arithmetic that there is not."""
+    from_hf: Adapt = unchanged
+    from_gguf: Adapt = unchanged
+    gguf_names: Names = field(default_factory=dict)
+    """Names of a layer's tensors in GGUF files, beside or in place of the common ones."""
+    gguf_global_names: Mapping[str, str] = field(default_factory=dict)
 
 
 _LAYER = r"(?:encoder\.)?layers?\.(0|[1-9]\d{0,3})\.(.+)"
@@ -70,7 +87,7 @@ _BERT_LAYER_NAMES: Names = {
     for theirs, ours in {"attention.output": "attn_norm", "output": "ffn_norm"}.items()
     for part in ("weight", "bias", "gamma", "beta")  # the latter in files of 2018
 }
-_EMBEDDINGS = {
+EMBEDDING_NAMES = {
     "embeddings.word_embeddings.weight": "embed",
     "embeddings.position_embeddings.weight": "positions",
     "embeddings.token_type_embeddings.weight": "segments",
@@ -117,9 +134,9 @@ _NOMIC_NAMES: Names = {
 }
 
 IGNORED = re.compile(  # heads of other tasks, and what the config implies
-    r"(cls|lm_head|pooler|qa_outputs|classifier)\..+|.*position_ids|.*rotary_emb\..+"
+    r"(cls|lm_head|pooler|qa_outputs|classifier|head|decoder)\..+|.*position_ids|.*rotary_emb\..+"
 )
-PREFIXES = ("bert.", "roberta.", "nomic_bert.", "model.")
+PREFIXES = ("bert.", "roberta.", "nomic_bert.", "new.", "gte.", "model.")
 
 GGUF_NAMES: Names = {
     f"{theirs}.{part}": ours + ("_bias" if part == "bias" else "")
@@ -151,14 +168,37 @@ GGUF_GLOBAL_NAMES = {
     "cls.output.bias": "score_out_bias",
 }
 
-BERT = EncoderFamily("bert", ("bert",), "bert", _LAYER, _BERT_LAYER_NAMES, {**_EMBEDDINGS, **_BERT_HEAD})
+
+def stated_theta(fields: Mapping[str, Any], default: float) -> float:
+    """`rope_theta` where RoPE's own fields have it as a number."""
+    own = fields.get("rope_theta")
+    return float(own) if isinstance(own, int | float) and abs(own) < 1 << 53 else default
+
+
+def _nomic_from_hf(get: Get, config: ModelConfig) -> ModelConfig:
+    share = get("rotary_emb_fraction", float, 1.0)
+    if share != 1.0:
+        raise ModelError(f"config.json rotates {share!r:.80} of each head: all of it can run")
+    rope = get("rope_parameters", dict) or {}
+    if rope.get("rope_type", "default") != "default":
+        raise ModelError(f"config.json asks for RoPE scaling {rope.get('rope_type')!r:.60}, which cannot run")
+    theta = stated_theta(rope, get("rotary_emb_base", float, _NOMIC_THETA))
+    return replace(config, rope=RopeSpec(theta, config.head_dim))
+
+
+def _nomic_from_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    theta = get("rope.freq_base", float, _NOMIC_THETA)
+    return replace(config, rope=RopeSpec(theta, config.head_dim))
+
+
+BERT = EncoderFamily("bert", ("bert",), "bert", _LAYER, _BERT_LAYER_NAMES, {**EMBEDDING_NAMES, **_BERT_HEAD})
 ROBERTA = EncoderFamily(
     "roberta",
     ("roberta", "xlm-roberta", "camembert"),
     "bert",
     _LAYER,
     _BERT_LAYER_NAMES,
-    {**_EMBEDDINGS, **_ROBERTA_HEAD},
+    {**EMBEDDING_NAMES, **_ROBERTA_HEAD},
     first_position=FIRST_POSITION_OF_ROBERTA,
     defaults={"type_vocab_size": 1, "layer_norm_eps": 1e-5},
 )
@@ -168,26 +208,43 @@ NOMIC_BERT = EncoderFamily(
     "nomic-bert",
     _LAYER,
     _NOMIC_NAMES,
-    {**_EMBEDDINGS, "emb_ln.weight": "embed_norm", "emb_ln.bias": "embed_norm_bias"},
+    {**EMBEDDING_NAMES, "emb_ln.weight": "embed_norm", "emb_ln.bias": "embed_norm_bias"},
     gated=True,
     positions=False,
     biases=False,
+    activations=("silu",),
     defaults={"hidden_act": "silu"},
+    hf_fields={  # as its authors wrote them, before transformers had the family
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "intermediate_size": "n_inner",
+        "max_position_embeddings": "n_positions",
+        "layer_norm_eps": "layer_norm_epsilon",
+        "hidden_act": "activation_function",
+    },
+    hf_must_be_off=(
+        "use_rms_norm",
+        "prenorm",
+        "qkv_proj_bias",
+        "mlp_fc1_bias",
+        "mlp_fc2_bias",
+        "rotary_emb_interleaved",
+    ),
+    from_hf=_nomic_from_hf,
+    from_gguf=_nomic_from_gguf,
 )
-ENCODERS = (BERT, ROBERTA, NOMIC_BERT)
-ENCODERS_BY_HF = {name: family for family in ENCODERS for name in family.hf}
-ENCODERS_BY_GGUF = {family.gguf: family for family in (NOMIC_BERT, BERT)}
 
 
 def encoder_config(
-    family: EncoderFamily, get: Get, *, context_length: int, activation: str, theta: float, scores: bool
+    family: EncoderFamily, get: Get, *, context_length: int, activation: str, scores: bool
 ) -> ModelConfig:
     """The config of an encoder whose sizes `get` reads under the names of BERT's config.json."""
     heads, hidden = get("num_attention_heads", int), get("hidden_size", int)
     if not heads or not hidden or hidden % heads:
         raise ModelError(f"{hidden!r:.40} hidden numbers do not divide into {heads!r:.40} heads")
     head_dim, n_layers = hidden // heads, get("num_hidden_layers", int)
-    rope = RopeSpec(theta, head_dim)
+    rope = RopeSpec(_NOMIC_THETA, head_dim)  # of families that have none nothing is turned
     sane = type(n_layers) is int and n_layers <= LARGEST["n_layers"]  # others the config refuses
     kinds = (LayerKind(None, None),) * n_layers if family.positions and sane else ()
     return ModelConfig(

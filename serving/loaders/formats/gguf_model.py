@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,8 +15,10 @@ from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cutting import is_beyond, our_tensors
 from phasewise.serving.loaders.encoders import encoder_gguf
+from phasewise.serving.loaders.encoders.reranker import gguf_score, gguf_template
 from phasewise.serving.loaders.families import Family, family_of_gguf
-from phasewise.serving.loaders.families.bert import ENCODERS_BY_GGUF, EncoderFamily
+from phasewise.serving.loaders.families.bert import EncoderFamily
+from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF
 from phasewise.serving.loaders.families.reading import yarn_magnitude
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_rows
 from phasewise.serving.loaders.formats.gguf_file import GgufHeader, TensorInfo
@@ -45,6 +48,7 @@ LAYER_NAMES = {
     "attn_q.bias": "q_bias", "attn_k.bias": "k_bias", "attn_v.bias": "v_bias",
     "attn_output.bias": "o_bias", "attn_q_norm.weight": "q_norm", "attn_k_norm.weight": "k_norm",
 }  # fmt: skip
+SCORE_OUT = "cls_output"  # until its rows are one vector
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS = {"rope_factors_short.weight": "short_factors", "rope_factors_long.weight": "long_factors"}
 
@@ -75,21 +79,34 @@ def _source(file: GgufFiles, header: GgufHeader, name: str) -> ModelSource:
         if theirs in header.tensors
     }
     config = _config(metadata, family, architecture, header.tensors, factors, file.path)
+
+    def read(key: str, kind: Any, default: Any) -> Any:
+        return field(metadata, key, kind, default)
+
+    tensors = _tensors(file, header, family, config)
+    embedding = encoder_gguf.embedding_of(architecture, read, config.context_length, encoder=False)
+    if embedding is not None and encoder_gguf.pooling_type(architecture, read) == encoder_gguf.RANK:
+        stated = read("tokenizer.chat_template.rerank", str, None)
+        template, instruction = gguf_template(stated, architecture, str(file.path))
+        embedding = replace(embedding, pooling="last", pair_template=template, instruction=instruction)
+        score = gguf_score(tensors.pop(SCORE_OUT, None), str(file.path))
+        tensors = {**tensors, "score_out": score}
+        tensors.pop("lm_head", None)
+        config = replace(config, last_row_scores=True, tied_embeddings=True)
+    elif SCORE_OUT in tensors:
+        raise ModelError(
+            f"{file.path} has the tensor cls.output.weight, and its pooling type is not that of scores"
+        )
     return ModelSource(
         name=name,
         path=file.path,
         config=config,
-        tensors=_tensors(file, header, family, config),
+        tensors=tensors,
         tokenizer_json=lambda: _tokenizer_json(metadata, file.path),
         tokenizer_kind=str(metadata.get("tokenizer.ggml.model", "none")),
         chat_template=field(metadata, "tokenizer.chat_template", str, None),
         close=file.close,
-        embedding=encoder_gguf.embedding_of(
-            architecture,
-            lambda key, kind, default: field(metadata, key, kind, default),
-            config.context_length,
-            encoder=False,
-        ),
+        embedding=embedding,
         sampling=stated_by_gguf(metadata),
     )
 
@@ -101,17 +118,17 @@ def _encoder_source(file: GgufFiles, header: GgufHeader, name: str, family: Enco
         return field(metadata, key, kind, default)
 
     config = encoder_gguf.config_of(family, read, header.tensors, str(file.path))
-    pairs = ((theirs, tensor_in(file, info)) for theirs, info in header.tensors.items())
+    tensors = {theirs: tensor_in(file, info) for theirs, info in header.tensors.items()}
     return ModelSource(
         name=name,
         path=file.path,
         config=config,
-        tensors=encoder_gguf.encoder_tensors(pairs, config, str(file.path)),
+        tensors=encoder_gguf.encoder_tensors(family, tensors, config, str(file.path)),
         tokenizer_json=lambda: _tokenizer_json(metadata, file.path),
         tokenizer_kind=str(metadata.get("tokenizer.ggml.model", "none")),
         chat_template=None,
         close=file.close,
-        embedding=encoder_gguf.embedding_of(family.gguf, read, config.context_length, encoder=True),
+        embedding=encoder_gguf.embedding_of(family.gguf or "", read, config.context_length, encoder=True),
     )
 
 
@@ -131,7 +148,8 @@ def _tensors(
     file: GgufFiles, header: GgufHeader, family: Family, config: ModelConfig
 ) -> dict[str, SourceTensor]:
     """Every tensor by our name, as views."""
-    names, outside = {**LAYER_NAMES, **family.gguf_names}, {**GLOBAL_NAMES, **family.global_names}
+    names = {**LAYER_NAMES, **family.gguf_names}
+    outside = {**GLOBAL_NAMES, **family.global_names, "cls.output.weight": SCORE_OUT}
     shapes = shapes_of_all(config, any(theirs.endswith("attn_q.bias") for theirs in header.tensors))
     tensors: dict[str, SourceTensor] = {}
     for theirs, info in header.tensors.items():

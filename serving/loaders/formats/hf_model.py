@@ -14,11 +14,12 @@ from phasewise._safetensors import TensorEntry
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cutting import is_beyond, one_more, our_tensors
-from phasewise.serving.loaders.encoders.embedding_spec import embedding_of
+from phasewise.serving.loaders.encoders.embedding_spec import embedding_of, most_tokens
 from phasewise.serving.loaders.encoders.encoder_hf import config_of as encoder_config_of
 from phasewise.serving.loaders.encoders.encoder_hf import encoder_embedding, encoder_tensors
-from phasewise.serving.loaders.families import Family, family_of_hf
-from phasewise.serving.loaders.families.bert import ENCODERS_BY_HF
+from phasewise.serving.loaders.encoders.reranker import reranker_of, scoring_embedding, with_score
+from phasewise.serving.loaders.families import Family, OtherForm, family_of_hf
+from phasewise.serving.loaders.families.encoders import encoder_of_hf
 from phasewise.serving.loaders.formats.bitmask_tensors import Found, bitmask_tensor, part_of
 from phasewise.serving.loaders.formats.hf_config import config_of, field, quantisation_fields, text_fields
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
@@ -33,7 +34,8 @@ from phasewise.serving.loaders.source import (
     SourceFile,
     SourceTensor,
 )
-from phasewise.serving.models.packed_model import Embedding, ModelConfig
+from phasewise.serving.models.encoding import Embedding
+from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.sampling.sampling_defaults import stated_by_hf
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -71,7 +73,7 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
         raise ModelError(f"{path} has no tokenizer.json: save one with transformers' AutoTokenizer")
     tokenizer_config = directory.json("tokenizer_config.json") or {}
     generation = directory.json("generation_config.json") or {}
-    encoder = ENCODERS_BY_HF.get(field(fields, "model_type", str, "nothing"))
+    encoder = encoder_of_hf(fields)
     if encoder is not None:
         config = encoder_config_of(encoder, fields)
     else:
@@ -87,16 +89,22 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
             tensors = encoder_tensors(opened, encoder, config, path)
             embedding: Embedding | None = encoder_embedding(directory, config)
         else:
-            embedding = embedding_of(directory, config.context_length, encoder=False)
+            family = family_of_hf(fields["model_type"])
+            reranker = reranker_of(directory, fields, _chat_template(directory, tokenizer_config), name)
+            if reranker is not None:
+                embedding = scoring_embedding(reranker, most_tokens(directory, config.context_length))
+            else:
+                embedding = embedding_of(directory, config.context_length, encoder=False)
             if embedding is not None and not any("lm_head.weight" in entries for _, entries in opened):
                 config = replace(config, tied_embeddings=True)
-            family = family_of_hf(fields["model_type"])
             if config.tied_embeddings and _has_own_head(opened, family):
                 config = replace(config, tied_embeddings=False)
             quantisation = quantisation_of(
                 quantisation_fields(text_fields(fields, family).get), directory.json("quantize_config.json")
             )
-            tensors = _our_tensors(opened, family, config, path, quantisation)
+            tensors = _our_tensors(opened, family, config, path, quantisation, scores=reranker is not None)
+            if reranker is not None:
+                config, tensors = with_score(reranker, config, tensors, path)
         return ModelSource(
             name=name,
             path=path,
@@ -179,9 +187,15 @@ def _our_tensors(
     config: ModelConfig,
     directory: Path,
     quantisation: Quantisation | None,
+    *,
+    scores: bool = False,
 ) -> dict[str, SourceTensor]:
-    """Every tensor of the language model by our name, as views."""
+    """Every tensor of the language model by our name, as views. scores: a classifier's head is one of
+    them.
+    """
     names, outside = {**LAYER_NAMES, **family.hf_names}, {**GLOBAL_NAMES, **family.global_names}
+    if scores:
+        outside |= {"score.weight": OtherForm("score_out")}
     biased = any(theirs.endswith("q_proj.bias") for _, entries in opened for theirs in entries)
     shapes = shapes_of_all(config, biased)
     tensors: dict[str, SourceTensor] = {}

@@ -25,7 +25,9 @@ from phasewise.serving.loaders.source import (
 
 _SOURCE_SUFFIXES = (".json", ".safetensors", ".jinja")
 """Files that a model is read from."""
-_POOLING_FILES = "*_Pooling/config.json"
+_MODULE_FILES = "*_*/config.json"
+"""The settings of sentence-transformers' modules, such as 1_Pooling."""
+_README = "README.md"
 _MOST_ENTRIES = 100_000
 
 
@@ -70,7 +72,8 @@ class ModelDirectory:
     def source_files(self) -> list[Path]:
         """Every file that a model is read from, sorted; none of them is a link that leaves the directory."""
         own = [path for path in self.path.iterdir() if path.suffix in _SOURCE_SUFFIXES]
-        files = sorted(own + [path for path in self.path.glob(_POOLING_FILES) if path.is_file()])
+        own += [path for path in (*self.path.glob(_MODULE_FILES), self.path / _README) if path.is_file()]
+        files = sorted(own)
         for path in files:
             self._refuse_link_out(path)
         return files

@@ -124,6 +124,7 @@ def test_odma_fills_three_quarters_where_static_fills_55_percent(share: str, est
     assert odma["recomputed_tokens"] < paged["recomputed_tokens"]  # type: ignore[operator]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ALPACA.exists(), reason="needs the Alpaca lengths of the reference data")
 def test_odma_follows_a_drift_that_fixed_buckets_do_not() -> None:
     """Instructions, then questions with short answers: 15 points and more of the slots that are held."""

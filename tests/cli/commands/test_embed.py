@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from phasewise.serving.embedding.encoder.pooling import as_int8
 from tests.cli import command
 from tests.support.models.encoder_models import HIDDEN, MAX_TOKENS, poison_weights, write_encoder
 
@@ -75,6 +76,27 @@ def test_dimensions_threads_and_truncation(model: Path) -> None:
     first = vectors(whole)[:, :5]
     assert np.allclose(vectors(few), first / np.linalg.norm(first), atol=1e-6)
     assert cut["prompt_tokens"] == MAX_TOKENS
+
+
+def test_kinds_of_input_and_vectors_of_fewer_bits(tmp_path: Path) -> None:
+    prompting = write_encoder(tmp_path / "m", "modernbert")
+
+    as_query = as_json(prompting, "the cat", "--input-type", "query")
+    by_default = as_json(prompting, "the cat")
+    small = as_json(prompting, "the cat", "--input-type", "query", "--encoding-format", "int8")
+    bits = np.load(
+        io.BytesIO(invoke(prompting, "the cat", "--encoding-format", "ubinary", "-o", "npy").stdout_bytes)
+    )
+
+    assert vectors(as_query).tobytes() != vectors(by_default).tobytes()
+    assert (
+        vectors(by_default).tobytes()
+        == vectors(as_json(prompting, "the cat", "--input-type", "document")).tobytes()
+    )
+    assert (small["encoding_format"], as_query["encoding_format"]) == ("int8", "float")
+    assert small["vectors"][0] == as_int8(vectors(as_query)[0]).tolist()
+    assert (bits.dtype, bits.shape) == (np.uint8, (1, HIDDEN // 8))
+    assert "'sts' is no kind of input" in invoke(prompting, "a", "--input-type", "sts").refusal
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def test_questions_alone_read_no_text(model: Path, questions: Path) -> None:
     assert command.fields_of("eval", model, "--choices", questions)["text"] is None
 
 
+@pytest.mark.slow
 def test_ctrl_c_prints_the_figures_of_what_was_done(model: Path, tmp_path: Path) -> None:
     long_text = tmp_path / "long.txt"
     long_text.write_text("".join(chr(32 + i * 7 % 90) for i in range(4_000_000)))

@@ -38,6 +38,7 @@ def assert_more_clients_get_no_less(found: list[ClosedLoop], least: float) -> No
     assert max(waits.values()) <= 1.3, waits
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("lengths", [(128, 48), (512, 32), (64, 200)])
 def test_a_cliff_between_four_rows_and_six_costs_no_client_anything(lengths: tuple[int, int]) -> None:
     found = loops(steps_of(CLIFF, 0.05, 0.0034), lengths)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.drafts.agreement import Agreement
-from phasewise.serving.drafts.lengths import LEAST_GAIN, choose_lengths
+from phasewise.serving.drafts.lengths import LEAST_GAIN, choose_lengths, fixed_lengths
 from phasewise.serving.drafts.lookup import LookupDrafter
 from phasewise.serving.drafts.model_drafter import ModelDrafter
 from phasewise.serving.drafts.repeats import MOST_MATCHED, Repeats
@@ -97,6 +97,21 @@ def test_lengths_give_the_most_tokens_in_a_nanosecond(
         assert best >= LEAST_GAIN * plain * (1 - 1e-9)
     else:
         assert best <= LEAST_GAIN * plain * (1 + 1e-9)
+
+
+@examples(60)
+@given(
+    rooms=st.lists(st.integers(0, 20), min_size=1, max_size=8),
+    length=st.integers(1, 15),
+    most=st.integers(1, 64),
+)
+def test_drafts_of_one_length_are_as_long_as_room_and_rows_go(
+    rooms: list[int], length: int, most: int
+) -> None:
+    lengths = fixed_lengths(rooms, length, most)
+
+    assert all(0 <= own <= min(room, length) for own, room in zip(lengths, rooms, strict=True))
+    assert sum(lengths) == max(0, min(most - len(rooms), sum(min(room, length) for room in rooms)))
 
 
 def test_a_batch_whose_rows_cost_as_much_as_steps_is_not_drafted_for() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.drafts.contract import Drafter
+from phasewise.serving.drafts.logged_lookup import LoggedAnswer, Looked, drafter_again, looked_up
 from phasewise.serving.drafts.lookup import LookupDrafter
 from phasewise.serving.drafts.model_drafter import ModelDrafter
 from phasewise.serving.drafts.step_costs import StepCosts
@@ -205,9 +207,9 @@ class SmallRanks(AttentiveRanks):
         return np.array(rows, dtype=np.float32).reshape(-1, VOCAB_SIZE)
 
 
-def model_drafter(disagrees: Callable[[int], bool]) -> ModelDrafter:
+def model_drafter(disagrees: Callable[[int], bool], n_tokens: int | None = None) -> ModelDrafter:
     """One whose steps seem to be worth drafting for."""
-    return ModelDrafter(SmallRanks(disagrees), CheapRows(), 64, VOCAB_SIZE)
+    return ModelDrafter(SmallRanks(disagrees), CheapRows(), 64, VOCAB_SIZE, n_tokens=n_tokens)
 
 
 class CheapRows(StepCosts):
@@ -217,13 +219,20 @@ class CheapRows(StepCosts):
         super().observe(n_rows, 1e9)
 
 
-def lookup_drafter() -> LookupDrafter:
-    return LookupDrafter(CheapRows(), 64)
+def lookup_drafter(n_tokens: int | None = None) -> LookupDrafter:
+    return LookupDrafter(CheapRows(), 64, n_tokens)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @examples(20)
-@given(asked=asked, every=st.integers(2, 9), reuse=st.booleans(), chunk=st.integers(1, 64), clients=CLIENTS)
+@given(
+    asked=asked,
+    every=st.integers(2, 9),
+    reuse=st.booleans(),
+    chunk=st.integers(1, 64),
+    clients=CLIENTS,
+    n_tokens=st.sampled_from([None, 1, 5]),
+)
 def test_a_draft_model_changes_no_token_and_reads_what_it_has_computed(
     policy: str,
     asked: list[tuple[tuple[int, int], tuple[int, int], None]],
@@ -231,9 +240,10 @@ def test_a_draft_model_changes_no_token_and_reads_what_it_has_computed(
     reuse: bool,
     chunk: int,
     clients: str,
+    n_tokens: int | None,
 ) -> None:
     """Its slots move, are copied and are given to others with those of the model that is served."""
-    drafter = model_drafter(lambda n_rows: n_rows % every == 0)
+    drafter = model_drafter(lambda n_rows: n_rows % every == 0, n_tokens)
     engine = attentive_engine(
         pool=any_pool(policy, N_SLOTS, CONTEXT), max_sequences=4, prefix_reuse=reuse, drafter=drafter
     )
@@ -261,6 +271,50 @@ def test_a_draft_model_that_always_agrees_is_always_right() -> None:
     assert load.drafts is not None
     assert load.drafts.rejected == 0
     assert load.drafts.accepted > 300
+
+
+@pytest.mark.parametrize("n_tokens", [1, 4, 15])
+def test_drafts_of_a_stated_length_have_it_and_change_no_token(n_tokens: int) -> None:
+    message = Submit("r", tuple(encode("a")), 100, GREEDY, ignore_eos=True)
+    engine = make_engine(drafter=lookup_drafter(n_tokens))
+    drafted = []
+    observe = engine.drafter.observe  # type: ignore[union-attr]
+    engine.drafter.observe = lambda n, ns: (drafted.append(n - 1), observe(n, ns))  # type: ignore
+
+    outs = run_all(engine, message)["r"]
+
+    assert text_of(outs) == text_of(run_all(make_engine(), message)["r"])
+    assert max(drafted) == n_tokens
+    assert drafted.count(n_tokens) > 1
+
+
+@examples(30)
+@given(seed=st.integers(0, 1 << 20), n_tokens=st.sampled_from([None, 1, 4, 15]))
+def test_drafts_of_a_logged_answer_are_those_that_it_had(seed: int, n_tokens: int | None) -> None:
+    """A log's text has all that they depend on: as many are drafted, and as many of them come."""
+    draw = random.Random(seed)
+    requests = [
+        Request(str(i), tuple(draw.randrange(4) for _ in range(draw.randint(2, 40))), draw.randint(1, 60))
+        for i in range(2)
+    ]
+    live = make_engine(drafter=lookup_drafter(n_tokens), context_length=CONTEXT)
+    tokens = {
+        name: token_ids(outs) for name, outs in run_all(live, *[submit(one) for one in requests]).items()
+    }
+    logged = {
+        one.request_id: LoggedAnswer(
+            Looked.of_text(looked_up(one.prompt_token_ids, tokens[one.request_id]).text()),
+            tokens[one.request_id],
+        )
+        for one in requests
+    }
+    again = make_engine(drafter=drafter_again(logged.__getitem__, 64, n_tokens), context_length=CONTEXT)
+    again.drafter._costs = CheapRows()  # type: ignore[union-attr]
+
+    got = run_all(again, *[submit(one) for one in requests])
+
+    assert {name: token_ids(outs) for name, outs in got.items()} == tokens
+    assert again.load().drafts == live.load().drafts
 
 
 def test_an_answer_that_repeats_itself_is_found_by_lookup() -> None:

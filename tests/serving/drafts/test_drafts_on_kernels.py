@@ -166,19 +166,25 @@ def test_answers_are_the_same_in_every_format_and_policy(
 
 
 @pytest.mark.parametrize("source", ["lookup", "the model itself", "another model"])
+@pytest.mark.parametrize("n_tokens", [None, 4])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "sampling", [GREEDY, SamplingParams(temperature=0.9, top_p=0.9)], ids=["greedy", "seeded"]
 )
 def test_answers_are_the_same_from_every_source(
-    models: Callable[..., PackedModel], source: str, ranks: int, sampling: SamplingParams
+    models: Callable[..., PackedModel],
+    source: str,
+    n_tokens: int | None,
+    ranks: int,
+    sampling: SamplingParams,
 ) -> None:
     draft = {"lookup": None, "the model itself": models(), "another model": models(seed=1)}[source]
     by_phase = plans() if ranks == 1 else TWO_RANKS
     want, _ = answers(models(), requests(sampling))
     recorded = {1: 1e6, 16: 1.001e6}  # rows seem to cost nothing
 
-    got, n_accepted = answers(models(), requests(sampling), DraftSource(draft, recorded), by_phase=by_phase)
+    drafts = DraftSource(draft, recorded, n_tokens)
+    got, n_accepted = answers(models(), requests(sampling), drafts, by_phase=by_phase)
 
     assert got == want
     assert source != "the model itself" or n_accepted > 0

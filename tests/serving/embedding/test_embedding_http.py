@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
-from phasewise.serving.embedding.encoder.pooling import truncated
+from phasewise.serving.embedding.encoder.pooling import PRECISIONS, Precision, truncated
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.routes import embeddings
 from phasewise.serving.http.transport.connection import Connection
@@ -43,6 +43,26 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddingServer
 @pytest.fixture(scope="module")
 def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddingServer]:
     folder = write_encoder(tmp_path_factory.mktemp("rerank") / "cross", "cross-bert")
+    with embedding_server(folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def prompting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddingServer]:
+    """A model with prompts."""
+    folder = write_encoder(tmp_path_factory.mktemp("prompts") / "m", "modernbert")
+    path = folder / "config_sentence_transformers.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings["prompts"]["bare"] = ""
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    with embedding_server(folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def asking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddingServer]:
+    """A reranker that takes instructions."""
+    folder = write_encoder(tmp_path_factory.mktemp("asks") / "m", "qwen3-reranker")
     with embedding_server(folder) as running:
         yield running
 
@@ -83,6 +103,64 @@ def test_base64_is_the_same_vector_as_floats(server: EmbeddingServer) -> None:
     coded = post(server, input="the cat", encoding_format="base64").json()["data"][0]["embedding"]
 
     assert np.frombuffer(base64.b64decode(coded), "<f4").tobytes() == floats[0].tobytes()
+
+
+@pytest.mark.parametrize("precision", ["int8", "binary", "ubinary"])
+def test_vectors_of_fewer_bits_are_those_of_the_floats(server: EmbeddingServer, precision: Precision) -> None:
+    texts = ["the cat", "a dog."]
+    few = 5
+
+    found = post(server, input=texts, encoding_format=precision, dimensions=few)
+
+    floats = vectors(post(server, input=texts, dimensions=few))
+    want = [PRECISIONS[precision](vector).tolist() for vector in floats]
+    assert [one["embedding"] for one in found.json()["data"]] == want
+
+
+def test_a_kind_of_input_puts_the_model_s_prompt_before_texts(prompting: EmbeddingServer) -> None:
+    as_query = post(prompting, input="the cat", input_type="query")
+
+    assert (
+        vectors(as_query).tobytes()
+        == vectors(post(prompting, input="query: the cat", input_type="bare")).tobytes()
+    )
+    by_default = vectors(post(prompting, input=["the cat"]))
+    assert by_default.tobytes() == vectors(post(prompting, input="the cat", input_type="document")).tobytes()
+    assert by_default.tobytes() != vectors(as_query).tobytes()
+
+
+def test_kinds_of_input_that_a_model_does_not_have_are_refused(
+    prompting: EmbeddingServer, server: EmbeddingServer
+) -> None:
+    unknown = post(prompting, input="the cat", input_type="clustering")
+    of_tokens = post(prompting, input=[5, 6], input_type="query")
+
+    assert (unknown.status_code, of_tokens.status_code) == (400, 400)
+    assert error_of(unknown)["message"] == (
+        "input_type is 'clustering' is no kind of input of this model: query, document, bare"
+    )
+    assert error_of(unknown)["param"] == error_of(of_tokens)["param"] == "input_type"
+    assert (
+        vectors(post(server, input="a", input_type="query")).tobytes()
+        == vectors(post(server, input="a")).tobytes()
+    )
+
+
+def test_an_instruction_reaches_the_model_that_takes_one(
+    asking: EmbeddingServer, reranker: EmbeddingServer
+) -> None:
+    body = {"query": "cat", "documents": ["mat", "dog"]}
+    seen = asking.workers[0].seen
+
+    first = post(asking, "/v1/rerank", **body)
+    other = post(asking, "/v1/rerank", instruction="seven", **body)
+
+    assert first.status_code == other.status_code == 200
+    pairs = [("cat", "mat"), ("cat", "dog")]
+    for wanted in (asking.text.tokens(pairs), asking.text.tokens(pairs, instruction="seven")):
+        assert all(one.ids in seen for one in wanted)
+    refused = post(reranker, "/v1/rerank", instruction="seven", **body)
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "instruction")
 
 
 @pytest.mark.slow
@@ -138,7 +216,7 @@ def test_dimensions_are_the_first_numbers_with_length_one(server: EmbeddingServe
         ({"input": [[]]}, "input"),
         ({"input": None}, "input"),
         ({}, "input"),
-        ({"input": "the", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "the", "encoding_format": "int4"}, "encoding_format"),
         ({"input": "the", "dimensions": 0}, "dimensions"),
         ({"input": [-1]}, "token ids"),
         ({"input": [1 << 40]}, "token ids"),

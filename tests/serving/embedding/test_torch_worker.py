@@ -163,3 +163,25 @@ def test_transformers_follows_no_adapter_to_another_model(tmp_path: Path, fake: 
 
     with pytest.raises(ModelError, match=r"adapter_config\.json"):
         TorchEmbedder(str(folder), "cuda:0")
+
+
+@pytest.mark.parametrize("name", ["jina-bert", "gte-new"])
+def test_models_that_transformers_does_not_have_are_refused_by_name(
+    tmp_path: Path, fake: FakeModel, name: str
+) -> None:
+    """It would take jina's for a BERT, and leave out its distances."""
+    del fake
+
+    with pytest.raises(ModelError, match="only with code from beside their weights"):
+        TorchEmbedder(str(write_encoder(tmp_path / "m", name)), "cuda:0")
+
+
+def test_a_decoder_s_score_is_of_its_last_row(tmp_path: Path, fake: FakeModel) -> None:
+    folder = write_encoder(tmp_path / "m", "qwen3-reranker")
+    vector = load_model(str(folder), "f32", tmp_path / "cache").vectors["score_out"]
+
+    got = TorchEmbedder(str(folder), "cuda:0").embed([Tokens([7, 8, 9]), Tokens([5])])
+
+    del fake
+    assert got.shape == (2, 1)
+    assert np.allclose(got[:, 0], [9 * vector[0] + 2 * vector[1], 5 * vector[0]], rtol=1e-5)

@@ -53,6 +53,7 @@ def test_the_same_grammar_is_counted_the_same_each_time(
     assert max(counts) <= 1.1 * min(counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grammars", [LARGE, SMALL], ids=["large", "small"])
 def test_what_is_counted_is_what_all_of_them_take(prover: ConfinedProcess, grammars: list[Grammar]) -> None:
     tokenizer, allocated = open_tokenizer(TOKENS), allocations()

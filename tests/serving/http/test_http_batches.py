@@ -238,6 +238,7 @@ def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
         client_of(server).files.list()
 
 
+@pytest.mark.slow
 def test_a_batch_goes_on_after_ten_restarts_and_every_line_is_answered_once(tmp_path: Path) -> None:
     lines = b"".join(line(f"n{at}", max_tokens=20) for at in range(200))
     batch_id, n_done = "", [0]

@@ -27,7 +27,7 @@ from phasewise.serving.sampling.sampling import GREEDY, Sampler
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from phasewise.workflows.prune.masks import Pattern
 from phasewise.workflows.prune.run import PruneSettings, prune
-from tests.support.models import encoder_models, family_models, quantised_models
+from tests.support.models import encoder_gguf_files, encoder_models, family_models, quantised_models
 from tests.support.models.tiny_models import TinyShape, tiny_gguf, write_tiny_hf
 
 NUMBERS = (
@@ -97,7 +97,7 @@ BLOCK_TYPES = tuple(kind.upper() for kind in BLOCK_KINDS)
 GRID_TYPES = ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "F16")
 BLOCKS = TinyShape(n_layers=1, hidden=256, ffn=256, n_heads=4, n_kv_heads=1, head_dim=64, vocab_size=261)
 TINY = TinyShape(n_layers=1, hidden=64, ffn=96, n_heads=2, n_kv_heads=1, head_dim=32, vocab_size=261)
-ENCODERS = ("bert", "xlm-roberta", "nomic-bert", "cross-bert")
+ENCODERS = ("bert", "xlm-roberta", "nomic-bert", "modernbert", "jina-bert", "qwen3-reranker", "cross-bert")
 MXFP4 = "gpt-oss-mxfp4"
 BITMASKS = {"bitmask": Pattern(0.5), "bitmask-24": Pattern(0.5, 2, 4)}
 """Directories whose linear layers are sparse matrices of compressed-tensors."""
@@ -153,7 +153,7 @@ def open_target(name: str, folder: Path) -> Target:
         path.write_bytes(healthy)
         return Target(name, path, path, _HEADER_BYTES)
     if kind == "encoder-gguf":
-        path = encoder_models.write_encoder_gguf(folder / "fuzz.gguf", subject)
+        path = encoder_gguf_files.write_encoder_gguf(folder / "fuzz.gguf", subject)
         return Target(name, path, path, _HEADER_BYTES)
     if kind.startswith("encoder-"):
         load = encoder_models.write_encoder(folder / "fuzz", subject)

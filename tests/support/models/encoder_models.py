@@ -30,6 +30,8 @@ TEXTS = (
     "unusualwords naïve 北京 ☕ !?",
     "one two three four five six seven " * 2,
 )
+LONG = "a cat is not a dog, and seven of one, two or three unusual words. " * 9
+"""More tokens than one chunk of attention holds."""
 PAIRS = (("the cat", "sat on a mat"), ("what is a dog?", "a dog is not a cat. " * 4), ("", "cat"))
 
 
@@ -42,9 +44,17 @@ class EncoderCase:
     pooling: str | None
     config: Mapping[str, Any] = field(default_factory=dict)
     normalised: bool = True
+    max_tokens: int = MAX_TOKENS
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return TEXTS if self.max_tokens == MAX_TOKENS else (*TEXTS, LONG)
 
 
-_SIZES = {
+LONG_CONTEXT, LONG_TOKENS = 352, 320
+SIZES = {
     "hidden_size": HIDDEN,
     "intermediate_size": FFN,
     "num_hidden_layers": LAYERS,
@@ -52,6 +62,21 @@ _SIZES = {
     "max_position_embeddings": CONTEXT,
 }
 _ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+_MODERNBERT = {
+    "num_hidden_layers": 4,
+    "max_position_embeddings": LONG_CONTEXT,
+    "norm_eps": 1e-5,
+    "hidden_activation": "gelu",
+    "local_attention": 24,
+    "global_attn_every_n_layers": 3,
+    "global_rope_theta": 160000.0,
+    "local_rope_theta": 10000.0,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+    "cls_token_id": 2,
+    "sep_token_id": 3,
+}
 CASES: dict[str, EncoderCase] = {
     "bert": EncoderCase("bert", "BertModel", "mean", {"layer_norm_eps": 1e-12}),
     "bert-cls": EncoderCase(
@@ -82,6 +107,90 @@ CASES: dict[str, EncoderCase] = {
             "hidden_act": "silu",
             "tie_word_embeddings": True,
         },
+    ),
+    "bge-m3": EncoderCase(
+        "xlm-roberta",
+        "XLMRobertaModel",
+        "cls",
+        {
+            "layer_norm_eps": 1e-5,
+            "type_vocab_size": 1,
+            "pad_token_id": 1,
+            "max_position_embeddings": CONTEXT + 2,
+        },
+    ),
+    "modernbert": EncoderCase(
+        "modernbert",
+        "ModernBertModel",
+        "mean",
+        _MODERNBERT,
+        max_tokens=LONG_TOKENS,
+        prompts={"query": "query: ", "document": "passage: "},
+        default_prompt="document",
+    ),
+    "jina-bert": EncoderCase(
+        "bert",
+        "JinaBertForMaskedLM",
+        "mean",
+        {
+            "position_embedding_type": "alibi",
+            "feed_forward_type": "geglu",
+            "num_attention_heads": 6,
+            "max_position_embeddings": LONG_CONTEXT,
+            "layer_norm_eps": 1e-12,
+            "type_vocab_size": 2,
+        },
+        max_tokens=LONG_TOKENS,
+    ),
+    "gte": EncoderCase(
+        "gte",
+        "GteModel",
+        "cls",
+        {
+            "max_position_embeddings": LONG_CONTEXT,
+            "layer_norm_eps": 1e-12,
+            "type_vocab_size": 1,
+            "pad_token_id": 0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
+        },
+        max_tokens=LONG_TOKENS,
+    ),
+    "gte-new": EncoderCase(
+        "new",
+        "NewModel",
+        "cls",
+        {
+            "max_position_embeddings": LONG_CONTEXT,
+            "layer_norm_eps": 1e-12,
+            "type_vocab_size": 2,
+            "position_embedding_type": "rope",
+            "layer_norm_type": "layer_norm",
+            "pack_qkv": True,
+            "rope_theta": 20000.0,
+            "rope_scaling": {"type": "ntk", "factor": 8.0},
+        },
+        max_tokens=LONG_TOKENS,
+    ),
+    "qwen3-reranker": EncoderCase(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        None,
+        {
+            "num_key_value_heads": KV_HEADS,
+            "head_dim": HEAD_DIM,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "tie_word_embeddings": True,
+            "max_position_embeddings": LONG_CONTEXT,
+        },
+        max_tokens=LONG_TOKENS,
+    ),
+    "cross-modernbert": EncoderCase(
+        "modernbert",
+        "ModernBertForSequenceClassification",
+        None,
+        {**_MODERNBERT, "classifier_pooling": "mean", **_ONE_LABEL},
+        max_tokens=LONG_TOKENS,
     ),
     "cross-bert": EncoderCase(
         "bert", "BertForSequenceClassification", None, {"layer_norm_eps": 1e-12, **_ONE_LABEL}
@@ -126,12 +235,17 @@ def pieces() -> list[tuple[str, float]]:
     return [(token, 0.0) for token in ROBERTA_SPECIAL] + scored
 
 
+def has_pieces(name: str) -> bool:
+    """True if the vocabulary is XLM-R's kind."""
+    return CASES[name].model_type in ("roberta", "xlm-roberta")
+
+
 def tokenizer_of(name: str) -> Any:
     """A tokenizers.Tokenizer as such a model has it; BERT's pads and truncates, as MiniLM's file says."""
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-    if name in ("xlm-roberta", "cross-roberta"):
+    if has_pieces(name):
         made = tokenizers.Tokenizer(models.Unigram(pieces(), unk_id=3))
         made.normalizer = normalizers.NFKC()
         made.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -145,7 +259,9 @@ def tokenizer_of(name: str) -> Any:
     made = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     made.normalizer = normalizers.BertNormalizer()
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    if name == "qwen3":
+    if name == "qwen3-reranker":
+        made.decoder = decoders.Metaspace()
+    elif name == "qwen3":
         made.post_processor = processors.TemplateProcessing(single="$A [SEP]", special_tokens=[("[SEP]", 3)])
         made.decoder = decoders.Metaspace()
     else:
@@ -168,16 +284,28 @@ def encoder_weights(name: str) -> Arrays:
 
 def _shapes(name: str) -> dict[str, tuple[int, ...]]:
     case = CASES[name]
-    n_tokens = len(pieces()) if "roberta" in name else len(words())
-    if name == "qwen3":
+    n_tokens = len(pieces()) if has_pieces(name) else len(words())
+    if case.model_type == "qwen3":
         return _qwen3_shapes(n_tokens)
-    f = {**_SIZES, **case.config}
+    if name == "modernbert":
+        return _modernbert_shapes(n_tokens)
+    if name == "cross-modernbert":
+        return {f"model.{key}": shape for key, shape in _modernbert_shapes(n_tokens).items()} | {
+            "head.dense.weight": (HIDDEN, HIDDEN),
+            "head.norm.weight": (HIDDEN,),
+            **_linear("classifier", 1, HIDDEN),
+        }
+    f = {**SIZES, **case.config}
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (n_tokens, HIDDEN),
         "embeddings.token_type_embeddings.weight": (f.get("type_vocab_size", 2), HIDDEN),
     }
     if name == "nomic-bert":
         return shapes | _nomic_shapes()
+    if name.startswith("gte"):
+        return shapes | _norm("embeddings.LayerNorm") | _gte_shapes()
+    if name == "jina-bert":
+        return shapes | _norm("embeddings.LayerNorm") | _jina_shapes()
     shapes |= {
         "embeddings.position_embeddings.weight": (f["max_position_embeddings"], HIDDEN),
         **_norm("embeddings.LayerNorm"),
@@ -226,6 +354,57 @@ def _nomic_shapes() -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _gte_shapes() -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(LAYERS):
+        stem = f"encoder.layer.{layer}"
+        shapes |= {
+            **_linear(f"{stem}.attention.qkv_proj", 3 * HIDDEN, HIDDEN),
+            **_linear(f"{stem}.attention.o_proj", HIDDEN, HIDDEN),
+            f"{stem}.mlp.up_gate_proj.weight": (2 * FFN, HIDDEN),
+            **_linear(f"{stem}.mlp.down_proj", HIDDEN, FFN),
+            **_norm(f"{stem}.attn_ln"),
+            **_norm(f"{stem}.mlp_ln"),
+        }
+    return shapes
+
+
+def _jina_shapes() -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(LAYERS):
+        stem = f"encoder.layer.{layer}"
+        for part in ("query", "key", "value"):
+            shapes |= _linear(f"{stem}.attention.self.{part}", HIDDEN, HIDDEN)
+        shapes |= {
+            **_linear(f"{stem}.attention.output.dense", HIDDEN, HIDDEN),
+            **_norm(f"{stem}.attention.output.LayerNorm"),
+            f"{stem}.mlp.gated_layers.weight": (2 * FFN, HIDDEN),
+            **_linear(f"{stem}.mlp.wo", HIDDEN, FFN),
+            **_norm(f"{stem}.mlp.layernorm"),
+        }
+    return shapes
+
+
+def _modernbert_shapes(n_tokens: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.tok_embeddings.weight": (n_tokens, HIDDEN),
+        "embeddings.norm.weight": (HIDDEN,),
+        "final_norm.weight": (HIDDEN,),
+    }
+    for layer in range(CASES["modernbert"].config["num_hidden_layers"]):
+        stem = f"layers.{layer}"
+        shapes |= {
+            f"{stem}.attn.Wqkv.weight": (3 * HIDDEN, HIDDEN),
+            f"{stem}.attn.Wo.weight": (HIDDEN, HIDDEN),
+            f"{stem}.mlp.Wi.weight": (2 * FFN, HIDDEN),
+            f"{stem}.mlp.Wo.weight": (HIDDEN, FFN),
+            f"{stem}.mlp_norm.weight": (HIDDEN,),
+        }
+        if layer:
+            shapes[f"{stem}.attn_norm.weight"] = (HIDDEN,)
+    return shapes
+
+
 def _qwen3_shapes(n_tokens: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (n_tokens, HIDDEN), "norm.weight": (HIDDEN,)}
     for layer in range(LAYERS):
@@ -249,8 +428,8 @@ def _qwen3_shapes(n_tokens: int) -> dict[str, tuple[int, ...]]:
 def write_encoder(folder: Path, name: str, changes: Mapping[str, Any] | None = None) -> Path:
     """The model's directory. changes: fields of config.json."""
     case = CASES[name]
-    n_tokens = len(pieces()) if "roberta" in name else len(words())
-    fields = {"hidden_act": "gelu", **_SIZES, **case.config}
+    n_tokens = len(pieces()) if has_pieces(name) else len(words())
+    fields = {"hidden_act": "gelu", **SIZES, **case.config}
     fields |= {"model_type": case.model_type, "architectures": [case.architecture], "vocab_size": n_tokens}
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "config.json", {**fields, **(changes or {})})
@@ -259,20 +438,65 @@ def write_encoder(folder: Path, name: str, changes: Mapping[str, Any] | None = N
         weights["embeddings.position_ids"] = np.arange(CONTEXT, dtype=np.int64).reshape(1, -1)
     (folder / "model.safetensors").write_bytes(mixed_safetensors(weights))
     (folder / "tokenizer.json").write_text(tokenizer_of(name).to_str(), encoding="utf-8")
-    marks = ROBERTA_SPECIAL if "roberta" in name else SPECIAL
+    marks = ROBERTA_SPECIAL if has_pieces(name) else SPECIAL
     _write(
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": CONTEXT,
-            "pad_token": marks[1] if "roberta" in name else marks[0],
-            "padding_side": "left" if name == "qwen3" else "right",
+            "model_max_length": CONTEXT if case.max_tokens == MAX_TOKENS else LONG_CONTEXT,
+            "pad_token": marks[1] if has_pieces(name) else marks[0],
+            "padding_side": "left" if case.model_type == "qwen3" else "right",
             "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
         },
     )
     if case.pooling is not None:
         _write_modules(folder, case)
+    if case.prompts:
+        prompts = {"prompts": dict(case.prompts), "default_prompt_name": case.default_prompt}
+        _write(folder / "config_sentence_transformers.json", prompts)
+    if name == "qwen3-reranker":
+        _write_reranker(folder)
     return folder
+
+
+YES, NO = "one", "not"
+"""The words of the tiny reranker's two answers."""
+RERANK_TEMPLATE = (
+    "the "
+    "{{ (messages | selectattr('role', 'eq', 'system') | map(attribute='content') | first) or 'is it' }}"
+    "? what {{ messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first }}"
+    " dog {{ messages | selectattr('role', 'eq', 'document') | map(attribute='content') | first }}"
+    " is not one?"
+)
+
+
+def _write_reranker(folder: Path) -> None:
+    """As sentence-transformers has a decoder that answers yes or no: modules, their settings, a template."""
+    kinds = {
+        "": "base.modules.transformer.Transformer",
+        "1_LogitScore": "cross_encoder.modules.logit_score.LogitScore",
+    }
+    entries = [
+        {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.{kind}"}
+        for at, (path, kind) in enumerate(kinds.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(entries), encoding="utf-8")
+    (folder / "1_LogitScore").mkdir(exist_ok=True)
+    _write(
+        folder / "1_LogitScore" / "config.json",
+        {"true_token_id": words().index(YES), "false_token_id": words().index(NO)},
+    )
+    logits = {"method": "forward", "method_output_name": "logits"}
+    _write(
+        folder / "sentence_bert_config.json",
+        {
+            "transformer_task": "text-generation",
+            "modality_config": {"text": logits, "message": {**logits, "format": "flat"}},
+            "module_output_name": "causal_logits",
+        },
+    )
+    _write(folder / "config_sentence_transformers.json", {"model_type": "CrossEncoder", "prompts": {}})
+    (folder / "chat_template.jinja").write_text(RERANK_TEMPLATE, encoding="utf-8")
 
 
 def mixed_safetensors(weights: Mapping[str, np.ndarray]) -> bytes:
@@ -292,7 +516,7 @@ def _write_modules(folder: Path, case: EncoderCase) -> None:
         for at, (kind, path) in enumerate(zip(kinds, paths, strict=False))
     ]
     (folder / "modules.json").write_text(json.dumps(entries), encoding="utf-8")
-    _write(folder / "sentence_bert_config.json", {"max_seq_length": MAX_TOKENS, "do_lower_case": False})
+    _write(folder / "sentence_bert_config.json", {"max_seq_length": case.max_tokens, "do_lower_case": False})
     (folder / "1_Pooling").mkdir(exist_ok=True)
     _write(
         folder / "1_Pooling" / "config.json",
@@ -307,110 +531,6 @@ def _write_modules(folder: Path, case: EncoderCase) -> None:
 
 def _write(path: Path, fields: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(fields), encoding="utf-8")
-
-
-GGUF_OF = {
-    "bert": "bert",
-    "bert-cls": "bert",
-    "xlm-roberta": "bert",
-    "nomic-bert": "nomic-bert",
-    "cross-bert": "bert",
-}
-
-
-def write_encoder_gguf(path: Path, name: str) -> Path:
-    """The same model as llama.cpp's converter would write it."""
-    import gguf
-
-    case, weights = CASES[name], encoder_weights(name)
-    f = {**_SIZES, **case.config}
-    writer = gguf.GGUFWriter(str(path), GGUF_OF[name])
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FFN)
-    writer.add_block_count(LAYERS)
-    writer.add_head_count(HEADS)
-    writer.add_layer_norm_eps(float(f["layer_norm_eps"]))
-    writer.add_causal_attention(False)
-    pooling = {"mean": 1, "cls": 2, None: 4}[case.pooling]
-    writer.add_uint32(f"{GGUF_OF[name]}.pooling_type", pooling)
-    if name == "nomic-bert":
-        writer.add_rope_freq_base(1000.0)
-    _write_gguf_vocabulary(writer, name)
-    for theirs, values in weights.items():
-        converted = _gguf_tensor(name, theirs, values)
-        if converted is not None:
-            writer.add_tensor(*converted)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def _write_gguf_vocabulary(writer: Any, name: str) -> None:
-    if name == "xlm-roberta":
-        writer.add_tokenizer_model("t5")
-        writer.add_token_list([token for token, _ in pieces()])
-        writer.add_token_scores([score for _, score in pieces()])
-        writer.add_token_types([3 if at < len(ROBERTA_SPECIAL) else 1 for at in range(len(pieces()))])
-        writer.add_bos_token_id(0)
-        writer.add_eos_token_id(2)
-        writer.add_unk_token_id(3)
-        return
-    writer.add_tokenizer_model("bert")
-    marked = [
-        token if token in SPECIAL else token[2:] if token.startswith("##") else f"\u2581{token}"
-        for token in words()
-    ]
-    writer.add_token_list(marked)
-    writer.add_token_types([3 if token in SPECIAL else 1 for token in words()])
-    writer.add_bos_token_id(2)
-    writer.add_sep_token_id(3)
-    writer.add_unk_token_id(1)
-
-
-def _gguf_tensor(name: str, theirs: str, values: np.ndarray) -> tuple[str, np.ndarray] | None:
-    key = theirs.removeprefix("bert.")
-    if key.startswith("pooler.") and CASES[name].pooling is not None:
-        return None
-    names = {
-        "embeddings.word_embeddings.weight": "token_embd.weight",
-        "embeddings.position_embeddings.weight": "position_embd.weight",
-        "embeddings.token_type_embeddings.weight": "token_types.weight",
-        "pooler.dense.weight": "cls.weight",
-        "pooler.dense.bias": "cls.bias",
-        "classifier.weight": "cls.output.weight",
-        "classifier.bias": "cls.output.bias",
-    }
-    if key == "embeddings.position_embeddings.weight" and name == "xlm-roberta":
-        values = values[2:]
-    for of in ("embeddings.LayerNorm", "emb_ln"):
-        names |= {f"{of}.{part}": f"token_embd_norm.{part}" for part in ("weight", "bias")}
-    if key in names:
-        return names[key], np.atleast_1d(values.squeeze())
-    layer, _, rest = (
-        key.removeprefix("encoder.").removeprefix("layers.").removeprefix("layer.").partition(".")
-    )
-    stem, _, part = rest.rpartition(".")
-    of = {
-        "attention.self.query": "attn_q",
-        "attention.self.key": "attn_k",
-        "attention.self.value": "attn_v",
-        "attention.output.dense": "attn_output",
-        "attention.output.LayerNorm": "attn_output_norm",
-        "intermediate.dense": "ffn_up",
-        "output.dense": "ffn_down",
-        "output.LayerNorm": "layer_output_norm",
-        "attn.Wqkv": "attn_qkv",
-        "attn.out_proj": "attn_output",
-        "mlp.fc11": "ffn_up",
-        "mlp.fc12": "ffn_gate",
-        "mlp.fc2": "ffn_down",
-        "norm1": "attn_output_norm",
-        "norm2": "layer_output_norm",
-    }
-    return f"blk.{layer}.{of[stem]}.{part}", values
 
 
 def poison_weights(folder: Path) -> None:

@@ -128,14 +128,13 @@ def embedding_server(
     """A real server over fake workers, with the text of the tiny model in `directory`."""
     model = load_model(str(directory), "f32", directory.parent / "cache")
     text = EncoderText(model)
-    scores = model.config.encoder is not None and model.config.encoder.scores
-    own = list(workers or [FakeWorker(width=1 if scores else WIDTH)])
+    own = list(workers or [FakeWorker(width=1 if model.config.scores else WIDTH)])
     client = client_over(own, depths)
     limits = limits or HttpLimits()
     life = Lifecycle(client)
     metrics = Metrics(Gauges(is_ready=lambda: life.is_ready))
     connections = Connections(limits, metrics)
-    served = EmbeddingModel(("tiny", "alias"), 1_700_000_000, text, own[0].width, scores)
+    served = EmbeddingModel(("tiny", "alias"), 1_700_000_000, text, own[0].width, model.config.scores)
     app = create_embedding_app(ServedEmbeddings(served, client), limits, life, metrics)
     with TcpAddress("127.0.0.1", 0) as place:
         server = HttpServer(Service(app, client, life, connections, lambda _line: None), place)

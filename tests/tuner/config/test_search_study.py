@@ -89,6 +89,7 @@ def test_a_study_finds_what_the_walk_finds(kept: bool, database: str) -> None:
     assert outcome.tried == outcome.evaluations == expected.evaluations == len(evaluator.opened)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_second_run_evaluates_nothing(database: str, kind: EvaluatorKind) -> None:
     first = run_on(database, FakeEvaluator(kind=kind))
@@ -100,6 +101,7 @@ def test_a_second_run_evaluates_nothing(database: str, kind: EvaluatorKind) -> N
     assert second.replayed == first.evaluations
 
 
+@pytest.mark.slow
 def test_without_resume_a_study_begins_beside_the_old_one(database: str) -> None:
     first = run_on(database, FakeEvaluator())
     second = run_on(database, FakeEvaluator(), SearchSettings(resume=False))
@@ -142,6 +144,7 @@ def test_ctrl_c_returns_the_best_so_far_and_the_trial_is_taken_up_again(database
     assert second.best == run_on(":memory:", FakeEvaluator()).best
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_configuration_that_cannot_run_is_reported_and_passed_over(
     database: str, kind: EvaluatorKind
@@ -158,6 +161,7 @@ def test_a_configuration_that_cannot_run_is_reported_and_passed_over(
     assert all(len(one.ranks) == 1 for one, _ in outcome.top)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("kind", KINDS)
 def test_failures_of_an_older_run_are_tried_again(database: str, kind: EvaluatorKind) -> None:
     run_on(database, FakeEvaluator(refuses=lambda configuration: True, kind=kind))
@@ -168,6 +172,7 @@ def test_failures_of_an_older_run_are_tried_again(database: str, kind: Evaluator
     assert second.best == run_on(":memory:", FakeEvaluator(), UNPRUNED).best
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("kind", KINDS)
 def test_hopeless_configurations_are_not_timed_to_the_end(database: str, kind: EvaluatorKind) -> None:
     evaluator = FakeEvaluator(kind=kind)
@@ -191,6 +196,7 @@ def test_the_cost_of_a_pruned_one_is_comparable(database: str) -> None:
         assert event.cost_ms == pytest.approx(whole_ms)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trial_tells_people_what_it_was(database: str, kind: EvaluatorKind) -> None:
     run_on(database, FakeEvaluator(kind=kind))
@@ -221,6 +227,7 @@ def test_the_tuning_database_works_as_before_beside_a_study(database: str) -> No
     assert run_on(database, FakeEvaluator()).evaluations == 0
 
 
+@pytest.mark.slow
 def test_nothing_is_said_on_stderr(database: str, capfd: pytest.CaptureFixture[str]) -> None:
     run_on(database, FakeEvaluator())
 

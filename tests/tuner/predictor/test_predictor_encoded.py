@@ -80,6 +80,7 @@ def test_a_prompt_without_its_vector_is_refused() -> None:
         features(PromptFacts((1, 2)))
 
 
+@pytest.mark.slow
 def test_a_file_gives_the_same_forecasts(trained: EncodedPredictor, tmp_path: Path) -> None:
     path = tmp_path / "m.predictor.safetensors"
     save_predictor(trained, path)

@@ -75,6 +75,7 @@ def same_bits(one: LengthPredictor, other: LengthPredictor) -> bool:
     return all(mine.tobytes() == theirs.tobytes() for mine, theirs in arrays)
 
 
+@pytest.mark.slow
 def test_the_same_examples_and_seed_give_the_same_bits(predictor: LengthPredictor) -> None:
     assert same_bits(predictor, train(made_up(600), "made-up", QUICK))
     assert not same_bits(predictor, train(made_up(600), "made-up", replace(QUICK, seed=1)))

@@ -152,6 +152,7 @@ def test_every_pair_is_asked_once_and_those_inside_parts_first(sizes: list[int],
     assert pairs == ordered_pairs(parts, Random(seed))
 
 
+@pytest.mark.slow
 def test_groups_are_read_back_from_the_json(tmp_path: Path) -> None:
     machine, instruments = _kunpeng()
     found = _run(machine, instruments)

@@ -46,6 +46,7 @@ def test_every_machine_at_hand_has_its_trees(path: Path) -> None:
     _check(read_lstopo(path))
 
 
+@pytest.mark.many
 @needs_files
 @pytest.mark.parametrize("path", sorted((SHARED / "hwloc").glob("*.tar.bz2")), ids=lambda path: path.stem)
 def test_every_snapshot_at_hand_has_its_trees(path: Path, tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+"""What an encoder's layers are made of, and how texts and pairs of texts become vectors and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from phasewise.serving.errors import ModelError
+
+MOST_POSITIONS = 1 << 26
+POOLINGS = ("mean", "first", "last")
+PAIR_PLACES = ("{instruction}", "{query}", "{document}")
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """The layers of an encoder: h = N(h + A(h)), h = N(h + F(h)), N a LayerNorm with weight and bias,
+    attention A over the whole text, F(x) = down(act(gate(x)) * up(x)) or down(act(up(x))).
+    """
+
+    positions: bool
+    """True if positions are embeddings of their own, one for each position of the context; else RoPE, or
+    `distances`.
+    """
+    segments: bool
+    """True if the two texts of a pair have an embedding each."""
+    qkv_biases: bool
+    out_bias: bool
+    ffn_biases: bool
+    """True for what leads back to the stream, and for what reads it where there is no gate."""
+    scores: bool = False
+    """True if a head gives a pair of texts one score: a cross-encoder."""
+    pre_norms: bool = False
+    """True for h = h + A(N(h)), h = h + F(N(h)), norms without biases, and one more after the last layer. The
+    first layer's attention reads h as it is.
+    """
+    norm_head: bool = False
+    """True if a cross-encoder's head is out(N(gelu(dense(row)))), else out(tanh(dense(row)))."""
+    distances: bool = False
+    """True if scores of attention fall with the distance of their positions (ALiBi)."""
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """The pooling of a text's rows to one vector."""
+
+    pooling: str
+    """One of POOLINGS."""
+    normalised: bool
+    """True if vectors have length 1."""
+    max_tokens: int
+    """Most tokens of an input, with those that are put around it."""
+    lower_case: bool = False
+    """True if texts are written in lower case before they are cut."""
+    prompts: tuple[tuple[str, str], ...] = ()
+    """What may stand before a text, by name."""
+    default_prompt: str | None = None
+    """The name of the prompt of a text for which none is asked."""
+    pair_template: str | None = None
+    """The text that a pair becomes, with PAIR_PLACES where they stand; None: a pair is cut as two texts."""
+    instruction: str = ""
+    """What stands in the template where a request has no instruction."""
+
+    def __post_init__(self) -> None:
+        if self.pooling not in POOLINGS:
+            raise ModelError(f"pooling {self.pooling!r:.60}; {', '.join(POOLINGS)} can run")
+        if type(self.max_tokens) is not int or not 1 <= self.max_tokens <= MOST_POSITIONS:
+            raise ModelError(f"inputs of at most {self.max_tokens!r:.60} tokens")
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Embedding:
+        """What `dataclasses.asdict` gave, as JSON."""
+        prompts = tuple((name, text) for name, text in fields.get("prompts", ()))
+        return cls(**{**fields, "prompts": prompts})
+
+
+def encoder_to_json(encoder: Encoder) -> dict[str, Any]:
+    fields = dict(vars(encoder))
+    for rare in ("pre_norms", "norm_head", "distances"):
+        if not fields[rare]:
+            del fields[rare]
+    return fields
