@@ -22,9 +22,9 @@ from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.encoding import MOST_POSITIONS, Embedding, Encoder, encoder_to_json
 from phasewise.serving.models.experts import STACKS, Experts, experts_from_json, experts_to_json
-from phasewise.serving.models.layer_form import QueryGrowth, check_form
 from phasewise.serving.models.low_rank import Adapter
 from phasewise.serving.models.mapped_file import MappedFile
+from phasewise.serving.models.query_growth import QueryGrowth
 from phasewise.serving.models.state_layers import StateLayers, state_from_json, state_to_json
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 
@@ -271,7 +271,7 @@ class ModelConfig:
             if not self.gated:
                 raise ModelError("experts whose feed-forward layers have no gate cannot run")
             self.experts.check(self.n_layers)
-        check_form(self)
+        self._check_form()
         if self.state is not None:
             self.state.check(self.n_layers)
         self._check_tokens()
@@ -321,6 +321,22 @@ class ModelConfig:
             raise ModelError(
                 f"a norm epsilon of {self.norm_eps!r} with a residual scale of {self.residual_scale!r}"
             )
+
+    def _check_form(self) -> None:
+        if self.norm_biases and not self.layer_norms:
+            raise ModelError("norms with biases that are no LayerNorms cannot run")
+        if self.parallel and not self.layer_norms:
+            raise ModelError("layers whose halves read one norm that is no LayerNorm cannot run")
+        if self.parallel and (self.post_norms or not self.pre_norms or self.experts or self.state):
+            raise ModelError(
+                "layers whose halves read one norm, with norms behind them, experts or a state, cannot run"
+            )
+        if self.ffn_biases and (self.gated or self.experts is not None):
+            raise ModelError("feed-forward layers with biases and a gate cannot run")
+        if self.layer_norms and (self.post_norms or self.state is not None or self.experts is not None):
+            raise ModelError("LayerNorms in layers with norms behind them, a state or experts cannot run")
+        if self.query_growth is not None:
+            self.query_growth.check(self.context_length)
 
     def _check_tokens(self) -> None:
         for token in (self.bos_token_id, *self.eos_token_ids):

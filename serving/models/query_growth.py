@@ -1,18 +1,14 @@
-"""The form of a decoder's layer where it is not a Llama's: LayerNorms, halves beside each other, biases."""
+"""Queries that grow with their positions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels.exact import logarithm
 from phasewise.serving.errors import ModelError
-
-if TYPE_CHECKING:
-    from phasewise.serving.models.packed_model import ModelConfig
 
 MOST_GROWTH_STEPS = 1 << 16
 
@@ -40,21 +36,3 @@ class QueryGrowth:
                 f"queries that grow every {self.span} positions of {context_length}: at most"
                 f" {MOST_GROWTH_STEPS} times can run"
             )
-
-
-def check_form(config: ModelConfig) -> None:
-    """ModelError for a combination of these that has no program."""
-    if config.norm_biases and not config.layer_norms:
-        raise ModelError("norms with biases that are no LayerNorms cannot run")
-    if config.parallel and not config.layer_norms:
-        raise ModelError("layers whose halves read one norm that is no LayerNorm cannot run")
-    if config.parallel and (config.post_norms or not config.pre_norms or config.experts or config.state):
-        raise ModelError(
-            "layers whose halves read one norm, with norms behind them, experts or a state, cannot run"
-        )
-    if config.ffn_biases and (config.gated or config.experts is not None):
-        raise ModelError("feed-forward layers with biases and a gate cannot run")
-    if config.layer_norms and (config.post_norms or config.state is not None or config.experts is not None):
-        raise ModelError("LayerNorms in layers with norms behind them, a state or experts cannot run")
-    if config.query_growth is not None:
-        config.query_growth.check(config.context_length)
