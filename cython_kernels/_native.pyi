@@ -53,6 +53,20 @@ class _Experts(Protocol):
     @property
     def normalised(self) -> bool: ...
 
+class _Choice(_Experts, Protocol):
+    """What experts are chosen by, and weighed with: serving.models.experts.Experts."""
+
+    @property
+    def scores(self) -> str: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def chosen_groups(self) -> int: ...
+    @property
+    def group_best(self) -> int: ...
+    @property
+    def scale(self) -> float: ...
+
 class _Division(Protocol):
     """Which rank this process is, and what of a weight it computes by each table."""
 
@@ -306,6 +320,7 @@ class ProgramBuilder:
         norm_bias: npt.ArrayLike,
         bias: npt.ArrayLike | None = None,
         rows: _Rows = "every",
+        eps: float | None = None,
     ) -> None: ...
     def adjust(
         self,
@@ -322,7 +337,14 @@ class ProgramBuilder:
         residual: tuple[int, int] | None = None,
         eps: float | None = None,
     ) -> None: ...
-    def route(self, experts: _Experts, from_at: int, from_stride: int, rows: _Rows = "every") -> None: ...
+    def route(
+        self,
+        experts: _Choice,
+        from_at: int,
+        from_stride: int,
+        rows: _Rows = "every",
+        choice_bias: npt.ArrayLike | None = None,
+    ) -> None: ...
     def experts(
         self,
         experts: _Experts,
@@ -370,6 +392,8 @@ class ProgramBuilder:
         cap: float = 0,
         sinks: npt.ArrayLike | None = None,
         slopes: npt.ArrayLike | None = None,
+        growth: npt.ArrayLike | None = None,
+        growth_span: int = 1,
     ) -> None: ...
     def bytes(self) -> int: ...
     def shared_bytes(self) -> int: ...

@@ -8,6 +8,7 @@ from phasewise.cython_kernels.division import columns as _columns
 cdef extern from "program/program.h" nogil:
     enum:
         PW_MAX_PARTS
+        PW_MAX_EXPERTS
         PW_SCHEDULE_TABLES
         PW_MAX_ROW_RANGES
 
@@ -52,6 +53,12 @@ cdef extern from "program/program.h" nogil:
         int32_t count, chosen, normalised
         int64_t n
 
+    ctypedef struct pw_choice:
+        bint logistic
+        int32_t groups, chosen_groups, group_best
+        float scale
+        const float *bias
+
     ctypedef struct pw_state_op:
         int64_t at, second, second_stride, query_at, key_at, value_at
         int32_t taps, heads, groups, key_dim, value_dim
@@ -62,7 +69,7 @@ cdef extern from "program/program.h" nogil:
         const float *query_scale
         const float *key_scale
         float least, most
-        bint gates_rows, silu, erases, norm_first, one_gate
+        bint gates_rows, silu, erases, norm_first, one_gate, tiled
 
     ctypedef struct pw_op:
         int32_t code, source, epilogue
@@ -84,7 +91,10 @@ cdef extern from "program/program.h" nogil:
         const float *k_norm
         const float *sinks
         const float *slopes
+        const float *growth
+        int64_t n_growth, growth_span
         pw_experts experts
+        pw_choice choice
         float *tap
         pw_state_op state
 
@@ -469,13 +479,14 @@ cdef class ProgramBuilder:
 
     def attend(self, int32_t layer, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
                bias=None, q_norm=None, k_norm=None, rows="every", int32_t kind=0, scale=None, double cap=0,
-               sinks=None, slopes=None):
+               sinks=None, slopes=None, growth=None, int64_t growth_span=1):
         """Attention of a layer: q, k and v heads side by side in a row, to the weighted values of all heads.
 
         rows: "every", or "gathered" if only those that want logits are read afterwards; keys and values of every
         row are kept. scale: of scores (None: 1 / sqrt(head_dim)); cap: c tanh(score / c), 0 for none; sinks: a score
         for each head beside those of positions, without a value; slopes: what a score of each head loses for each position
-        between (ALiBi).
+        between (ALiBi). growth: queries at position p are multiplied by its number p // growth_span, or by its
+        last.
         """
         cdef pw_op op = _op_of(PW_ATTEND, rows, from_at, from_stride, out, out_stride)
         cdef pw_shape *shape = &self.program.shape
@@ -485,6 +496,10 @@ cdef class ProgramBuilder:
             raise ProgramError(f"layer {layer} of {shape.n_layers}, kind {kind} of {self.program.n_kinds}")
         op.sinks = self._optional(sinks, shape.n_heads, "sinks")
         op.slopes = self._optional(slopes, shape.n_heads, "slopes")
+        op.n_growth, op.growth_span = 0 if growth is None else len(growth), growth_span
+        op.growth = self._optional(growth, op.n_growth, "factors of queries")
+        if growth_span < 1 or (growth is not None and op.n_growth < 1):
+            raise ProgramError(f"{op.n_growth} factors of queries, for {growth_span} positions each")
         op.bias = self._optional(bias, columns, "attention biases")
         op.q_norm = self._optional(q_norm, shape.head_dim, "query norm weights")
         op.k_norm = self._optional(k_norm, shape.head_dim, "key norm weights")
@@ -505,10 +520,10 @@ cdef class ProgramBuilder:
         self._add(&op, [], width, width)
 
     def layernorm(self, int64_t width, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride, weight,
-                  norm_bias, bias=None, rows="every"):
-        """Rows of `width` numbers: a bias added, then normalised by a LayerNorm with the shape's epsilon."""
+                  norm_bias, bias=None, rows="every", eps=None):
+        """Rows of `width` numbers: a bias added, then normalised by a LayerNorm. eps: None for the shape's."""
         cdef pw_op op = _op_of(PW_ADJUST, rows, from_at, from_stride, out, out_stride)
-        op.k, op.eps = width, self.program.shape.norm_eps
+        op.k, op.eps = width, self.program.shape.norm_eps if eps is None else eps
         op.norm = self._vector(weight, width, "norm weights")
         op.norm_bias = self._vector(norm_bias, width, "norm biases")
         op.bias = self._optional(bias, width, "biases")
@@ -517,14 +532,26 @@ cdef class ProgramBuilder:
     cdef pw_experts _experts(self, experts, int64_t n) except *:
         cdef pw_experts found
         found.count, found.chosen, found.normalised, found.n = experts.count, experts.chosen, experts.normalised, n
-        if not 1 <= found.chosen <= found.count:
-            raise ProgramError(f"{found.chosen} of {found.count} experts")
+        if not 1 <= found.chosen <= found.count <= PW_MAX_EXPERTS:
+            raise ProgramError(f"{found.chosen} of {found.count} experts; at most {PW_MAX_EXPERTS} can run")
         return found
 
-    def route(self, experts, int64_t from_at, int64_t from_stride, rows="every"):
-        """The experts of each row, by its logits. experts: an object with count, chosen and normalised."""
+    def route(self, experts, int64_t from_at, int64_t from_stride, rows="every", choice_bias=None):
+        """The experts of each row, by its logits. experts: serving.models.experts.Experts. choice_bias: numbers of
+        experts that are added to their scores where they are chosen.
+        """
         cdef pw_op op = _op_of(PW_ROUTE, rows, from_at, from_stride, from_at, from_stride)
+        cdef pw_choice *choice = &op.choice
         op.experts = self._experts(experts, 0)
+        choice.logistic, choice.scale = experts.scores == "logistic", experts.scale
+        choice.groups, choice.chosen_groups = experts.groups, experts.chosen_groups
+        choice.group_best = experts.group_best
+        choice.bias = self._optional(choice_bias, experts.count, "biases of choices")
+        of_one = experts.count // choice.groups if choice.groups > 0 else 0
+        if not 1 <= choice.group_best <= of_one or of_one * choice.groups != experts.count:
+            raise ProgramError(f"{choice.groups} groups of {experts.count} experts by {choice.group_best} of each")
+        if not 1 <= choice.chosen_groups <= choice.groups or experts.chosen > of_one * choice.chosen_groups:
+            raise ProgramError(f"{experts.chosen} experts of {choice.chosen_groups} of {choice.groups} groups")
         self._add(&op, [], experts.count, experts.count)
 
     def experts(self, experts, packed, source, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,

@@ -53,7 +53,8 @@ cdef class StateBuilder(AdaptableBuilder):
               skips=None):
         """The recurrence of every head over the rows of each sequence.
 
-        shape: an object with heads, groups (of queries and keys, which heads share), key_dim, value_dim and erases.
+        shape: an object with heads, groups (of queries and keys, which heads share), key_dim, value_dim and erases;
+        where it has `tiled`, head h is of group h % groups, not h // (heads / groups).
         gates: (offset, stride) of what `state_gates` gave. columns: of queries, keys and values in a row.
         """
         cdef pw_op op = _op_of(PW_RECUR, "every", from_at, from_stride, out, out_stride)
@@ -93,6 +94,7 @@ cdef class StateBuilder(AdaptableBuilder):
 
     cdef int _recurrent(self, pw_op *op, shape) except -1:
         op.state.heads, op.state.groups, op.state.erases = shape.heads, shape.groups, shape.erases
+        op.state.tiled = getattr(shape, "tiled", False)
         op.state.key_dim, op.state.value_dim = shape.key_dim, shape.value_dim
         if min(shape.heads, shape.groups, shape.key_dim, shape.value_dim) < 1 or shape.heads % shape.groups:
             raise ProgramError(f"a recurrence of {shape}")

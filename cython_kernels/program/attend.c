@@ -194,6 +194,13 @@ static void store_row(const attending *a, int64_t row, int64_t kv_head) {
     ops->store_value(&head, slot, biased_head(a, row, (shape->n_heads + shape->n_kv_heads + kv_head) * dim, x));
 }
 
+/* What queries at a position are multiplied by. */
+static float query_factor(const pw_op *op, int64_t position) {
+    if (!op->growth) return op->scale;
+    int64_t step = position / op->growth_span;
+    return op->scale * op->growth[step < op->n_growth ? step : op->n_growth - 1];
+}
+
 /* The queries of rows [first, first + tokens) of a slice that share a KV head. */
 static pw_queries load_queries(const attending *a, const pw_slice *slice, int64_t first, int64_t tokens,
                                int64_t kv_head) {
@@ -204,8 +211,9 @@ static pw_queries load_queries(const attending *a, const pw_slice *slice, int64_
     for (int64_t token = row; token < row + tokens; ++token)
         for (int32_t i = 0; i < group; ++i, ++n) {
             float *q = a->work.q + (int64_t)n * PW_ROW_STRIDE;
-            turned_head(a, token, (kv_head * group + i) * shape->head_dim, a->op->q_norm, a->op->scale, q);
             int64_t position = program->step.positions[token];
+            float factor = query_factor(a->op, position);
+            turned_head(a, token, (kv_head * group + i) * shape->head_dim, a->op->q_norm, factor, q);
             a->work.last[n] = last_seen(program, a->op->kind, position, end);
             a->work.first[n] = first_seen(program, a->op->kind, position);
             a->work.positions[n] = position;

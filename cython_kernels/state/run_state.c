@@ -139,7 +139,8 @@ static void recur_slice(const pw_run *run, const pw_op *op, const pw_slice *slic
     const pw_program *program = run->program;
     const pw_state_op *own = &op->state;
     int64_t floats = own->key_dim * 16, part = (head * pw_state_blocks(op) + block) * floats, done = 0;
-    int64_t group = head / (own->heads / own->groups), column = head * own->value_dim + block * 16;
+    int64_t group = own->tiled ? head % own->groups : head / (own->heads / own->groups);
+    int64_t column = head * own->value_dim + block * 16;
     float *state = state_of(program, op, slice->state) + part;
     if (slice->start == 0) memset(state, 0, sizeof(float) * (size_t)floats);
     pw_recurrence r = {.state = state, .stride = op->in_stride, .gates_stride = own->second_stride,

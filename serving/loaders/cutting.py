@@ -17,8 +17,14 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families import Names, OtherForm, TensorCut
 from phasewise.serving.loaders.forms import Rows
 from phasewise.serving.loaders.source import RowReader, SourceTensor, take_rows
+from phasewise.serving.models.packed_model import ModelConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+def is_beyond(stem: str, config: ModelConfig) -> bool:
+    """True for a tensor ("layers.3.") of a layer that the model does not have."""
+    return stem != "" and int(stem.split(".")[1]) >= config.n_layers
 
 
 def our_tensors(

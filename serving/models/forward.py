@@ -19,8 +19,10 @@ from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.errors import ModelError
+from phasewise.serving.models.experts import STACKS, Experts
 from phasewise.serving.models.linears import Linears, Parts, Place, PlacedProduct, Rows, with_default_path
-from phasewise.serving.models.packed_model import STACKS, Experts, LayerKind, ModelConfig, PackedModel, Vector
+from phasewise.serving.models.norms import add_final_norm, add_layer_norm, stream_eps
+from phasewise.serving.models.packed_model import LayerKind, ModelConfig, PackedModel, Vector
 from phasewise.serving.models.state_program import StateRows, add_state_ops, state_widths
 
 Gives = Literal["logits", "rows"]
@@ -82,6 +84,8 @@ class ActivationArena:
     """Rows of layers with a state between their products, and gates of attention."""
     gates: int
     gates_stride: int
+    normed: int
+    """Rows of the stream behind a LayerNorm."""
 
 
 def rounded(floats: int) -> int:
@@ -100,13 +104,14 @@ def _lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationAre
     router_stride = rounded(experts.count if experts else 0)
     shared = tokens * hidden_stride
     mixed = shared + tokens * qkv_stride
-    shared_ffn = experts.shared_ffn if experts else 0
-    given = shared + rows * max(pairs * gate_up_stride, rounded(2 * shared_ffn))
+    given = shared + rows * max(pairs * gate_up_stride, rounded(2 * experts.widest if experts else 0))
     router = given + (rows * pairs * hidden_stride if experts else 0)
     own = mixed + tokens * mixed_stride
     gates = own + tokens * own_stride
-    branch = max(gates + tokens * gates_stride, router + rows * router_stride)
-    tail = branch + (rows * hidden_stride if config.post_norms or config.out_bias else 0)
+    normed = max(gates + tokens * gates_stride, router + rows * router_stride)
+    branch = normed + (rows * hidden_stride if config.layer_norms else 0)
+    has_branch = config.post_norms or config.out_bias or config.ffn_biases
+    tail = branch + (rows * hidden_stride if has_branch else 0)
     return ActivationArena(
         hidden=0,
         hidden_stride=hidden_stride,
@@ -128,6 +133,7 @@ def _lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationAre
         own_stride=own_stride,
         gates=gates,
         gates_stride=gates_stride,
+        normed=normed,
     )
 
 
@@ -212,7 +218,8 @@ def build_program(
         if gives == "logits":
             _add_logits(linears, model, arena)
         else:
-            _add_rows(program, model, arena)
+            tail = arena.tail, arena.hidden_stride
+            add_final_norm(program, model, tail, (arena.logits, config.hidden))
         schedule_attention(program, model, capacity, schedules, division)
         if check_memory is not None:
             check_memory(model.name, program.bytes(), capacity.kv_slots)
@@ -316,10 +323,11 @@ class _Layer:
             self._add_state()
         else:
             self._add_attention()
-        if self.config.experts is None:
-            self._add_feed_forward(self.config.ffn)
+        experts = self.config.experts_of(self.layer)
+        if experts is None:
+            self._add_feed_forward(self.config.ffn_of(self.layer))
         else:
-            self._add_experts(self.config.experts)
+            self._add_experts(experts)
 
     @property
     def config(self) -> ModelConfig:
@@ -347,15 +355,24 @@ class _Layer:
 
     def _reads(self, norm: str) -> dict[str, Any]:
         """The input of a product: the stream, normalised where the model does so before its halves."""
-        if not self.config.pre_norms:
+        if not self.config.pre_norms or self.config.layer_norms:
             return {"source": "rows"}
         return {"source": "norm", "norm": self._vector(norm), "eps": stream_eps(self.config)}
+
+    def _normed(self, norm: str, stream: Place, rows: Rows) -> Place:
+        """The place of what `_reads` describes: the stream's own, or that of rows behind a LayerNorm."""
+        if not self.config.layer_norms:
+            return stream
+        place = self.arena.normed, self.arena.hidden_stride
+        add_layer_norm(self.linears.program, self.model, f"{self.name}.{norm}", stream, place, rows)
+        return place
 
     def _add_attention(self) -> None:
         config, arena, program = self.config, self.arena, self.linears.program
         qkv, mixed = (arena.qkv, arena.qkv_stride), (arena.mixed, arena.mixed_stride)
         parts, reads = qkv_parts(self.model, self.name), self._reads("attn_norm")
-        self.linears.add(parts, reads, self.stream, qkv, f"{self.name}.qkv")
+        source = self._normed("attn_norm", self.stream, "every")
+        self.linears.add(parts, reads, source, qkv, f"{self.name}.qkv")
         if config.whole_qk_norm:
             keys = arena.qkv + config.q_rows, arena.qkv_stride
             program.adjust(config.q_rows, *qkv, *qkv, norm=self._vector("q_norm"))
@@ -373,6 +390,7 @@ class _Layer:
             sinks=self._vector("sinks"),
             q_norm=q_norm,
             k_norm=k_norm,
+            **self._growth(),
         )
         if config.gated_attention:
             gates = arena.own, arena.own_stride
@@ -380,6 +398,12 @@ class _Layer:
             self.linears.add(gate, self._reads("attn_norm"), self.stream, gates)
             program.gate_rows(config.q_rows, *mixed, *mixed, gates, gate="logistic")
         self._add_out("o_bias")
+
+    def _growth(self) -> dict[str, Any]:
+        growth = self.config.query_growth
+        if growth is None:
+            return {}
+        return {"growth": growth.factors(self.config.context_length), "growth_span": growth.span}
 
     def _add_state(self) -> None:
         arena = self.arena
@@ -406,11 +430,23 @@ class _Layer:
         rows, gate_up = self._rows(), (self.arena.gate_up, rounded(self.config.n_into_ffn * width))
         parts = into_ffn_parts(self.model, self.name, width)
         reader = f"{self.name}.{'gate_up' if self.config.gated else 'up'}"
-        self.linears.add(parts, self._reads("ffn_norm"), self.after, gate_up, reader, rows=rows)
-        if self.config.experts is not None and self.config.experts.shared_gate:
+        source, taken = self._feed_forward_input(rows)
+        self.linears.add(parts, self._reads("ffn_norm"), source, gate_up, reader, rows=taken)
+        experts = self.config.experts_of(self.layer)
+        if experts is not None and experts.shared_gate:
             self._gate_shared(width, (gate_up[0] + width, gate_up[1]), rows)
-        reads = {"source": "gate" if self.config.gated else "activation", "gate": self.config.activation}
-        self._add_back("down", reads, gate_up, "ffn_post_norm", None, rows)
+        source_kind = "gate" if self.config.gated else "activation"
+        reads: dict[str, Any] = {"source": source_kind, "gate": self.config.activation}
+        if self.config.ffn_biases:
+            reads["bias"] = self._vector("up_bias")
+        bias = "down_bias" if self.config.ffn_biases else None
+        self._add_back("down", reads, gate_up, "ffn_post_norm", bias, rows)
+
+    def _feed_forward_input(self, rows: Rows) -> tuple[Place, Rows]:
+        """The rows that it reads: behind attention, or those of attention in a layer of parallel halves."""
+        if not self.config.parallel:
+            return self._normed("ffn_norm", self.after, rows), rows
+        return (self.arena.normed, self.arena.hidden_stride), "gathered" if self.last else "every"
 
     def _gate_shared(self, width: int, up: Place, rows: Rows) -> None:
         """The shared expert's rows times the logistic of one number each, which its product then is."""
@@ -457,7 +493,7 @@ class _Layer:
         if experts.biases:
             bias = self._vector("router_bias")
             program.adjust(experts.count, *router, *router, bias=bias, rows=rows)
-        program.route(experts, *router, rows=rows)
+        program.route(experts, *router, rows=rows, choice_bias=self._vector("choice_bias"))
         up, down = (self._stack(f"{self.name}{part}") for part in STACKS)
         self.linears.add_experts(experts, *up, self._reads("ffn_norm"), self.after, gate_up, rows=rows)
         reads = {"source": "gate", "gate": config.activation, "bias": self._vector("gate_up_bias")}
@@ -475,32 +511,23 @@ class _Layer:
         return stack, expert
 
 
-def stream_eps(config: ModelConfig) -> float:
-    """Epsilon for norms of the stream, which is kept divided by the residual scale."""
-    return config.norm_eps / config.residual_scale**2
-
-
 def _add_logits(linears: Linears, model: PackedModel, arena: ActivationArena) -> None:
     config = model.config
     head = weight_of(model, "embed" if config.tied_embeddings else "lm_head")
     if head.n != config.vocab_size:
         raise ModelError(f"{model.name} gives {head.n} logits for a vocabulary of {config.vocab_size}")
-    norm = model.vectors["final_norm"] * np.float32(config.logit_scale)
-    logits = arena.logits, config.vocab_size
-    reads = {"source": "norm", "norm": norm, "eps": stream_eps(config)}
-    linears.add([(head, 0)], reads, (arena.tail, arena.hidden_stride), logits, rows="logits")
+    logits, tail = (arena.logits, config.vocab_size), (arena.tail, arena.hidden_stride)
+    if config.layer_norms:
+        normed = arena.normed, arena.hidden_stride
+        add_final_norm(linears.program, model, tail, normed, config.logit_scale)
+        tail = normed
+        reads: dict[str, Any] = {"source": "rows"}
+    else:
+        norm = model.vectors["final_norm"] * np.float32(config.logit_scale)
+        reads = {"source": "norm", "norm": norm, "eps": stream_eps(config)}
+    linears.add([(head, 0)], reads, tail, logits, rows="logits")
     if config.logit_cap is not None:
         linears.program.adjust(config.vocab_size, *logits, *logits, cap=config.logit_cap, rows="logits")
-
-
-def _add_rows(program: Program, model: PackedModel, arena: ActivationArena) -> None:
-    """The stream after the last norm, of rows that are wanted."""
-    config = model.config
-    norm = model.vectors["final_norm"] * np.float32(1.0)
-    tail = arena.tail, arena.hidden_stride
-    program.adjust(
-        config.hidden, *tail, arena.logits, config.hidden, norm=norm, rows="logits", eps=stream_eps(config)
-    )
 
 
 def schedule_attention(

@@ -35,6 +35,8 @@ class StateLayers:
     key_dim: int = 0
     value_dim: int = 0
     conv_bias: bool = False
+    tiled: bool = False
+    """True if head h of values has the queries and keys of h % groups, and neighbours do not share them."""
 
     def check(self, n_layers: int) -> None:
         """ModelError unless such layers can be among so many."""
@@ -135,8 +137,9 @@ def state_to_json(state: StateLayers | None) -> dict[str, Any] | None:
     if state is None:
         return None
     fields = {**vars(state), "layers": list(state.layers)}
-    if not state.conv_bias:
-        del fields["conv_bias"]
+    for name in ("conv_bias", "tiled"):
+        if not fields[name]:
+            del fields[name]
     return fields
 
 

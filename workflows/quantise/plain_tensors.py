@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_ro
 from phasewise.serving.loaders.formats.gguf_file import TensorInfo
 from phasewise.serving.loaders.formats.gguf_parts import GgufFiles, open_gguf
 from phasewise.serving.loaders.forms import Rows, check_finite
+from phasewise.serving.loaders.head_rows import interleaved
 from phasewise.serving.loaders.source import ModelSource, SourceTensor
 from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.workflows.errors import WorkflowError
@@ -159,30 +160,9 @@ def _renamed(ours: str, tensor: SourceTensor, source: ModelSource, family: Famil
             f"{source.name} has a tensor {ours}, which {family.name} models have in another form in"
             " GGUF files: convert it with llama.cpp, and quantise the GGUF file"
         )
-    heads = gguf_model.interleaved_heads(ours, family, source.config)
-    wanted = _interleaved(tensor, heads) if heads else tensor
+    wanted = interleaved(ours, tensor, source.config) if family.gguf_interleaved_heads else tensor
 
     def rows(start: int, stop: int) -> Array:
         return as_float32(wanted.rows(start, stop), ours)
 
     return PlainTensor(theirs, tensor.shape, tensor.type_name, rows)
-
-
-def _interleaved(tensor: SourceTensor, n_heads: int) -> SourceTensor:
-    """As llama.cpp's converter orders the rows of each head: the file's row (i, half) is our (half, i)."""
-    head_dim, rows = max(tensor.shape[0] // n_heads, 1), tensor.rows
-
-    def matrix_rows(start: int, stop: int) -> Rows:
-        first = start // head_dim * head_dim
-        heads = as_float32(rows(first, -(-stop // head_dim) * head_dim), "a weight of attention")
-        wanted = np.arange(start, stop)
-        i, half = divmod(wanted % head_dim, 2)
-        taken: Array = heads[wanted // head_dim * head_dim + half * (head_dim // 2) + i - first]
-        return taken
-
-    def vector_row(start: int, stop: int) -> Rows:
-        bias = as_float32(rows(start, stop), "a bias of attention")
-        turned: Array = bias.reshape(n_heads, 2, head_dim // 2).swapaxes(1, 2).reshape(1, -1)
-        return turned
-
-    return replace(tensor, rows=matrix_rows if len(tensor.shape) > 1 else vector_row)

@@ -14,11 +14,10 @@ from phasewise.serving.loaders.formats.gguf_file import TensorInfo
 from phasewise.serving.loaders.formats.gguf_model import (
     LAYER_NAMES,
     field,
-    half_split,
-    interleaved_heads,
     tensor_in,
 )
 from phasewise.serving.loaders.formats.gguf_parts import GgufFiles, open_gguf
+from phasewise.serving.loaders.head_rows import half_split
 from phasewise.serving.loaders.layout import shapes_of_all
 from phasewise.serving.models.packed_model import ModelConfig
 
@@ -74,7 +73,6 @@ def _pairs(
         except KeyError:
             raise ModelError(f"{what} {family.name} models do not have") from None
         for ours, part in renamed:
-            heads = interleaved_heads(ours, family, config)
-            b = half_split(part, heads) if heads else part
+            b = half_split(ours, part, config) if family.gguf_interleaved_heads else part
             put(pairs, ours, Pair(theirs, a, b, scale), str(file.path))
     return pairs

@@ -20,6 +20,7 @@ from phasewise.serving.loaders.families import FAMILIES, Family
 from phasewise.serving.loaders.formats.hf_model import LAYER_NAMES, layer_place, without_prefix
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.loaders.formats.safetensors_file import open_all, tensor_of
+from phasewise.serving.loaders.head_rows import half_split
 from phasewise.serving.loaders.layout import shapes_of_all
 from phasewise.serving.loaders.source import SourceTensor
 from phasewise.serving.models.packed_model import ModelConfig
@@ -128,7 +129,8 @@ def _our_pairs(
             renamed = list(our_tensors(stem, name, names, both["B"], shapes, what))
         except KeyError:
             raise ModelError(f"{what} {family.name} models do not have") from None
-        for ours, b in renamed:
+        for ours, part in renamed:
+            b = half_split(ours, part, config) if family.hf_interleaved_heads else part
             put(pairs, ours, Pair(module, both["A"], b, scale), str(path))
     return pairs
 

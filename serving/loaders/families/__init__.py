@@ -7,18 +7,23 @@ from __future__ import annotations
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.arcee import ARCEE
+from phasewise.serving.loaders.families.cohere import COHERE2
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF, ENCODERS_BY_HF
 from phasewise.serving.loaders.families.family import ACTIVATION_NAMES, Family, Names, OtherForm, TensorCut
 from phasewise.serving.loaders.families.gemma import GEMMA2, GEMMA3
+from phasewise.serving.loaders.families.glm import GLM4, GLM4_MOE
 from phasewise.serving.loaders.families.gpt_oss import GPT_OSS
 from phasewise.serving.loaders.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from phasewise.serving.loaders.families.lfm import LFM2
 from phasewise.serving.loaders.families.llama import LLAMA, MISTRAL, MIXTRAL
+from phasewise.serving.loaders.families.minimax import MINIMAX_M2
+from phasewise.serving.loaders.families.ministral import MISTRAL3
 from phasewise.serving.loaders.families.olmo import OLMO2, OLMOE
 from phasewise.serving.loaders.families.phi import PHI3
 from phasewise.serving.loaders.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from phasewise.serving.loaders.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from phasewise.serving.loaders.families.smollm import SMOLLM3
+from phasewise.serving.loaders.families.starcoder import STARCODER2
 
 __all__ = [
     "ACTIVATION_NAMES",
@@ -34,6 +39,7 @@ __all__ = [
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, OLMO2, OLMOE, GRANITE,
     GRANITE_MOE, GRANITE_HYBRID, SMOLLM3, GPT_OSS, ARCEE, LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE,
+    GLM4, GLM4_MOE, MINIMAX_M2, MISTRAL3, COHERE2, STARCODER2,
 )  # fmt: skip
 
 _BY_HF = {name: family for family in FAMILIES for name in family.hf}

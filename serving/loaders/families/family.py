@@ -52,7 +52,7 @@ class OtherForm:
 
 ACTIVATION_NAMES = {
     "silu": ("silu", "swish"),
-    "gelu_tanh": ("gelu_pytorch_tanh", "gelu"),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
     "relu2": ("relu2",),
 }
 """Activations, and what config.json calls them."""
@@ -92,7 +92,15 @@ class Family:
     """The prefix of the names of a language model that is part of a larger one."""
     hf_ignored: tuple[str, ...] = ()
     """Beginnings of names of what is not the language model."""
+    partial_rope: bool = False
+    """True if config.json may say that RoPE turns a part of each head."""
+    more_layers: bool = False
+    """True if files hold layers beyond the model's, which predict more tokens and are not read."""
+    gguf_optional_qk_norm: bool = False
+    """True if a GGUF file says by its tensors alone that queries and keys are normalised by heads."""
     hf_unit_norms: bool = False
     """True if safetensors hold norm weights less one (GGUF files never do)."""
+    hf_interleaved_heads: bool = False
+    """True if RoPE turns neighbours (2 i, 2 i + 1) of a head of safetensors, not (i, i + half)."""
     gguf_interleaved_heads: bool = False
-    """True if llama.cpp's converter interleaves the halves of every query and key head."""
+    """The same of GGUF files: llama.cpp's converter may bring halves there."""

@@ -10,10 +10,17 @@ from phasewise._words import number
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Family, Get, TensorCut
 from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
-from phasewise.serving.loaders.families.reading import all_but_every, experts_of, layer_types, with_windows
+from phasewise.serving.loaders.families.reading import (
+    all_but_every,
+    experts_of,
+    layer_types,
+    with_windows,
+    yarn_magnitude,
+)
 from phasewise.serving.models.packed_model import ModelConfig, RopeSpec, YarnScaling
 
 PERIOD = 2
+USUAL = YarnScaling(32.0, 4096, yarn_magnitude(32.0), truncate=False)
 LIMIT, ALPHA = 7.0, 1.702  # of the clamped gate: families/rows/elementwise.c
 
 
@@ -27,6 +34,8 @@ def _hf(get: Get, config: ModelConfig) -> ModelConfig:
             f"config.json has another clamped gate than one of {number(LIMIT)} and {number(ALPHA)}"
         )
     experts = experts_of(get, "num_local_experts", "num_experts_per_tok", normalised=True, biases=True)
+    if not (get("rope_parameters", dict) or get("rope_scaling", dict)):
+        config = replace(config, rope=replace(config.rope, scaling=USUAL))
     own = replace(_common(config), experts=experts)
     return with_windows(own, layer_types(get, config, PERIOD), get("sliding_window", int))
 
@@ -56,6 +65,8 @@ GPT_OSS = Family(
     from_gguf=_gguf,
     hf_defaults={
         "head_dim": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
         "rope_theta": 150000.0,
         "num_local_experts": 128,
         "num_experts_per_tok": 4,
@@ -64,7 +75,6 @@ GPT_OSS = Family(
     },
     hf_names={
         "self_attn.sinks": "sinks",
-        "self_attn.o_proj.bias": "o_bias",
         "mlp.router.weight": "router",
         "mlp.router.bias": "router_bias",
         "mlp.experts.gate_up_proj": TensorCut(
@@ -82,7 +92,6 @@ GPT_OSS = Family(
         **GGUF_EXPERTS,
         "post_attention_norm.weight": "ffn_norm",
         "attn_sinks.weight": "sinks",
-        "attn_output.bias": "o_bias",
         "ffn_gate_inp.bias": "router_bias",
         "ffn_gate_exps.bias": TensorCut(("gate_bias",), of_experts=True),
         "ffn_up_exps.bias": TensorCut(("up_bias",), of_experts=True),

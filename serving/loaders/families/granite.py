@@ -150,7 +150,11 @@ GRANITE_HYBRID = Family(
     gguf=("granitehybrid",),
     from_hf=_hybrid,
     from_gguf=_hybrid_gguf,
-    hf_defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
+    hf_defaults={
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 1024,
+    },
     hf_names={
         **GRANITE_MOE.hf_names,
         "mamba.in_proj.weight": "state_in",

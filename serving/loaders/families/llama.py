@@ -45,7 +45,11 @@ MISTRAL = Family(
     "mistral",
     hf=("mistral",),
     from_hf=_with_window,
-    hf_defaults={"sliding_window": 4096},  # null means none
+    hf_defaults={
+        "sliding_window": 4096,  # null means none
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+    },
 )
 MIXTRAL = Family(
     "mixtral",
@@ -53,6 +57,8 @@ MIXTRAL = Family(
     from_hf=_mixtral,
     hf_defaults={
         "rope_theta": 1e6,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,

@@ -52,7 +52,12 @@ OLMOE = Family(
     gguf=("olmoe",),
     from_hf=_olmoe,
     from_gguf=_olmoe_gguf,
-    hf_defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
+    hf_defaults={
+        "rms_norm_eps": 1e-5,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "max_position_embeddings": 4096,
+    },
     hf_names={
         "mlp.gate.weight": "router",
         "mlp.experts.{e}.gate_proj.weight": "experts.{e}.gate",

@@ -24,6 +24,8 @@ PHI3 = Family(
     gguf=("phi3",),
     from_hf=_hf,
     from_gguf=_gguf,
+    partial_rope=True,
+    hf_defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     hf_names={
         "self_attn.qkv_proj.weight": TensorCut(("q", "k", "v")),
         "mlp.gate_up_proj.weight": TensorCut(("gate", "up")),

@@ -12,6 +12,7 @@ from phasewise.serving.models.packed_model import ModelConfig
 
 MAX_WINDOW_LAYERS = 28
 HEAD_DIM = 128
+CONTEXT = 32768
 
 
 def _windows(get: Get, config: ModelConfig) -> ModelConfig:
@@ -54,14 +55,20 @@ def _qwen3_moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     return replace(config, qk_norm=True, experts=experts, ffn=width)
 
 
-QWEN2 = Family("qwen2", hf=("qwen2",), gguf=("qwen2",), from_hf=_windows)
+QWEN2 = Family(
+    "qwen2",
+    hf=("qwen2",),
+    gguf=("qwen2",),
+    from_hf=_windows,
+    hf_defaults={"max_position_embeddings": CONTEXT},
+)
 QWEN3 = Family(
     "qwen3",
     hf=("qwen3",),
     gguf=("qwen3",),
     from_hf=_qwen3,
     from_gguf=_qwen3_gguf,
-    hf_defaults={"head_dim": HEAD_DIM},
+    hf_defaults={"head_dim": HEAD_DIM, "max_position_embeddings": CONTEXT},
 )
 QWEN3_MOE = Family(
     "qwen3moe",
@@ -70,7 +77,12 @@ QWEN3_MOE = Family(
     from_hf=_qwen3_moe,
     from_gguf=_qwen3_moe_gguf,
     gguf_names=GGUF_EXPERTS,
-    hf_defaults={"num_experts": 128, "num_experts_per_tok": 8},
+    hf_defaults={
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": CONTEXT,
+    },
     hf_names={
         "mlp.gate.weight": "router",
         "mlp.experts.{e}.gate_proj.weight": "experts.{e}.gate",

@@ -56,8 +56,14 @@ def _mixture(get: Get, config: ModelConfig) -> ModelConfig:
     return replace(_dense(get, config), experts=experts, ffn=get("moe_intermediate_size", int, 512))
 
 
-def _dense_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    layers = _all_but_every(get("full_attention_interval", int, INTERVAL), config.n_layers)
+def _next_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    return _mixture_gguf(get, config, tiled=False)
+
+
+def _dense_gguf(get: Get, config: ModelConfig, *, tiled: bool = True) -> ModelConfig:
+    """tiled: the order of heads that llama.cpp's converter makes of Qwen 3.5's."""
+    config = replace(config, n_layers=config.n_layers - get("nextn_predict_layers", int, 0))
+    layers = _recurrent_layers(get, config.n_layers)
     heads, inner = get("ssm.time_step_rank", int, 0), get("ssm.inner_size", int, 0)
     if not heads or inner % heads:
         raise ModelError(f"the GGUF metadata gives {inner} values for {heads} heads of layers with a state")
@@ -69,16 +75,26 @@ def _dense_gguf(get: Get, config: ModelConfig) -> ModelConfig:
         get("ssm.group_count", int, 0),
         get("ssm.state_size", int, 0),
         inner // heads,
+        tiled=tiled,
     )
-    return replace(config, qk_norm=True, gated_attention=True, state=state)
+    return replace(config, qk_norm=True, gated_attention=True, state=state if layers else None)
 
 
-def _mixture_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+def _recurrent_layers(get: Get, n_layers: int) -> tuple[int, ...]:
+    stated = get("attention.recurrent_layers", list)
+    if stated is None:
+        return _all_but_every(get("full_attention_interval", int, INTERVAL), n_layers)
+    if len(stated) < n_layers:
+        raise ModelError(f"the GGUF metadata says of {len(stated)} layers which keep a state")
+    return tuple(layer for layer in range(n_layers) if stated[layer])
+
+
+def _mixture_gguf(get: Get, config: ModelConfig, *, tiled: bool = True) -> ModelConfig:
     width = get("expert_feed_forward_length", int, config.ffn)
     shared = get("expert_shared_feed_forward_length", int, width)
     experts = experts_of(get, "expert_count", "expert_used_count", normalised=True, shared_ffn=shared)
     experts = replace(experts, shared_gate=True)
-    return replace(_dense_gguf(get, config), experts=experts, ffn=width)
+    return replace(_dense_gguf(get, config, tiled=tiled), experts=experts, ffn=width)
 
 
 _STATE: Names = {
@@ -132,6 +148,7 @@ _GGUF_NEXT: Names = {
     "ssm_in.weight": TensorCut(("state_q", "state_k", "state_v", "state_gate"), turns="groups"),
     "ssm_ba.weight": TensorCut(("state_b", "state_a"), turns="groups"),
 }
+_GGUF_APART: Names = {"ssm_beta.weight": "state_b", "ssm_alpha.weight": "state_a"}
 _GGUF_SHARED: Names = {
     **GGUF_EXPERTS,
     "ffn_gate_shexp.weight": "gate",
@@ -151,30 +168,41 @@ QWEN3_NEXT = Family(
     hf=("qwen3_next",),
     gguf=("qwen3next",),
     from_hf=_mixture,
-    from_gguf=_mixture_gguf,
+    from_gguf=_next_gguf,
     hf_names={**_STATE, **_IN_ONE, **_EXPERTS, **_EXPERTS_EACH, **_EXPERTS_STACKED},
     gguf_names={**_GGUF, **_GGUF_NEXT, **_GGUF_SHARED},
     hf_defaults=_MIXTURE_DEFAULTS,
     hf_ignored=("mtp.",),
+    partial_rope=True,
     hf_unit_norms=True,
 )
 QWEN3_5 = Family(
     "qwen35",
     hf=("qwen3_5", "qwen3_5_text"),
+    gguf=("qwen35",),
     from_hf=_dense,
+    from_gguf=_dense_gguf,
+    gguf_names={**_GGUF, **_GGUF_APART},
+    more_layers=True,
     hf_names={**_STATE, **_APART},
     hf_defaults=_DEFAULTS,
     hf_text_prefixes=("model.language_model.",),
     hf_ignored=("mtp.", "model.visual."),
+    partial_rope=True,
     hf_unit_norms=True,
 )
 QWEN3_5_MOE = Family(
     "qwen35moe",
     hf=("qwen3_5_moe", "qwen3_5_moe_text"),
+    gguf=("qwen35moe",),
     from_hf=_mixture,
+    from_gguf=_mixture_gguf,
+    gguf_names={**_GGUF, **_GGUF_APART, **_GGUF_SHARED},
+    more_layers=True,
     hf_names={**_STATE, **_APART, **_EXPERTS, **_EXPERTS_EACH, **_EXPERTS_STACKED},
     hf_defaults={**_MIXTURE_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8},
     hf_text_prefixes=("model.language_model.",),
     hf_ignored=("mtp.", "model.visual."),
+    partial_rope=True,
     hf_unit_norms=True,
 )

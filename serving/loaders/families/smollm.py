@@ -47,6 +47,11 @@ SMOLLM3 = Family(
     gguf=("smollm3",),
     from_hf=_hf,
     from_gguf=_gguf,
-    hf_defaults={"rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    hf_defaults={
+        "rope_theta": 2e6,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 32768,
+    },
     gguf_interleaved_heads=True,
 )

@@ -13,19 +13,20 @@ import numpy as np
 
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cutting import our_tensors
+from phasewise.serving.loaders.cutting import is_beyond, our_tensors
 from phasewise.serving.loaders.encoders import encoder_gguf
 from phasewise.serving.loaders.encoders.reranker import gguf_score, gguf_template
 from phasewise.serving.loaders.families import Family, family_of_gguf
 from phasewise.serving.loaders.families.bert import EncoderFamily
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF
+from phasewise.serving.loaders.families.reading import yarn_magnitude
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_rows
 from phasewise.serving.loaders.formats.gguf_file import GgufHeader, TensorInfo
 from phasewise.serving.loaders.formats.gguf_parts import GgufFiles, open_gguf
-from phasewise.serving.loaders.formats.hf_config import yarn_magnitude
 from phasewise.serving.loaders.forms import Rows
+from phasewise.serving.loaders.head_rows import half_split
 from phasewise.serving.loaders.layout import shapes_of_all
-from phasewise.serving.loaders.source import ModelSource, SourceTensor, take_rows
+from phasewise.serving.loaders.source import ModelSource, SourceTensor
 from phasewise.serving.models.packed_model import (
     FrequencyFactors,
     LinearScaling,
@@ -45,12 +46,11 @@ LAYER_NAMES = {
     "ffn_gate.weight": "gate", "ffn_up.weight": "up", "ffn_down.weight": "down",
     "attn_norm.weight": "attn_norm", "ffn_norm.weight": "ffn_norm",
     "attn_q.bias": "q_bias", "attn_k.bias": "k_bias", "attn_v.bias": "v_bias",
-    "attn_q_norm.weight": "q_norm", "attn_k_norm.weight": "k_norm",
+    "attn_output.bias": "o_bias", "attn_q_norm.weight": "q_norm", "attn_k_norm.weight": "k_norm",
 }  # fmt: skip
 SCORE_OUT = "cls_output"  # until its rows are one vector
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS = {"rope_factors_short.weight": "short_factors", "rope_factors_long.weight": "long_factors"}
-PERMUTED = re.compile(r"layers\.\d+\.([qk])(_bias)?")
 
 # Tokens that end a turn whatever the metadata says: many files name only one of theirs.
 END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|eom_id|>", "<|endoftext|>")
@@ -157,6 +157,8 @@ def _tensors(
             continue
         match = re.fullmatch(r"blk\.(0|[1-9]\d{0,3})\.(.+)", theirs, re.ASCII)
         stem, name = (f"layers.{match[1]}.", match[2]) if match else ("", theirs)
+        if family.more_layers and is_beyond(stem, config):
+            continue
         what = f"{file.path} has a tensor {theirs!r:.80} that"
         try:
             renamed = list(
@@ -175,8 +177,7 @@ def _tensors(
         for ours, tensor in renamed:
             if ours in tensors:
                 raise ModelError(f"{file.path} has the tensor for {ours} twice")
-            heads = interleaved_heads(ours, family, config)
-            tensors[ours] = half_split(tensor, heads) if heads else tensor
+            tensors[ours] = half_split(ours, tensor, config) if family.gguf_interleaved_heads else tensor
     return tensors
 
 
@@ -216,7 +217,7 @@ def _config(
             scaling=_scaling(get, factors),
         ),
         tied_embeddings="output.weight" not in infos,
-        qk_norm=False,
+        qk_norm=family.gguf_optional_qk_norm and "blk.0.attn_q_norm.weight" in infos,
         sliding_window=None,
         bos_token_id=field(metadata, "tokenizer.ggml.bos_token_id", int, None),
         eos_token_ids=_eos_tokens(metadata),
@@ -315,14 +316,6 @@ def _adds_bos(metadata: Mapping[str, Any]) -> bool:
     return bool(field(metadata, "tokenizer.ggml.add_bos_token", bool, by_kind))
 
 
-def interleaved_heads(name: str, family: Family, config: ModelConfig) -> int:
-    """The number of heads whose rows llama.cpp's converter interleaved; 0 where it left the order alone."""
-    match = PERMUTED.fullmatch(name)
-    if not family.gguf_interleaved_heads or match is None:
-        return 0
-    return config.n_heads if match[1] == "q" else config.n_kv_heads
-
-
 def tensor_in(file: GgufFiles, info: TensorInfo) -> SourceTensor:
     kind = BLOCK_TYPES.get(info.type_name)
     if kind is None:
@@ -344,25 +337,6 @@ def tensor_in(file: GgufFiles, info: TensorInfo) -> SourceTensor:
         return decode_rows(info.type_name, raw, stop - start)
 
     return SourceTensor(info.type_name, info.shape, info.n_bytes, kind.form, rows)
-
-
-def half_split(tensor: SourceTensor, n_heads: int) -> SourceTensor:
-    """Undo the converter's interleaving: our row (head, half, i) is the file's row (head, i, half)."""
-    head_dim, rows = max(tensor.shape[0] // n_heads, 1), tensor.rows
-
-    def matrix_rows(start: int, stop: int) -> Rows:
-        first = start // head_dim * head_dim
-        heads = rows(first, -(-stop // head_dim) * head_dim)
-        wanted = np.arange(start, stop)
-        half, i = divmod(wanted % head_dim, head_dim // 2)
-        return take_rows(heads, wanted // head_dim * head_dim + 2 * i + half - first)
-
-    def vector_row(start: int, stop: int) -> Rows:
-        bias = rows(start, stop)
-        assert isinstance(bias, np.ndarray)
-        return bias.reshape(n_heads, head_dim // 2, 2).swapaxes(1, 2).reshape(1, -1)
-
-    return replace(tensor, rows=matrix_rows if len(tensor.shape) > 1 else vector_row)
 
 
 def _tokenizer_json(metadata: Mapping[str, Any], path: Path) -> str:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from phasewise.cython_kernels.exact import logarithm
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families import ACTIVATION_NAMES, Family, family_of_hf
+from phasewise.serving.loaders.families.reading import yarn_magnitude
 from phasewise.serving.loaders.formats.bitmask_tensors import check_compression
 from phasewise.serving.loaders.quantised.scheme import quantisation_of
 from phasewise.serving.models.packed_model import (
@@ -62,6 +63,10 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
     share = field(rope_fields, "partial_rotary_factor", float, get("partial_rotary_factor", float, 1.0))
     if not 0 < share <= 1:
         raise ModelError(f"config.json rotates {share!r:.80} of each head: a number from 0 to 1 expected")
+    if share != 1 and not family.partial_rope:
+        raise ModelError(
+            f"config.json rotates {share!r:.80} of each head, and {family.name} models rotate all"
+        )
     rope_dim = head_dim and int(head_dim * share)
     rope = RopeSpec(_theta(get, rope_fields), rope_dim, _scaling(get, rope_fields))
     plain = ModelConfig(
@@ -150,7 +155,12 @@ def _rope_fields(fields: Fields) -> Fields:
 
     Where they are given by kinds of layers, those of layers that see all.
     """
-    rope = field(fields, "rope_parameters", dict) or field(fields, "rope_scaling", dict) or {}
+    newer, older = field(fields, "rope_parameters", dict), field(fields, "rope_scaling", dict)
+    if newer and older and newer != older:
+        raise ModelError(
+            "config.json has rope_parameters and rope_scaling, which differ: one of them expected"
+        )
+    rope = newer or older or {}
     return field(rope, "full_attention", dict) or rope
 
 
@@ -194,6 +204,11 @@ def _original_context(get: Callable[..., Any], rope_fields: Fields) -> int:
     stated = get(
         "original_max_position_embeddings", int, get("max_position_embeddings", int, DEFAULT_CONTEXT)
     )
+    outside = get("original_max_position_embeddings", int)
+    if own is not None and outside not in (None, own):
+        raise ModelError(
+            f"config.json has an original context of {own} tokens, and one of {outside}: one of them"
+        )
     context: int = stated if own is None else own
     if not 2 <= context <= 1 << 26:
         raise ModelError(f"config.json has an original context of {context} tokens: 2 to 2^26 expected")
@@ -218,11 +233,6 @@ def _yarn_scaling(get: Callable[..., Any], rope_fields: Fields, need: Callable[.
         field(rope_fields, "beta_slow", float, 1.0),
         field(rope_fields, "truncate", bool, True),
     )
-
-
-def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """1 + weight log(factor) / 10 (YaRN, equation 22)."""
-    return 0.1 * weight * logarithm(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _long_scaling(get: Callable[..., Any], rope_fields: Fields, need: Callable[..., Any]) -> LongScaling:

@@ -13,7 +13,7 @@ import numpy as np
 from phasewise._safetensors import TensorEntry
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cutting import one_more, our_tensors
+from phasewise.serving.loaders.cutting import is_beyond, one_more, our_tensors
 from phasewise.serving.loaders.encoders.embedding_spec import embedding_of, most_tokens
 from phasewise.serving.loaders.encoders.encoder_hf import config_of as encoder_config_of
 from phasewise.serving.loaders.encoders.encoder_hf import encoder_embedding, encoder_tensors
@@ -23,7 +23,8 @@ from phasewise.serving.loaders.families.encoders import encoder_of_hf
 from phasewise.serving.loaders.formats.bitmask_tensors import Found, bitmask_tensor, part_of
 from phasewise.serving.loaders.formats.hf_config import config_of, field, quantisation_fields, text_fields
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
-from phasewise.serving.loaders.formats.safetensors_file import mxfp4_tensor, open_all, tensor_of
+from phasewise.serving.loaders.formats.safetensors_file import READABLE, mxfp4_tensor, open_all, tensor_of
+from phasewise.serving.loaders.head_rows import half_split
 from phasewise.serving.loaders.layout import shapes_of_all
 from phasewise.serving.loaders.quantised.scheme import Quantisation, quantisation_of
 from phasewise.serving.loaders.quantised.tensors import quantised_tensors
@@ -49,9 +50,11 @@ LAYER_NAMES = {
     "mlp.down_proj.weight": "down", "input_layernorm.weight": "attn_norm",
     "post_attention_layernorm.weight": "ffn_norm", "self_attn.q_proj.bias": "q_bias",
     "self_attn.k_proj.bias": "k_bias", "self_attn.v_proj.bias": "v_bias",
-    "self_attn.q_norm.weight": "q_norm", "self_attn.k_norm.weight": "k_norm",
+    "self_attn.o_proj.bias": "o_bias", "self_attn.q_norm.weight": "q_norm",
+    "self_attn.k_norm.weight": "k_norm",
 }  # fmt: skip
 MAX_SHARDS = 512
+COMPARED_ROWS = 64  # of two matrices that are the same, or not at all
 BLOCKS, SCALES = "_blocks", "_scales"  # of one tensor in MXFP4
 Shards = list[tuple[SourceFile, dict[str, TensorEntry]]]
 """Weight files, open, each with its table."""
@@ -94,6 +97,8 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
                 embedding = embedding_of(directory, config.context_length, encoder=False)
             if embedding is not None and not any("lm_head.weight" in entries for _, entries in opened):
                 config = replace(config, tied_embeddings=True)
+            if config.tied_embeddings and _has_own_head(opened, family):
+                config = replace(config, tied_embeddings=False)
             quantisation = quantisation_of(
                 quantisation_fields(text_fields(fields, family).get), directory.json("quantize_config.json")
             )
@@ -154,6 +159,28 @@ def _indexed(directory: Path, index: Mapping[str, Any]) -> list[str]:
     return files
 
 
+def _has_own_head(opened: Shards, family: Family) -> bool:
+    """True where a config calls embeddings tied and the files hold another head: it is used then."""
+    found = {
+        without_prefix(theirs, family): tensor_of(file, theirs, entry)
+        for file, entries in opened
+        for theirs, entry in entries.items()
+        if theirs.endswith(("embed_tokens.weight", "lm_head.weight")) and entry.dtype in READABLE
+    }
+    head, embed = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
+    if head is None or embed is None or head.shape != embed.shape:
+        return False
+    step = max(head.shape[0] // COMPARED_ROWS, 1)
+    places = range(0, head.shape[0], step)
+    return any(not np.array_equal(_plain_row(head, row), _plain_row(embed, row)) for row in places)
+
+
+def _plain_row(tensor: SourceTensor, row: int) -> np.ndarray:
+    numbers = tensor.rows(row, row + 1)
+    assert isinstance(numbers, np.ndarray)
+    return numbers
+
+
 def _our_tensors(
     opened: list[tuple[SourceFile, dict[str, TensorEntry]]],
     family: Family,
@@ -174,6 +201,8 @@ def _our_tensors(
     tensors: dict[str, SourceTensor] = {}
     for theirs, tensor in _file_tensors(opened, family, quantisation):
         stem, name, expert = layer_place(theirs)
+        if family.more_layers and is_beyond(stem, config):
+            continue
         if name == DERIVED or (theirs == "lm_head.weight" and config.tied_embeddings):
             continue
         what = f"{directory} has a tensor {theirs!r:.80} that"
@@ -190,6 +219,8 @@ def _our_tensors(
             if ours in tensors:
                 raise ModelError(f"{directory} has the tensor {theirs!r:.80} twice")
             unit = family.hf_unit_norms and ours.endswith("norm")
+            if family.hf_interleaved_heads:
+                our_tensor = half_split(ours, our_tensor, config)
             tensors[ours] = one_more(our_tensor) if unit else our_tensor
     return tensors
 

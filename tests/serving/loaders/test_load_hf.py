@@ -91,14 +91,14 @@ def test_tensors_equal_the_safetensors_packages(tmp_path: Path) -> None:
     )
 
 
-def test_a_tied_model_ignores_the_head_in_the_file(tmp_path: Path) -> None:
+def test_a_head_in_the_file_is_used_where_the_config_says_tied_and_it_is_another(tmp_path: Path) -> None:
     directory = write_tiny_hf(
         tmp_path / "tiny", shape=TinyShape(tied=False), config={"tie_word_embeddings": True}
     )
 
     model = load_model(str(directory), "native", tmp_path)
 
-    assert "lm_head" not in model.weights
+    assert "lm_head" in model.weights
 
 
 def test_chat_template_file_wins_over_the_tokenizers(tmp_path: Path) -> None:
@@ -210,7 +210,99 @@ BAD_CONFIGS = {
     ),
     "negative heads": ({"num_attention_heads": -4, "head_dim": None}, "n_heads is -4"),
     "odd head": ({"head_dim": 15}, "head dimensions"),
-    "odd rotation": ({"partial_rotary_factor": 0.32}, "RoPE over 5"),
+    "odd rotation": ({"model_type": "phi3", "partial_rotary_factor": 0.32}, "RoPE over 5"),
+    "two words on RoPE": (
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        },
+        "rope_parameters and rope_scaling, which differ",
+    ),
+    "two original contexts": (
+        {
+            "original_max_position_embeddings": 64,
+            "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+        },
+        "original context of 32 tokens, and one of 64",
+    ),
+    "norms of queries in cohere2": ({"model_type": "cohere2", "use_qk_norm": True}, "use_qk_norm = True"),
+    "a window of cohere2 that is none": (
+        {"model_type": "cohere2", "sliding_window": 0, "layer_types": ["sliding_attention"] * 2},
+        "sliding window is 0",
+    ),
+    "a logit scale of zero": ({"model_type": "cohere2", "logit_scale": 0.0}, "logit_scale = 0.0"),
+    "a LayerNorm's epsilon below zero": (
+        {"model_type": "cohere2", "layer_norm_eps": -1e-5},
+        "layer_norm_eps = -1e-05",
+    ),
+    "a period of no layers": ({"model_type": "cohere2", "sliding_window_pattern": 0}, "every 0 layers"),
+    "an epsilon of infinity": (
+        {"model_type": "starcoder2", "hidden_act": None, "norm_epsilon": float("inf")},
+        "norm_epsilon = inf",
+    ),
+    "biases that are a number": (
+        {"model_type": "starcoder2", "hidden_act": None, "use_bias": 1},
+        "bool expected",
+    ),
+    "another gelu": (
+        {"model_type": "starcoder2", "hidden_act": "gelu"},
+        "activation 'gelu'; gelu_pytorch_tanh can run",
+    ),
+    "queries that grow without YaRN": (
+        {
+            "model_type": "ministral3",
+            "rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1},
+        },
+        "no YaRN",
+    ),
+    "queries that grow by text": (
+        {
+            "model_type": "ministral3",
+            "rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": "x"},
+        },
+        "llama_4_scaling_beta = 'x'",
+    ),
+    "queries that grow at every token of millions": (
+        {
+            "model_type": "ministral3",
+            "max_position_embeddings": 1 << 26,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 2,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        "at most 65536 times",
+    ),
+    "a language model of mistral3 that is none": (
+        {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}},
+        "model_type = 'mistral4'",
+    ),
+    "all of a head and more": (
+        {"model_type": "minimax_m2", "rotary_dim": 64, "head_dim": 16},
+        "RoPE over 64",
+    ),
+    "another attention of minimax": (
+        {"model_type": "minimax_m2", "attn_type_list": [1, 0]},
+        "attn_type_list",
+    ),
+    "another scoring of minimax": (
+        {"model_type": "minimax_m2", "scoring_func": "softmax"},
+        "scoring_func = 'softmax'",
+    ),
+    "more experts chosen than there are": (
+        {"model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 5},
+        "5 of 4 experts",
+    ),
+    "groups that do not divide": (
+        {"model_type": "glm4_moe", "n_routed_experts": 8, "n_group": 3},
+        "group",
+    ),
+    "half of a head of a Llama": (
+        {"partial_rotary_factor": 0.5},
+        "rotates 0.5 of each head, and llama models",
+    ),
     "rotation of infinity": ({"partial_rotary_factor": float("inf")}, "rotates inf"),
     "gelu": ({"hidden_act": "gelu"}, "gelu"),
     "mlp bias": ({"mlp_bias": True}, "mlp_bias"),

@@ -20,7 +20,8 @@ from phasewise.cython_kernels import isa, packing
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.loaders import load_model
-from phasewise.serving.models.packed_model import STACKS, PackedModel
+from phasewise.serving.models.experts import STACKS
+from phasewise.serving.models.packed_model import PackedModel
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from tests.support.models import family_models as families
@@ -143,7 +144,21 @@ def test_no_row_depends_on_the_others_of_its_step(name: str, tmp_path: Path) -> 
     assert (decoded == np.stack(singly)).all()
 
 
-@pytest.mark.parametrize("name", ["gemma2", "olmo2", "granitemoe-shared", "gpt-oss", "arcee"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma2",
+        "olmo2",
+        "granitemoe-shared",
+        "gpt-oss",
+        "arcee",
+        "glm4",
+        "cohere2-biases",
+        "starcoder2",
+        "ministral3",
+        "minimax-m2",
+    ],
+)
 def test_two_ranks_compute_the_same_bits_as_one(name: str, tmp_path: Path) -> None:
     model = packed(name, "safetensors", tmp_path, "int8")
     prompt = families.family_prompts(name)[1]
@@ -197,12 +212,18 @@ def test_mxfp4_experts_of_safetensors_are_the_numbers_of_the_format(tmp_path: Pa
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_the_language_model_of_a_larger_gemma_is_read(prefix: str, tmp_path: Path) -> None:
-    alone = packed("gemma3", "safetensors", tmp_path)
-    folder = families.write_family_hf(tmp_path / "larger", "gemma3")
-    config = {"model_type": "gemma3", "text_config": families.FAMILY_CASES["gemma3"].fields}
+@pytest.mark.parametrize(("name", "larger"), [("gemma3", "gemma3"), ("ministral3", "mistral3")])
+def test_the_language_model_of_a_larger_one_is_read(
+    name: str, larger: str, prefix: str, tmp_path: Path
+) -> None:
+    alone = packed(name, "safetensors", tmp_path)
+    folder = families.write_family_hf(tmp_path / "larger", name)
+    config = {"model_type": larger, "text_config": families.FAMILY_CASES[name].fields}
     (folder / "config.json").write_text(json.dumps(config))
-    weights = {name.replace("model.", prefix, 1): w for name, w in families.family_weights("gemma3").items()}
+    weights = {
+        theirs.replace("model.", prefix, 1): weight
+        for theirs, weight in families.family_weights(name).items()
+    }
     weights["vision_tower.patches.weight"] = np.ones((4, 4, 3, 3), np.float32)
     save_file(weights, folder / "model.safetensors")
 
@@ -211,3 +232,31 @@ def test_the_language_model_of_a_larger_gemma_is_read(prefix: str, tmp_path: Pat
     assert replace(found.config, context_length=256) == alone.config
     assert all((found.vectors[name] == vector).all() for name, vector in alone.vectors.items())
     assert all((found.weights[name].values == weight.values).all() for name, weight in alone.weights.items())
+
+
+def test_layers_beyond_the_model_are_not_read(tmp_path: Path) -> None:
+    """Those that predict more tokens come after the model's own, under numbers that go on."""
+    alone = packed("glm4moe-plain", "safetensors", tmp_path)
+    folder = families.write_family_hf(tmp_path / "more", "glm4moe-plain")
+    weights = families.family_weights("glm4moe-plain")
+    weights["model.layers.3.eh_proj.weight"] = np.ones((64, 128), np.float32)
+    save_file(weights, folder / "model.safetensors")
+
+    found = load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
+
+    assert found.config == replace(alone.config, context_length=found.config.context_length)
+    assert set(found.weights) == set(alone.weights)
+
+
+def test_a_head_of_its_own_is_used_whatever_the_config_says(tmp_path: Path) -> None:
+    """As transformers 5 does: a config that calls embeddings tied is wrong where files hold another head."""
+    apart = packed("glm4", "safetensors", tmp_path)
+    folder = families.write_family_hf(tmp_path / "tied", "glm4", {"tie_word_embeddings": True})
+
+    found = load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
+
+    assert (found.weights["lm_head"].values == apart.weights["lm_head"].values).all()
+    weights = families.family_weights("glm4")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
+    save_file(weights, folder / "model.safetensors")
+    assert "lm_head" not in load_model(str(folder), "f32", cache_dir=tmp_path / "cache").weights

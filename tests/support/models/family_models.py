@@ -57,6 +57,8 @@ class FamilyCase:
     unit_norms: bool = False
     prompt_lengths: tuple[int, ...] = (9, 90)
     context_length: int = 256
+    prompt_seeds: tuple[int, ...] = ()
+    """Of the prompts: such that no two logits of the reference are close at the top. None: the lengths."""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -187,7 +189,68 @@ FAMILY_CASES: dict[str, FamilyCase] = {
          "position_embedding_type": "rope"},
         interleaved=True,
     ),
-    "qwen35": FamilyCase("qwen3_5_text", "", _DELTA, unit_norms=True),
+    "qwen35": FamilyCase("qwen3_5_text", "qwen35", _DELTA, unit_norms=True),
+    "glm4": FamilyCase(
+        "glm4", "glm4",
+        {"num_hidden_layers": 3, "head_dim": 32, "partial_rotary_factor": 0.5, "attention_bias": True},
+        prompt_seeds=(1005, 90),
+    ),
+    "glm4moe": FamilyCase(
+        "glm4_moe", "glm4moe",
+        {"num_hidden_layers": 4, "head_dim": 32, "partial_rotary_factor": 0.5, "attention_bias": True,
+         "use_qk_norm": True, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+         "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
+         "routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+        prompt_seeds=(1001, 1003),
+    ),
+    "glm4moe-plain": FamilyCase(
+        "glm4_moe", "glm4moe",
+        {"num_hidden_layers": 3, "head_dim": 32, "partial_rotary_factor": 0.5, "attention_bias": False,
+         "use_qk_norm": False, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+         "n_shared_experts": 2, "first_k_dense_replace": 2, "norm_topk_prob": False,
+         "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1},
+        prompt_seeds=(1000, 90),
+    ),
+    "minimax-m2": FamilyCase(
+        "minimax_m2", "minimax-m2",
+        {**_EXPERTS, "num_hidden_layers": 3, "head_dim": 32, "rotary_dim": 16, "rope_theta": 5e6},
+        prompt_seeds=(1002, 90),
+    ),
+    "qwen35moe": FamilyCase(
+        "qwen3_5_moe_text", "qwen35moe",
+        {**_DELTA, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+         "shared_expert_intermediate_size": 48},
+        unit_norms=True,
+        prompt_seeds=(9, 1000),
+    ),
+    "ministral3": FamilyCase(
+        "ministral3", "mistral3",
+        {"num_hidden_layers": 3, "head_dim": 32, "sliding_window": 40,
+         "rope_parameters": {
+             "rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 32,
+             "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+             "llama_4_scaling_beta": 0.4}},
+        interleaved=True,
+        prompt_seeds=(1004, 1001),
+    ),
+    "cohere2": FamilyCase(
+        "cohere2", "cohere2",
+        {"num_hidden_layers": 5, "sliding_window": 24, "layer_norm_eps": 1e-5, "logit_scale": 4.0,
+         "tie_word_embeddings": True, "layer_types": [*["sliding_attention"] * 3, FULL, "sliding_attention"]},
+        prompt_seeds=(1013, 1003),
+    ),
+    "cohere2-biases": FamilyCase(
+        "cohere2", "",
+        {"num_hidden_layers": 4, "sliding_window": 24, "layer_norm_eps": 1e-5, "logit_scale": 4.0,
+         "attention_bias": True},
+        prompt_seeds=(1000, 1001),
+    ),
+    "starcoder2": FamilyCase(
+        "starcoder2", "starcoder2",
+        {"num_hidden_layers": 3, "sliding_window": 40, "norm_epsilon": 1e-5, "use_bias": True,
+         "hidden_act": "gelu_pytorch_tanh"},
+        prompt_seeds=(1000, 1000),
+    ),
     "arcee": FamilyCase(
         "arcee", "arcee",
         {"hidden_act": "relu2",
@@ -257,14 +320,31 @@ def _shapes(case: FamilyCase) -> dict[str, tuple[int, ...]]:
         layer = _attention_shapes(
             case.model_type, hidden, n_heads * head_dim, kv * head_dim, head_dim, n_heads
         )
-        if f.get("layer_types", [FULL] * (i + 1))[i] != FULL:
+        layer |= _bias_shapes(case.model_type, f, n_heads * head_dim, kv * head_dim)
+        if f.get("layer_types", [FULL] * (i + 1))[i] not in (FULL, "sliding_attention"):
             layer = {name: shape for name, shape in layer.items() if not name.startswith("self_attn")}
             layer |= _state_shapes(case.model_type, f)
-        layer |= _feed_forward_shapes(case.model_type, f)
+        dense = i < f.get("first_k_dense_replace", 0)
+        layer |= _feed_forward_shapes("dense" if dense else case.model_type, f)
         shapes |= {f"model.layers.{i}.{tensor}": shape for tensor, shape in layer.items()}
     shapes["model.embedding_norm.weight" if case.model_type == "lfm2" else "model.norm.weight"] = (hidden,)
+    if case.model_type == "starcoder2":
+        shapes["model.norm.bias"] = (hidden,)
     if not f["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (f["vocab_size"], hidden)
+    return shapes
+
+
+def _bias_shapes(kind: str, f: Mapping[str, Any], q: int, kv: int) -> dict[str, tuple[int, ...]]:
+    hidden, shapes = f["hidden_size"], {}
+    if f.get("use_qk_norm"):
+        shapes |= {f"self_attn.{name}_norm.weight": (f["head_dim"],) for name in "qk"}
+    if f.get("use_bias") or (f.get("attention_bias") and kind in ("glm4", "glm4_moe", "cohere2")):
+        shapes |= {f"self_attn.{part}_proj.bias": (n,) for part, n in (("q", q), ("k", kv), ("v", kv))}
+        shapes |= {} if "glm4" in kind else {"self_attn.o_proj.bias": (hidden,)}
+    if kind == "starcoder2":
+        norms = ("input_layernorm", "post_attention_layernorm")
+        shapes |= {f"{norm}.bias": (hidden,) for norm in norms}
     return shapes
 
 
@@ -275,7 +355,7 @@ def _attention_shapes(
     if kind == "lfm2":
         shapes = {"self_attn.out_proj.weight": (hidden, q)}
         shapes |= {f"self_attn.{name}_layernorm.weight": (head_dim,) for name in "qk"}
-    if kind in ("qwen3_next", "qwen3_5_text"):
+    if kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
         shapes |= {f"self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
     if kind == "phi3":
         shapes["self_attn.qkv_proj.weight"] = (q + 2 * kv, hidden)
@@ -283,11 +363,11 @@ def _attention_shapes(
         shapes |= {
             f"self_attn.{name}_proj.weight": (n, hidden) for name, n in (("q", q), ("k", kv), ("v", kv))
         }
-    if kind in ("qwen3_next", "qwen3_5_text"):  # each head's queries, then its gate
+    if kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):  # each head's queries, then its gate
         shapes["self_attn.q_proj.weight"] = (2 * q, hidden)
     if kind in ("gemma3_text", "qwen3", "qwen3_moe"):
         shapes |= {f"self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
-    if kind in ("olmo2", "olmoe"):
+    if kind in ("olmo2", "olmoe", "minimax_m2"):
         shapes |= {"self_attn.q_norm.weight": (q,), "self_attn.k_norm.weight": (kv,)}
     if kind == "gpt_oss":
         sizes = (("q", q), ("k", kv), ("v", kv), ("o", hidden))
@@ -300,6 +380,10 @@ def _attention_shapes(
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     if kind == "olmo2":
         norms += ["post_feedforward_layernorm"]
+    if kind == "glm4":
+        norms += ["post_self_attn_layernorm", "post_mlp_layernorm"]
+    if kind == "cohere2":
+        norms = ["input_layernorm"]
     return shapes | {f"{name}.weight": (hidden,) for name in norms}
 
 
@@ -342,12 +426,21 @@ def _state_shapes(kind: str, f: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
 
 def _feed_forward_shapes(kind: str, f: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, ffn = f["hidden_size"], f.get("moe_intermediate_size", f["intermediate_size"])
-    n = f.get("num_experts", f.get("num_local_experts", 0))
+    if kind == "dense":
+        ffn = f["intermediate_size"]
+    n = f.get("num_experts", f.get("num_local_experts", f.get("n_routed_experts", 0)))
     if kind == "lfm2":
         of_one = {"w1": (ffn, hidden), "w3": (ffn, hidden), "w2": (hidden, ffn)}
         return {f"feed_forward.{name}.weight": shape for name, shape in of_one.items()}
-    if kind == "phi3":
+    if kind in ("phi3", "glm4"):
         return {"mlp.gate_up_proj.weight": (2 * ffn, hidden), "mlp.down_proj.weight": (hidden, ffn)}
+    if kind == "starcoder2":
+        return {
+            "mlp.c_fc.weight": (ffn, hidden),
+            "mlp.c_fc.bias": (ffn,),
+            "mlp.c_proj.weight": (hidden, ffn),
+            "mlp.c_proj.bias": (hidden,),
+        }
     if kind == "granitemoehybrid" and n == 0:
         shared = f["shared_intermediate_size"]
         return {
@@ -373,9 +466,10 @@ def _feed_forward_shapes(kind: str, f: Mapping[str, Any]) -> dict[str, tuple[int
             "mlp.experts.down_proj": (n, ffn, hidden),
             "mlp.experts.down_proj_bias": (n, hidden),
         }
-    if kind == "mixtral":
+    if kind in ("mixtral", "minimax_m2"):
         of_one = {"w1": (ffn, hidden), "w3": (ffn, hidden), "w2": (hidden, ffn)}
-        return {"block_sparse_moe.gate.weight": (n, hidden)} | {
+        bias = {"block_sparse_moe.e_score_correction_bias": (n,)} if kind == "minimax_m2" else {}
+        return {"block_sparse_moe.gate.weight": (n, hidden), **bias} | {
             f"block_sparse_moe.experts.{e}.{name}.weight": shape
             for e in range(n)
             for name, shape in of_one.items()
@@ -386,7 +480,17 @@ def _feed_forward_shapes(kind: str, f: Mapping[str, Any]) -> dict[str, tuple[int
     if kind in ("qwen3_moe", "olmoe"):
         of_all = {f"mlp.experts.{e}.{name}.weight": shape for e in range(n) for name, shape in names.items()}
         return {"mlp.gate.weight": (n, hidden), **of_all}
-    if kind == "qwen3_next":
+    if kind == "glm4_moe":
+        shared = f["n_shared_experts"] * ffn
+        of_all = {f"mlp.experts.{e}.{name}.weight": shape for e in range(n) for name, shape in names.items()}
+        of_shared = _feed_forward_shapes("dense", {**f, "intermediate_size": shared})
+        return {
+            "mlp.gate.weight": (n, hidden),
+            "mlp.gate.e_score_correction_bias": (n,),
+            **of_all,
+            **{name.replace("mlp.", "mlp.shared_experts."): shape for name, shape in of_shared.items()},
+        }
+    if kind in ("qwen3_next", "qwen3_5_moe_text"):
         shared = f["shared_expert_intermediate_size"]
         return {
             "mlp.gate.weight": (n, hidden),
@@ -402,9 +506,10 @@ def _feed_forward_shapes(kind: str, f: Mapping[str, Any]) -> dict[str, tuple[int
 
 def family_prompts(name: str) -> list[list[int]]:
     """Token ids of a model's prompts."""
+    case = FAMILY_CASES[name]
     return [
-        (np.random.PCG64(length).random_raw(length) % np.uint64(SHAPE.vocab_size)).astype(int).tolist()
-        for length in FAMILY_CASES[name].prompt_lengths
+        (np.random.PCG64(seed).random_raw(length) % np.uint64(SHAPE.vocab_size)).astype(int).tolist()
+        for length, seed in zip(case.prompt_lengths, case.prompt_seeds or case.prompt_lengths, strict=True)
     ]
 
 
@@ -464,6 +569,10 @@ def write_family_gguf(path: Path, name: str) -> Path:
         theirs = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, tensor
         writer.add_tensor(theirs, np.ascontiguousarray(values, np.float32))
+    if f.get("num_nextn_predict_layers"):
+        writer.add_tensor(
+            f"blk.{f['num_hidden_layers']}.nextn.eh_proj.weight", np.ones((64, 128), np.float32)
+        )
     scaling = f.get("rope_scaling") or {}
     if "short_factor" in scaling:
         for kind in ("long", "short"):
@@ -477,7 +586,10 @@ def write_family_gguf(path: Path, name: str) -> Path:
 
 def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None:
     head_dim = f.get("head_dim", f["hidden_size"] // f["num_attention_heads"])
-    writer.add_block_count(f["num_hidden_layers"])
+    n_more = f.get("num_nextn_predict_layers", 0)
+    writer.add_block_count(f["num_hidden_layers"] + n_more)
+    if n_more:
+        writer.add_nextn_predict_layers(n_more)
     writer.add_context_length(f["max_position_embeddings"])
     writer.add_embedding_length(f["hidden_size"])
     writer.add_feed_forward_length(f["intermediate_size"])
@@ -495,27 +607,38 @@ def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None
         writer.add_ssm_time_step_rank(f["mamba_n_heads"])
         writer.add_ssm_inner_size(f["mamba_expand"] * f["hidden_size"])
         writer.add_rope_scaling_finetuned(f.get("position_embedding_type") == "rope")
-    if case.gguf == "qwen3next":
+    if case.gguf in ("qwen3next", "qwen35", "qwen35moe"):
         writer.add_ssm_conv_kernel(f["linear_conv_kernel_dim"])
         writer.add_ssm_state_size(f["linear_key_head_dim"])
         writer.add_ssm_group_count(f["linear_num_key_heads"])
         writer.add_ssm_time_step_rank(f["linear_num_value_heads"])
         writer.add_ssm_inner_size(f["linear_num_value_heads"] * f["linear_value_head_dim"])
         writer.add_uint32(f"{case.gguf}.full_attention_interval", 3)
+    if "shared_expert_intermediate_size" in f:
         writer.add_expert_shared_feed_forward_length(f["shared_expert_intermediate_size"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(f["rms_norm_eps"])
-    writer.add_rope_freq_base(f.get("rope_theta", 1e4))
-    writer.add_rope_dimension_count(int(head_dim * f.get("partial_rotary_factor", 1.0)))
+    if case.gguf in ("cohere2", "starcoder2"):
+        writer.add_layer_norm_eps(f.get("layer_norm_eps", f.get("norm_epsilon")))
+    else:
+        writer.add_layer_norm_rms_eps(f["rms_norm_eps"])
+    if case.gguf == "cohere2":
+        writer.add_logit_scale(f["logit_scale"])
+    if beta := f.get("rope_parameters", {}).get("llama_4_scaling_beta"):
+        writer.add_attn_temperature_scale(beta)
+        writer.add_rope_scaling_yarn_log_mul(f["rope_parameters"]["mscale_all_dim"])
+    writer.add_rope_freq_base(f.get("rope_parameters", f).get("rope_theta", 1e4))
+    writer.add_rope_dimension_count(f.get("rotary_dim", int(head_dim * f.get("partial_rotary_factor", 1.0))))
     if f.get("sliding_window"):
         writer.add_sliding_window(f["sliding_window"])
+    if case.gguf in ("glm4moe", "minimax-m2"):
+        _write_routing(writer, f)
     if n_experts := f.get("num_experts", f.get("num_local_experts")):
         writer.add_expert_count(n_experts)
         writer.add_expert_used_count(f["num_experts_per_tok"])
     if shared := f.get("shared_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(shared)
-    if case.model_type in ("qwen3_moe", "gpt_oss", "qwen3_next"):
+    if case.model_type in ("qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"):
         writer.add_expert_feed_forward_length(f.get("moe_intermediate_size", f["intermediate_size"]))
     if case.model_type == "gemma2":
         writer.add_attn_logit_softcapping(f["attn_logit_softcapping"])
@@ -538,10 +661,24 @@ def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None
     writer.add_add_bos_token(False)
 
 
+def _write_routing(writer: Any, f: Mapping[str, Any]) -> None:
+    import gguf
+
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_feed_forward_length(f.get("moe_intermediate_size", f["intermediate_size"]))
+    if "n_routed_experts" in f:
+        writer.add_expert_count(f["n_routed_experts"])
+        writer.add_expert_used_count(f["num_experts_per_tok"])
+        writer.add_expert_shared_count(f["n_shared_experts"])
+        writer.add_leading_dense_block_count(f["first_k_dense_replace"])
+        writer.add_expert_weights_scale(f["routed_scaling_factor"])
+        writer.add_expert_weights_norm(f["norm_topk_prob"])
+
+
 def _write_scaling(writer: Any, f: Mapping[str, Any]) -> None:
     import gguf
 
-    scaling = f.get("rope_scaling") or {}
+    scaling = f.get("rope_scaling") or f.get("rope_parameters") or {}
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
@@ -569,6 +706,8 @@ def _converted(case: FamilyCase, f: Mapping[str, Any], weights: Arrays) -> Array
             values = values + 1
         if (changed := _state_tensors(case, f, name, values)) is not None:
             out |= changed
+        elif name.endswith(".e_score_correction_bias"):
+            out[f"{name.removesuffix('_bias')}.bias"] = values
         elif name.endswith(".sinks"):
             out[f"{name}.weight"] = values
         elif case.model_type == "gpt_oss" and ".experts." in name:
@@ -588,6 +727,8 @@ def _converted(case: FamilyCase, f: Mapping[str, Any], weights: Arrays) -> Array
 
 def _state_tensors(case: FamilyCase, f: Mapping[str, Any], name: str, values: np.ndarray) -> Arrays | None:
     """Tensors of layers with a state, and of Qwen 3 Next's experts, as the converter changes them."""
+    if case.gguf in ("qwen35", "qwen35moe") and ".linear_attn." in name:
+        values = _tiled(f, name, values)
     if name.endswith((".conv.conv.weight", ".conv1d.weight")):
         return {name: values[:, 0]}
     if case.gguf == "granitehybrid" and ".mamba." in name and name.endswith((".A_log", ".D")):
@@ -596,7 +737,7 @@ def _state_tensors(case: FamilyCase, f: Mapping[str, Any], name: str, values: np
         return {name: values[None]}
     if case.gguf == "granitehybrid" and name.endswith(".dt_bias"):
         return {name.replace(".dt_bias", ".dt_proj.bias"): values}
-    if case.gguf != "qwen3next":
+    if case.gguf not in ("qwen3next", "qwen35", "qwen35moe"):
         return None
     if name.endswith(".A_log"):
         return {name: -np.exp(values.astype(np.float64)).astype(np.float32)}
@@ -619,7 +760,25 @@ def _state_tensors(case: FamilyCase, f: Mapping[str, Any], name: str, values: np
             return {f"{stem}.down_proj.weight": values}
         gate, up = np.split(values, 2, axis=1)
         return {f"{stem}.gate_proj.weight": gate, f"{stem}.up_proj.weight": up}
-    return None
+    return {name: values} if ".linear_attn." in name else None
+
+
+def _tiled(f: Mapping[str, Any], name: str, values: np.ndarray) -> np.ndarray:
+    """Value heads as llama.cpp orders them: the first of every key head, then the second ones."""
+    groups, heads = f["linear_num_key_heads"], f["linear_num_value_heads"]
+    part = name.rpartition(".linear_attn.")[2]
+    if part == "norm.weight":
+        return values
+    size = (
+        1
+        if part in ("in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")
+        else f["linear_value_head_dim"]
+    )
+    order = np.arange(heads * size).reshape(groups, heads // groups, size).swapaxes(0, 1).ravel()
+    if part == "out_proj.weight":
+        return values[:, order]
+    kept = len(values) - len(order)
+    return np.concatenate([values[:kept], values[kept:][order]])
 
 
 def _gpt_oss_experts(name: str, values: np.ndarray) -> Arrays:

@@ -1,0 +1,68 @@
+"""StarCoder 2: LayerNorms, biases everywhere, feed-forward layers without a gate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phasewise.serving.loaders.families.family import Family, Get
+from phasewise.serving.loaders.families.reading import positive
+from phasewise.serving.models.packed_model import ModelConfig
+
+EPS = 1e-5
+
+
+def _hf(get: Get, config: ModelConfig) -> ModelConfig:
+    biases = get("use_bias", bool, True)
+    return replace(
+        config,
+        layer_norms=True,
+        norm_biases=True,
+        out_bias=biases,
+        ffn_biases=biases,
+        norm_eps=positive(get, "norm_epsilon", EPS),
+        sliding_window=get("sliding_window", int),
+    )
+
+
+def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    return replace(
+        config,
+        layer_norms=True,
+        norm_biases=True,
+        ffn_biases=config.out_bias,
+        norm_eps=positive(get, "attention.layer_norm_epsilon", EPS),
+        sliding_window=get("attention.sliding_window", int) or None,
+    )
+
+
+STARCODER2 = Family(
+    "starcoder2",
+    hf=("starcoder2",),
+    gguf=("starcoder2",),
+    from_hf=_hf,
+    from_gguf=_gguf,
+    hf_names={
+        "input_layernorm.bias": "attn_norm_bias",
+        "post_attention_layernorm.bias": "ffn_norm_bias",
+        "mlp.c_fc.weight": "up",
+        "mlp.c_fc.bias": "up_bias",
+        "mlp.c_proj.weight": "down",
+        "mlp.c_proj.bias": "down_bias",
+    },
+    gguf_names={
+        "attn_norm.bias": "attn_norm_bias",
+        "ffn_norm.bias": "ffn_norm_bias",
+        "ffn_up.bias": "up_bias",
+        "ffn_down.bias": "down_bias",
+    },
+    global_names={"model.norm.bias": "final_norm_bias", "output_norm.bias": "final_norm_bias"},
+    hf_defaults={
+        "max_position_embeddings": 4096,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
+    },
+    activation="gelu_tanh",
+    gated=False,
+)

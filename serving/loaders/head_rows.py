@@ -1,0 +1,64 @@
+"""The order of rows in query and key heads: RoPE turns (i, i + half) here, (2 i, 2 i + 1) in some files.
+
+Rows that are not turned keep their places behind the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from phasewise.cython_kernels.packing import Array
+from phasewise.serving.loaders.forms import Rows
+from phasewise.serving.loaders.source import SourceTensor, take_rows
+from phasewise.serving.models.packed_model import ModelConfig
+
+_TURNED = re.compile(r"layers\.\d+\.([qk])(_bias)?")
+
+
+def half_split(ours: str, tensor: SourceTensor, config: ModelConfig) -> SourceTensor:
+    """A tensor of a file that has pairs side by side, in our order.
+
+    ours: our name of it; others than those of queries and keys stay as they are.
+    """
+    return _reordered(ours, tensor, config, _places_in_file)
+
+
+def interleaved(ours: str, tensor: SourceTensor, config: ModelConfig) -> SourceTensor:
+    """The inverse: a tensor of ours as such a file has it."""
+    return _reordered(ours, tensor, config, lambda turned: np.argsort(_places_in_file(turned)))
+
+
+def _places_in_file(turned: int) -> Array:
+    """Where a head's turned rows are in a file with pairs side by side."""
+    half, i = divmod(np.arange(turned), turned // 2)
+    return 2 * i + half
+
+
+def _reordered(
+    ours: str, tensor: SourceTensor, config: ModelConfig, places_of: Callable[[int], Array]
+) -> SourceTensor:
+    match = _TURNED.fullmatch(ours)
+    if match is None:
+        return tensor
+    n_heads, rows = config.n_heads if match[1] == "q" else config.n_kv_heads, tensor.rows
+    head_dim = max(tensor.shape[0] // n_heads, 1)
+    order = np.arange(head_dim)
+    turned = min(config.rope.dim, head_dim) // 2 * 2
+    order[:turned] = places_of(turned)
+
+    def matrix_rows(start: int, stop: int) -> Rows:
+        first = start // head_dim * head_dim
+        heads = rows(first, -(-stop // head_dim) * head_dim)
+        wanted = np.arange(start, stop)
+        return take_rows(heads, wanted // head_dim * head_dim + order[wanted % head_dim] - first)
+
+    def vector_row(start: int, stop: int) -> Rows:
+        bias = rows(start, stop)
+        assert isinstance(bias, np.ndarray)
+        return bias.reshape(n_heads, head_dim)[:, order].reshape(1, -1)
+
+    return replace(tensor, rows=matrix_rows if len(tensor.shape) > 1 else vector_row)

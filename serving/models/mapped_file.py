@@ -1,0 +1,31 @@
+"""The packed file that a model's arrays lie in."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class MappedFile:
+    """The packed file that a model's arrays are views of. Another process can map the same one."""
+
+    path: Path
+    address: int
+    """The address of the first byte in this process."""
+    n_bytes: int
+    identity: tuple[int, int]
+    """Device and inode: the path may get another file."""
+
+    def open_again(self) -> int | None:
+        """A descriptor of the same file; None if another one has its name by now."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino) == self.identity:
+            return fd
+        os.close(fd)
+        return None

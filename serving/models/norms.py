@@ -1,0 +1,43 @@
+"""Norms of the stream that are operations of their own: LayerNorms, and the last one before no head."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from phasewise.cython_kernels._native import Program
+from phasewise.serving.models.linears import Place, Rows
+from phasewise.serving.models.packed_model import ModelConfig, PackedModel
+
+
+def stream_eps(config: ModelConfig) -> float:
+    """Epsilon for norms of the stream, which is kept divided by the residual scale."""
+    return config.norm_eps / config.residual_scale**2
+
+
+def add_layer_norm(
+    program: Program,
+    model: PackedModel,
+    norm: str,
+    source: Place,
+    target: Place,
+    rows: Rows,
+    factor: float = 1.0,
+) -> None:
+    """Rows behind a LayerNorm, times `factor`."""
+    weight = model.vectors[norm] * np.float32(factor)
+    bias = np.zeros_like(weight)
+    if model.config.norm_biases:
+        bias = model.vectors[f"{norm}_bias"] * np.float32(factor)
+    eps = stream_eps(model.config)
+    program.layernorm(model.config.hidden, *source, *target, weight, bias, rows=rows, eps=eps)
+
+
+def add_final_norm(
+    program: Program, model: PackedModel, source: Place, target: Place, factor: float = 1.0
+) -> None:
+    """The stream after the last norm, of rows that are wanted."""
+    if model.config.layer_norms:
+        add_layer_norm(program, model, "final_norm", source, target, "logits", factor)
+        return
+    norm, eps = model.vectors["final_norm"] * np.float32(factor), stream_eps(model.config)
+    program.adjust(model.config.hidden, *source, *target, norm=norm, rows="logits", eps=eps)
