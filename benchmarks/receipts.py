@@ -80,7 +80,7 @@ def receipts(model: Model, tokens: int = 500, rounds: Rounds = 5) -> Yielded:
         began = Seconds.now()
         verdicts = replay_receipts(found, given[:number])
         replays.append(Seconds.now().since(began, number))
-        assert all(one.is_confirmed for one in verdicts)
+        assert all(verdict.is_confirmed for verdict in verdicts)
     for name, values in (("without", times[False]), ("with", times[True]), ("replay", replays)):
         yield f"{name}: {', '.join(map(str, values))} s (of the CPU)"
     for at, clock in enumerate(Seconds._fields):

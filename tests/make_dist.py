@@ -89,7 +89,7 @@ def digests(dist: Path) -> str:
 
 
 def main() -> None:
-    dist, scratch = (Path(one).resolve() for one in sys.argv[1:3])
+    dist, scratch = (Path(word).resolve() for word in sys.argv[1:3])
     os.environ["SOURCE_DATE_EPOCH"] = str(epoch_s())
     if any(dist.glob("*")):
         sys.exit(f"{dist} is not empty: the digests would name what another release left there")

@@ -28,7 +28,7 @@ def held(lines: list[LatencyLine], slo_s: float) -> int:
     devices = [
         ModelledDevice(str(rank), rank, line, line.largest_within(slo_s)) for rank, line in enumerate(lines)
     ]
-    used = [one for one in devices if one.depth > 0]
+    used = [device for device in devices if device.depth > 0]
     return largest_concurrency(used, slo_s) if used else 0
 
 

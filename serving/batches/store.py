@@ -121,10 +121,10 @@ class BatchStore:
 
     def file(self, owner: str, file_id: str) -> StoredFile:
         """BatchStoreError where there is none of this owner's."""
-        found = self._files("id = ? AND owner = ?", (file_id, owner))
-        if not found:
+        files = self._files("id = ? AND owner = ?", (file_id, owner))
+        if not files:
             raise BatchStoreError("missing", f"there is no file {file_id[:80]!r} of yours here")
-        return found[0]
+        return files[0]
 
     def files(self, owner: str) -> list[StoredFile]:
         """The newest first."""
@@ -181,10 +181,10 @@ class BatchStore:
 
     def batch(self, owner: str, batch_id: str) -> StoredBatch:
         """BatchStoreError where there is none of this owner's."""
-        found = self._batches("id = ? AND owner = ?", (batch_id, owner))
-        if not found:
+        batches = self._batches("id = ? AND owner = ?", (batch_id, owner))
+        if not batches:
             raise BatchStoreError("missing", f"there is no batch {batch_id[:80]!r} of yours here")
-        return found[0]
+        return batches[0]
 
     def batches(self, owner: str) -> list[StoredBatch]:
         """The newest first."""
@@ -294,9 +294,9 @@ class BatchStore:
     def _drop_strays(self) -> None:
         """Files whose writing was cut off."""
         with self._transaction() as db:
-            known = {name for (name,) in db.execute("SELECT id FROM files")}
+            file_ids = {name for (name,) in db.execute("SELECT id FROM files")}
         for path in self._folder.glob("file-*"):
-            if path.name not in known:
+            if path.name not in file_ids:
                 path.unlink(missing_ok=True)
 
 

@@ -53,7 +53,7 @@ def test_the_least_median_of_many_is_lucky_and_the_judge_is_not() -> None:
     dice = np.random.default_rng(2)
     times = [times_of([1.0] * 12, 30, dice) for _ in range(MACHINES)]
 
-    naive = statistics.fmean(standing(one)[0] / standing(one).min() for one in times)
+    naive = statistics.fmean(standing(time)[0] / standing(time).min() for time in times)
     judged = statistics.fmean(against_best(one, 0, range(12)).middle for one in times)
 
     assert naive > 1.005

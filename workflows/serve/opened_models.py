@@ -34,7 +34,7 @@ class OpenedModel:
     """
 
     spec: InstanceSpec
-    found: OpenModel
+    open_model: OpenModel
     opened: Served
     host: OpenHost
     predictor: Predictor | None
@@ -51,7 +51,7 @@ class OpenedModel:
         for instance in self.instances:
             yield instance, open_under(instance.plans, spec.model, spec.weights, spec.db, read_machine())
         if not self.instances:
-            yield None, self.found
+            yield None, self.open_model
 
     def uses(self, model: OpenModel) -> list[ScheduleUse]:
         """The schedules that a model opened so runs by."""
@@ -109,7 +109,7 @@ class SizedModel:
     """A model whose engine is not open yet. `drafts`: where drafts of answers come from; None: nowhere."""
 
     ref: str
-    found: OpenModel
+    open_model: OpenModel
     drafts: DraftSource | None
     size: EngineSize
 
@@ -118,7 +118,7 @@ class SizedModel:
         """Bytes of its weights and its draft's, and of keys and values."""
         from phasewise.serving.models.forward import kv_bytes_by_reach, kv_bytes_per_slot
 
-        kv, model = self.size.kv, self.found.model
+        kv, model = self.size.kv, self.open_model.model
         seen_by_all, windowed = kv_bytes_by_reach(model, kv.format)
         n_bytes = model.weight_bytes + kv.slots * seen_by_all + (kv.ring_slots or kv.slots) * windowed
         if self.drafts is not None and self.drafts.model is not None:
@@ -147,7 +147,7 @@ def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, rep
     from phasewise.workflows.serve.length_estimator import open_predictor
     from phasewise.workflows.serve.pools import open_pools
 
-    running, db, opened, size = settings.running, settings.db, model.found, model.size
+    running, db, opened, size = settings.running, settings.db, model.open_model, model.size
     text = ModelText(opened.model, allow_special=settings.accepting.allow_special)
     predictor = open_predictor(running.predictor, opened.model.name, report, text.tokenizer.decode)
     prefixes = settings.prefixes.for_engines()

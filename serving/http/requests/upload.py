@@ -50,24 +50,24 @@ class FormReader:
         """Read a part's head, or data up to a mark. False: more bytes are needed."""
         if self._part is None:
             return self._read_head() if self._has_begun else self._skip_to_first()
-        at = self._rest.find(self._mark)
-        if at < 0:
+        offset = self._rest.find(self._mark)
+        if offset < 0:
             keep = len(self._mark) - 1
             self._take(self._rest[:-keep])
             self._rest = self._rest[-keep:]
             return False
-        self._take(self._rest[:at])
-        self._rest = self._rest[at + len(self._mark) :]
+        self._take(self._rest[:offset])
+        self._rest = self._rest[offset + len(self._mark) :]
         self._end_part()
         return True
 
     def _skip_to_first(self) -> bool:
-        at = self._rest.find(self._mark)
-        if at < 0 and len(self._rest) > _MOST_HEAD_BYTES:
+        offset = self._rest.find(self._mark)
+        if offset < 0 and len(self._rest) > _MOST_HEAD_BYTES:
             raise _no_form("it does not begin with its boundary")
-        if at < 0:
+        if offset < 0:
             return False
-        self._rest = self._rest[at + len(self._mark) :]
+        self._rest = self._rest[offset + len(self._mark) :]
         self._has_begun = True
         return True
 
@@ -75,13 +75,13 @@ class FormReader:
         if self._rest.startswith(b"--"):
             self.is_over = True
             return False
-        at = self._rest.find(b"\r\n\r\n")
-        if at < 0:
+        offset = self._rest.find(b"\r\n\r\n")
+        if offset < 0:
             if len(self._rest) > _MOST_HEAD_BYTES:
                 raise _no_form("the head of a part is too long")
             return False
-        names = _disposition(self._rest[:at])
-        self._rest = self._rest[at + 4 :]
+        names = _disposition(self._rest[:offset])
+        self._rest = self._rest[offset + 4 :]
         self._part, self._value = names.get("name", ""), b""
         if self._part == "file":
             if self.form.filename is not None:

@@ -173,8 +173,8 @@ def _owner(request: Request) -> str:
 
 
 def _seconds(window: str) -> int:
-    found = re.fullmatch(r"([1-9][0-9]{0,6})([smhd])", window)
-    seconds = int(found[1]) * _UNITS_S[found[2]] if found else 0
+    match = re.fullmatch(r"([1-9][0-9]{0,6})([smhd])", window)
+    seconds = int(match[1]) * _UNITS_S[match[2]] if match else 0
     if not 0 < seconds <= _MOST_WINDOW_S:
         raise bad_request("completion_window must be a time such as 24h, at most 30d", "completion_window")
     return seconds

@@ -189,7 +189,7 @@ def test_requests_and_tokens_are_conserved(
     computed = sum(
         tokens * 0 + seconds for use in result.machines for tokens, seconds in use.occupancy_s.items()
     )
-    least = sum(one.prompt_tokens for one in arrivals) / 1000
+    least = sum(arrival.prompt_tokens for arrival in arrivals) / 1000
     if policy != "splitwise-sim":
         assert computed >= least * (1 - 1e-9)
 

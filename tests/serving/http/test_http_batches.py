@@ -87,13 +87,13 @@ def test_every_line_is_answered_in_order_and_faults_go_to_the_error_file(server:
     assert (counts.total, counts.completed, counts.failed) == (45, 40, 5)
     answers, faults = read(client, batch.output_file_id), read(client, batch.error_file_id)
     assert [one["custom_id"] for one in answers] == [f"n{at}" for at in range(40)]
-    for one in answers:
+    for answer in answers:
         alone = client.completions.create(
-            model="fake", prompt=f"say {one['custom_id']}", max_tokens=3, temperature=0
+            model="fake", prompt=f"say {answer['custom_id']}", max_tokens=3, temperature=0
         )
-        assert one["response"]["status_code"] == 200
-        assert one["response"]["body"]["choices"][0]["text"] == alone.choices[0].text
-    assert [one["custom_id"] for one in faults] == [None, "n0", "other", "streamed", "wrong"]
+        assert answer["response"]["status_code"] == 200
+        assert answer["response"]["body"]["choices"][0]["text"] == alone.choices[0].text
+    assert [fault["custom_id"] for fault in faults] == [None, "n0", "other", "streamed", "wrong"]
     assert [one["error"]["message"].split(":")[0] for one in faults[:4]] == [
         "line 42",
         "line 43",
@@ -158,7 +158,7 @@ def test_a_batch_is_cancelled_and_what_was_not_answered_says_so(server: FakeServ
     assert batch.status == "cancelled"
     answers, faults = read(client, batch.output_file_id), read(client, batch.error_file_id)
     assert len(answers) + len(faults) == 60
-    assert {one["error"]["code"] for one in faults} == {"batch_cancelled"}
+    assert {fault["error"]["code"] for fault in faults} == {"batch_cancelled"}
     server.wait_until_idle()
     assert client.batches.cancel(batch.id).status == "cancelled"
 
@@ -257,7 +257,7 @@ def test_a_batch_goes_on_after_ten_restarts_and_every_line_is_answered_once(tmp_
                 answers = read(client, batch.output_file_id)
     assert n_done == sorted(n_done), "no answer is lost"
     assert (batch.request_counts.completed, batch.request_counts.failed) == (200, 0)
-    assert [one["custom_id"] for one in answers] == [f"n{at}" for at in range(200)]
+    assert [answer["custom_id"] for answer in answers] == [f"n{at}" for at in range(200)]
 
 
 def test_others_get_their_answers_while_a_batch_fills_the_server(server: FakeServer) -> None:

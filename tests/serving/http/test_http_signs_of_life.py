@@ -109,7 +109,7 @@ def test_who_minds_gets_none_and_the_status_of_what_fails() -> None:
             server.ranks.fail_with = StepFailed("no") if fails else None
             gate.open.set()
             asking.join(20)
-    assert [one.status_code for one in answers] == [200, 500]
+    assert [answer.status_code for answer in answers] == [200, 500]
     assert COMMENT not in answers[0].text
 
 

@@ -139,7 +139,7 @@ def test_a_guide_that_begins_late_leaves_all_text_before_the_call_alone(
     name: str, compiler: GuideCompiler
 ) -> None:
     found, functions = dialect(name), [Function("f", {"type": "object", "properties": {}, "required": []})]
-    triggers = [one.encode() for one in found.format.triggers(functions)]
+    triggers = [trigger.encode() for trigger in found.format.triggers(functions)]
     tokens = compiler.tokens
     late = CallGuide(
         held(name, functions, compiler),

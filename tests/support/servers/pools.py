@@ -110,8 +110,8 @@ class PoolServer:
         """True if every instance runs and none holds keys and values, or expects any."""
         members = self.front.members()
         return all(
-            one["state"] == "running" and one["kv_slots_used"] == 0 and one["handing_over"] == 0
-            for one in members
+            member["state"] == "running" and member["kv_slots_used"] == 0 and member["handing_over"] == 0
+            for member in members
         )
 
 
