@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -138,7 +139,7 @@ def boundary_of(request: Request) -> str:
 
 
 async def read_form(request: Request, write: Callable[[bytes], None], most_bytes: int) -> UploadForm:
-    """The form of a request, its file given to `write`. ApiError for what is no form, or too large."""
+    """The form of a request, its file given to `write` on a thread. ApiError for what is no form, or too large."""
     reader = FormReader(boundary_of(request), write)
     n_bytes, more = 0, True
     while more:
@@ -151,7 +152,7 @@ async def read_form(request: Request, write: Callable[[bytes], None], most_bytes
             raise ApiError(
                 413, f"the file is larger than {most_bytes} bytes", code="file_too_large", closes=True
             )
-        reader.feed(piece)
+        await asyncio.to_thread(reader.feed, piece)
     if not reader.is_over:
         raise _no_form("it ends before its last boundary")
     return reader.form

@@ -128,11 +128,10 @@ def _add_files(app: FastAPI, runner: BatchRunner) -> None:
                 raise bad_request("purpose must be batch: files are for batches alone here", "purpose")
             if form.filename is None:
                 raise bad_request("the form has no part called file", "file")
-        except BatchStoreError as error:
-            file.drop()
-            raise _refusal(error) from None
-        except BaseException:
-            file.drop()
+        except BaseException as error:
+            await asyncio.shield(asyncio.to_thread(file.drop))
+            if isinstance(error, BatchStoreError):
+                raise _refusal(error) from None
             raise
         name = form.filename[:255]
         return _file(await _on_disk(partial(kept.keep_file, file, _owner(request), name, "batch")))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +15,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from fastapi import Request
 
 from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.http.requests.upload import read_form
 from tests.support.servers.fake_server import FakeServer, fake_server
 
 LIMITS = HttpLimits(api_keys=("one", "two"))
@@ -277,3 +281,28 @@ def test_others_get_their_answers_while_a_batch_fills_the_server(server: FakeSer
     assert "phasewise_ttft_seconds_count 1.0" in text
     client.batches.cancel(batch.id)
     ended(client, batch.id)
+
+
+def test_the_bytes_of_a_file_are_written_beside_the_event_loop() -> None:
+    """The loop has others waiting while a disk takes its time."""
+    body = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nabc\r\n--b--\r\n'
+    pieces = [
+        {"type": "http.request", "body": body[start : start + 5], "more_body": True}
+        for start in range(0, 200, 5)
+    ]
+    pieces.append({"type": "http.request"})
+    scope = {"type": "http", "headers": [(b"content-type", b"multipart/form-data; boundary=b")]}
+    writers, written = set(), b""
+
+    async def receive() -> dict[str, Any]:
+        return pieces.pop(0)
+
+    def write(piece: bytes) -> None:
+        nonlocal written
+        written += piece
+        writers.add(threading.get_ident())
+
+    form = asyncio.run(read_form(Request(scope, receive), write, len(body)))
+
+    assert (form.filename, written) == ("f", b"abc")
+    assert threading.get_ident() not in writers
