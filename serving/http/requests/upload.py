@@ -139,7 +139,7 @@ def boundary_of(request: Request) -> str:
 
 
 async def read_form(request: Request, write: Callable[[bytes], None], most_bytes: int) -> UploadForm:
-    """The form of a request, its file given to `write` on a thread. ApiError for what is no form, or too large."""
+    """The form of a request; a thread gives its file to `write`. ApiError: it is no form, or too large."""
     reader = FormReader(boundary_of(request), write)
     n_bytes, more = 0, True
     while more:
