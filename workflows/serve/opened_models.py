@@ -115,16 +115,11 @@ class SizedModel:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of its weights and its draft's, and of keys and values."""
-        from phasewise.serving.models.forward import kv_bytes_by_reach, kv_bytes_per_slot
+        """Bytes of weights, keys and values, scratch and vocabulary, its draft model's as well."""
+        from phasewise.serving.engine.engine_memory import engine_bytes
 
-        kv, model = self.size.kv, self.open_model.model
-        seen_by_all, windowed = kv_bytes_by_reach(model, kv.format)
-        n_bytes = model.weight_bytes + kv.slots * seen_by_all + (kv.ring_slots or kv.slots) * windowed
-        if self.drafts is not None and self.drafts.model is not None:
-            draft = self.drafts.model
-            n_bytes += draft.weight_bytes + kv.slots * kv_bytes_per_slot(draft, kv.format)
-        return n_bytes
+        draft = None if self.drafts is None else self.drafts.model
+        return engine_bytes(self.open_model.model, self.open_model.plans, self.size, draft)
 
 
 def sized(
