@@ -61,7 +61,7 @@ def reproducible_sdist(python: Path, tree: Path, out: Path) -> Path:
         tarfile.open(path) as made,
         tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as again,
     ):
-        for member in sorted(made.getmembers(), key=lambda one: one.name):
+        for member in sorted(made.getmembers(), key=lambda member: member.name):
             member.mtime, member.uid, member.gid, member.uname, member.gname = epoch_s(), 0, 0, "", ""
             member.pax_headers = {}
             again.addfile(member, made.extractfile(member) if member.isfile() else None)

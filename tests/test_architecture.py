@@ -455,9 +455,9 @@ def test_rooms_of_serving_are_layers() -> None:
     rows = [row for row in MAY_IMPORT if row.startswith("serving.")]
     broken = [
         f"{row} may import {target}"
-        for at, row in enumerate(rows)
+        for index, row in enumerate(rows)
         for target in MAY_IMPORT[row]
-        if target.startswith("serving.") and not any(_under(target, below) for below in rows[: at + 1])
+        if target.startswith("serving.") and not any(_under(target, below) for below in rows[: index + 1])
     ]
     assert not broken
 

@@ -93,9 +93,9 @@ def test_a_file_that_exists_keeps_everything_but_its_content(
         if has_twin:
             os.link(real, where / "twin")
         path = real
-        for at in range(n_links):
-            link = where / f"link{at}"
-            link.symlink_to(os.path.relpath(path, where) if at % 2 else path)
+        for index in range(n_links):
+            link = where / f"link{index}"
+            link.symlink_to(os.path.relpath(path, where) if index % 2 else path)
             path = link
         before, there = seen(path, is_same_inode=has_twin), names(where)
         check_writable(path)

@@ -47,12 +47,12 @@ def windve_tables() -> Yielded:
     """
     for number, table in TABLES.items():
         for name, (fast, slow) in table.items():
-            for at, slo_s in enumerate(SLOS_S):
+            for index, slo_s in enumerate(SLOS_S):
                 yield {
                     "table": number,
                     "devices": name,
                     "SLO, s": slo_s,
-                    "paper": f"{fast[at]} + {slow[at]} ({100 * slow[at] / fast[at]:.1f} %)",
+                    "paper": f"{fast[index]} + {slow[index]} ({100 * slow[index] / fast[index]:.1f} %)",
                     "ours": both(line_of(fast), line_of(slow), slo_s),
                 }
     lines = {name: line_of(depths) for name, depths in TABLE3.items()}

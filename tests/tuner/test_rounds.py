@@ -98,5 +98,5 @@ def test_everyone_takes_one_turn_a_round_whatever_the_order(count: int, rounds: 
     times = shuffled_rounds([lambda one=one: take(one) for one in range(count)], rounds, seed)  # type: ignore[misc]
 
     assert (times == 100 + np.arange(count)).all()
-    for at in range(rounds):
-        assert sorted(turns[at * count : (at + 1) * count]) == list(range(count))
+    for index in range(rounds):
+        assert sorted(turns[index * count : (index + 1) * count]) == list(range(count))

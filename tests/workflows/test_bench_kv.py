@@ -115,7 +115,7 @@ def test_why_requests_failed_is_told_and_nothing_where_none_did() -> None:
 def test_halves_share_no_request(tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     lengths = random.Random(1).sample(range(1, 9999), 101)
-    path.write_text("id,answer\n" + "".join(f"{at},{length}\n" for at, length in enumerate(lengths)))
+    path.write_text("id,answer\n" + "".join(f"{index},{length}\n" for index, length in enumerate(lengths)))
 
     halves = [
         {

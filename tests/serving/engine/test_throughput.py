@@ -63,10 +63,10 @@ def test_every_token_is_computed_once_at_its_own_place(
     before, runs = split_at_depth(ranks.batches, workload)
     one_run = runs[: len(runs) // repetitions]
     places = [
-        piece.slot_base + piece.start + at
+        piece.slot_base + piece.start + index
         for batch in before + one_run
         for piece in batch.slices
-        for at in range(len(piece.token_ids))
+        for index in range(len(piece.token_ids))
     ]
     assert sorted(places) == list(range(workload.kv_slots))
     assert workload.n_tokens == workload.kv_slots - workload.n_sequences * workload.n_depth

@@ -73,7 +73,7 @@ def read(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
 
 def test_every_line_is_answered_in_order_and_faults_go_to_the_error_file(server: FakeServer) -> None:
     client = client_of(server)
-    good = [line(f"n{at}") for at in range(40)]
+    good = [line(f"n{index}") for index in range(40)]
     bad = [
         b"not json\n",
         line("n0"),
@@ -111,7 +111,7 @@ def test_every_line_is_answered_in_order_and_faults_go_to_the_error_file(server:
 
 def test_lists_have_pages_and_files_go(server: FakeServer) -> None:
     client = client_of(server)
-    batches = [begin(client, line(f"a{at}")).id for at in range(5)]
+    batches = [begin(client, line(f"a{index}")).id for index in range(5)]
     for batch_id in batches:
         ended(client, batch_id)
 
@@ -152,7 +152,7 @@ def test_a_key_sees_nothing_of_another(server: FakeServer) -> None:
 def test_a_batch_is_cancelled_and_what_was_not_answered_says_so(server: FakeServer) -> None:
     client = client_of(server)
     slow_down(server, 0.02)
-    batch = begin(client, b"".join(line(f"n{at}", max_tokens=100) for at in range(60)))
+    batch = begin(client, b"".join(line(f"n{index}", max_tokens=100) for index in range(60)))
     with pytest.raises(openai.ConflictError, match="cancel the batch first"):
         client.files.delete(batch.input_file_id)
 
@@ -244,7 +244,7 @@ def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_batch_goes_on_after_ten_restarts_and_every_line_is_answered_once(tmp_path: Path) -> None:
-    lines = b"".join(line(f"n{at}", max_tokens=20) for at in range(200))
+    lines = b"".join(line(f"n{index}", max_tokens=20) for index in range(200))
     batch_id, n_done = "", [0]
     for restart in range(11):
         with serving(tmp_path / "b") as server:
@@ -268,7 +268,7 @@ def test_others_get_their_answers_while_a_batch_fills_the_server(server: FakeSer
     """A batch takes no place of theirs, in no limit."""
     client = client_of(server)
     slow_down(server, 0.002)
-    batch = begin(client, b"".join(line(f"n{at}", max_tokens=200) for at in range(30)))
+    batch = begin(client, b"".join(line(f"n{index}", max_tokens=200) for index in range(30)))
     while not server.engine.scheduler.n_in_shadow:
         time.sleep(0.005)
 

@@ -261,7 +261,7 @@ def test_events_tell_the_progress_of_a_prompt_to_its_end(path: str) -> None:
     processed, times = [step["processed"] for step in steps], [step["time_ms"] for step in steps]
     assert processed == sorted(set(processed))
     assert times == sorted(times)
-    first_word = next(at for at, chunk in enumerate(chunks) if has_text(chunk))
+    first_word = next(index for index, chunk in enumerate(chunks) if has_text(chunk))
     assert not any("prompt_progress" in chunk for chunk in chunks[first_word:])
 
 

@@ -183,7 +183,7 @@ def texts(told: Mapping[str, Told]) -> dict[str, str]:
 
 def prompt(n_tokens: int, salt: int = 0) -> tuple[int, ...]:
     """Token ids of a text that no other request has."""
-    return tuple(3 + (salt * 31 + at * at + 7 * at) % 200 for at in range(n_tokens))
+    return tuple(3 + (salt * 31 + index * index + 7 * index) % 200 for index in range(n_tokens))
 
 
 def mixed_requests(guides: GuideCompiler | None) -> list[Submit]:

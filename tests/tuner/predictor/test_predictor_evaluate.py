@@ -178,8 +178,8 @@ def test_every_prompt_is_in_one_fold_alone(n_folds: int, seed: int) -> None:
     """Whatever else was asked of it; and what is judged was not learnt from."""
     asked = made_up(120, seed=seed) * 2
     outs = []
-    for at in range(n_folds):
-        kept, out = part_of_folds(asked, at, n_folds, seed)
+    for index in range(n_folds):
+        kept, out = part_of_folds(asked, index, n_folds, seed)
         assert len(kept) + len(out) == len(asked)
         assert not {one.prompt_key for one in kept} & {one.prompt_key for one in out}
         outs += out
