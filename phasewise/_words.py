@@ -50,7 +50,8 @@ def meant(word: str, names: Iterable[str]) -> str:
 
 def reason_of(error: BaseException) -> str:
     """The words of an error behind a path that is named already: the system's, without number and path."""
-    return getattr(error, "strerror", None) or str(error)
+    words: str | None = getattr(error, "strerror", None)
+    return words or str(error)
 
 
 def counted(count: int, singular: str, several: str | None = None) -> str:

@@ -12,10 +12,10 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.models.forward import Capacity, build_program
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.topology import read_machine
-from phasewise.tuner.plans import default_plan
+from phasewise.tuner.plans import PHASES, default_plan
 from tests.support.models.tiny_models import write_tiny_gguf
 
-PLANS = {phase: default_plan(read_machine(), phase) for phase in ("prefill", "decode")}
+PLANS = {phase: default_plan(read_machine(), phase) for phase in PHASES}
 
 
 @pytest.fixture(scope="module")

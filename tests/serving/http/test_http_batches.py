@@ -286,13 +286,14 @@ def test_others_get_their_answers_while_a_batch_fills_the_server(server: FakeSer
 def test_the_bytes_of_a_file_are_written_beside_the_event_loop() -> None:
     """The loop has others waiting while a disk takes its time."""
     body = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nabc\r\n--b--\r\n'
-    pieces = [
+    pieces: list[dict[str, Any]] = [
         {"type": "http.request", "body": body[start : start + 5], "more_body": True}
-        for start in range(0, 200, 5)
+        for start in range(0, len(body), 5)
     ]
     pieces.append({"type": "http.request"})
     scope = {"type": "http", "headers": [(b"content-type", b"multipart/form-data; boundary=b")]}
-    writers, written = set(), b""
+    writers: set[int] = set()
+    written = b""
 
     async def receive() -> dict[str, Any]:
         return pieces.pop(0)
