@@ -36,7 +36,7 @@ def nearest_machines(triples: Annotated[int, Option(help="of kinds of cores")] =
         cold, warm = [], []
         for seed in range(triples):
             kinds = [Landscape(seed), Landscape(seed, unlike=0.2), Landscape(triples + seed)]
-            winners = {one: searched(one, space, []) for one in kinds}
+            winners = {kind: searched(kind, space, []) for kind in kinds}
             for new in kinds[:2] if is_alike else kinds[2:]:
                 donor = min((one for one in kinds if one != new), key=lambda one: far(new, one))
                 goal_ns = new.cost_ns(space.problem, winners[new][0]) / SHARE

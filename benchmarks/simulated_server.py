@@ -99,9 +99,9 @@ def served(arrivals: list[Arrival], model: str, threads: int) -> dict[str, list[
         trace = Path(folder, "trace.csv")
         begin = datetime(2026, 1, 1, tzinfo=UTC)
         lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
-        for one in arrivals:
-            at = (begin + timedelta(seconds=one.at_s)).strftime("%Y-%m-%d %H:%M:%S.%f")
-            lines.append(f"{at},{one.prompt_tokens},{one.output_tokens}")
+        for arrival in arrivals:
+            at = (begin + timedelta(seconds=arrival.at_s)).strftime("%Y-%m-%d %H:%M:%S.%f")
+            lines.append(f"{at},{arrival.prompt_tokens},{arrival.output_tokens}")
         trace.write_text("\n".join(lines) + "\n", encoding="utf-8")
         command = [
             sys.executable,

@@ -116,16 +116,16 @@ class SharedRecords:
         """Read what these rows name and is not known yet."""
         keyed = [(place, _kind_of(name)) for place, name in _keyed_places(KEPT[record], record)]
         for kind in {kind for _, kind in keyed}:
-            known = self._by_id[kind]
+            records = self._by_id[kind]
             places = [place for place, own in keyed if own is kind]
-            new = {row[place] for row in rows for place in places} - known.keys() - {None}
-            if len(known) + len(new) > MOST_SHARED:
-                known.clear()
+            new = {row[place] for row in rows for place in places} - records.keys() - {None}
+            if len(records) + len(new) > MOST_SHARED:
+                records.clear()
                 new = {row[place] for row in rows for place in places} - {None}
             model = ProblemRow if kind is Problem else ScheduleRow
             for some in batched(sorted(new), KEYS_AT_ONCE):
                 for number, *values in session.connection().execute(_by_ids(model), {"ids": some}):
-                    known[number] = made(kind, *values)
+                    records[number] = made(kind, *values)
 
     def record_of(self, record: type[T], row: AnyRow) -> T:
         """The record of a row of `narrow_rows_of`, of those that were learnt. RecordError as `record_of`."""
@@ -151,10 +151,10 @@ class SharedRecords:
 
         def read(row: AnyRow) -> object:
             number = row[place]
-            found = None if number is None else by_id.get(number)
-            if isinstance(found, RecordError):
-                raise found
-            return found
+            record = None if number is None else by_id.get(number)
+            if isinstance(record, RecordError):
+                raise record
+            return record
 
         return read
 

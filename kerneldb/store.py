@@ -454,14 +454,14 @@ class Store:
         """All rows of machines that are wanted, the rows of a key (`row_groups`) at a time, in key order."""
         with self._reading() as session:
             groups = row_groups.conditions(session, record, wanted, self._tell)
-        known, model = SharedRecords(), KEPT[record].model
+        shared, model = SharedRecords(), KEPT[record].model
         kind: Any = record
         for where in groups:
             with self._reading() as session:
                 query = narrow_rows_of(kind).where(*where).order_by(model.id)
                 rows: Sequence[AnyRow] = session.connection().execute(query).all()
-                known.learn(session, record, rows)
-            built = self._built(record, rows, known.record_of)
+                shared.learn(session, record, rows)
+            built = self._built(record, rows, shared.record_of)
             yield [row for row in built if wanted(row.origin.machine)]
 
     def stats(self) -> StoreStats:

@@ -28,7 +28,7 @@ def held(lines: list[LatencyLine], slo_s: float) -> int:
     devices = [
         ModelledDevice(str(rank), rank, line, line.largest_within(slo_s)) for rank, line in enumerate(lines)
     ]
-    used = [one for one in devices if one.depth > 0]
+    used = [device for device in devices if device.depth > 0]
     return largest_concurrency(used, slo_s) if used else 0
 
 
@@ -47,12 +47,12 @@ def windve_tables() -> Yielded:
     """
     for number, table in TABLES.items():
         for name, (fast, slow) in table.items():
-            for at, slo_s in enumerate(SLOS_S):
+            for index, slo_s in enumerate(SLOS_S):
                 yield {
                     "table": number,
                     "devices": name,
                     "SLO, s": slo_s,
-                    "paper": f"{fast[at]} + {slow[at]} ({100 * slow[at] / fast[at]:.1f} %)",
+                    "paper": f"{fast[index]} + {slow[index]} ({100 * slow[index] / fast[index]:.1f} %)",
                     "ours": both(line_of(fast), line_of(slow), slo_s),
                 }
     lines = {name: line_of(depths) for name, depths in TABLE3.items()}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phasewise._places import user_folder
-from phasewise._words import counted, number
+from phasewise._words import counted, number, reason_of
 from phasewise.serving.embedding.queues import UNLIMITED, Depth
 from phasewise.serving.errors import ServingError
 
@@ -100,7 +100,7 @@ def load_plan(path: Path, allowed: frozenset[int]) -> EmbeddingPlan | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise ServingError(f"the embedding plan {path} cannot be read: {error}") from error
+        raise ServingError(f"the embedding plan {path} cannot be read: {reason_of(error)}") from error
     try:
         if fields["schema_version"] != SCHEMA_VERSION:
             raise ValueError(f"schema version {fields['schema_version']!r:.20}")

@@ -69,8 +69,8 @@ class StoredPrefixes:
         if not (computed or wanted):
             return
         rows = self._ranks.kv_share.memory
-        for one in computed:
-            self._store.keep(one, rows, self._token_s)
+        for beginning in computed:
+            self._store.keep(beginning, rows, self._token_s)
         for request_id, token_ids, space, placement in wanted:
             self._store.restore(Restored(request_id, token_ids, space, placement, rows))
 

@@ -157,8 +157,8 @@ def negated_exponential(numbers: np.ndarray) -> np.ndarray:
     """-e^x of each number, correctly rounded: libraries differ, and an answer's bits depend on it."""
     with localcontext() as context:
         context.prec = 40
-        found = [-float(Decimal(float(x)).exp()) if -200 <= x <= 80 else math.nan for x in numbers.flat]
-    return np.array(found, np.float32).reshape(numbers.shape)
+        negated = [-float(Decimal(float(x)).exp()) if -200 <= x <= 80 else math.nan for x in numbers.flat]
+    return np.array(negated, np.float32).reshape(numbers.shape)
 
 
 def _rows_of(tensor: SourceTensor, first: int, count: int, every: int) -> SourceTensor:

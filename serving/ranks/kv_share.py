@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from phasewise._words import reason_of
 from phasewise.cython_kernels._native import KvMemory
 from phasewise.serving.errors import RanksError
 from phasewise.serving.models.packed_model import ModelConfig
@@ -77,7 +78,7 @@ def map_place(place: KvPlace, shape: KvShape) -> KvMemory:
         segment = Segment(fd, place.n_bytes)
         return shape.memory(segment, place.offset, place.kv_slots)
     except (OSError, ValueError) as error:
-        raise RanksError(f"{place.path} cannot be mapped: {error}") from error
+        raise RanksError(f"{place.path} cannot be mapped: {reason_of(error)}") from error
     finally:
         if segment is None:
             os.close(fd)

@@ -216,10 +216,10 @@ def _counts(most: int) -> list[int]:
 
 
 def _measure_accelerator(probing: _Probing, device: str, cores: tuple[int, ...]) -> MeasuredAccelerator:
-    found = _probe_all(probing, [probing.spec(device, cores)], [])
-    depth = min(found.predicted, found.tried)
+    probed = _probe_all(probing, [probing.spec(device, cores)], [])
+    depth = min(probed.predicted, probed.tried)
     return MeasuredAccelerator(
-        device, cores, _by_tokens(found.line, probing.length), depth, found.predicted, found.tried
+        device, cores, _by_tokens(probed.line, probing.length), depth, probed.predicted, probed.tried
     )
 
 
@@ -228,10 +228,10 @@ def _measure_cut(
 ) -> MeasuredCut:
     specs = [probing.spec(f"cpu:{index}", own) for index, own in enumerate(cores)]
     busy = [(probing.spec(device.device, device.cores), device.depth) for device in devices]
-    found = _probe_all(probing, specs, busy)
-    depth = min(found.predicted, found.tried) * len(cores)
-    line = _by_tokens(found.line, probing.length)
-    return MeasuredCut(tuple(cores), line, depth, found.predicted, found.tried)
+    probed = _probe_all(probing, specs, busy)
+    depth = min(probed.predicted, probed.tried) * len(cores)
+    line = _by_tokens(probed.line, probing.length)
+    return MeasuredCut(tuple(cores), line, depth, probed.predicted, probed.tried)
 
 
 def _by_tokens(line: LatencyLine, length: int) -> LatencyLine:

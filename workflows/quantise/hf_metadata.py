@@ -148,12 +148,12 @@ def _compared(config: ModelConfig) -> dict[str, Any]:
     return values
 
 
-def _is_close(one: Any, other: Any) -> bool:
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_is_close, one, other))
-    if isinstance(one, float) and isinstance(other, float | int):
-        return math.isclose(one, other, rel_tol=1e-6)
-    return bool(one == other)
+def _is_close(value: Any, other: Any) -> bool:
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(_is_close, value, other))
+    if isinstance(value, float) and isinstance(other, float | int):
+        return math.isclose(value, other, rel_tol=1e-6)
+    return bool(value == other)
 
 
 def tensor_names(family: Family, common: Mapping[str, str]) -> dict[str, str]:

@@ -56,7 +56,7 @@ class Bench:
     def __call__(self, ask: TimingBatch) -> list[Sample]:
         self.asks.append(ask)
         problem = self.group.space(ask.m, PLAIN).problem
-        keys = [(ask.m, one, take) for one, take in zip(ask.schedules, ask.takes, strict=True)]
+        keys = [(ask.m, schedule, take) for schedule, take in zip(ask.schedules, ask.takes, strict=True)]
         for key in keys:
             if key not in self.stored:
                 self.timed += 1
