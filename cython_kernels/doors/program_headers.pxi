@@ -4,6 +4,7 @@
 cdef extern from "program/program.h" nogil:
     enum:
         PW_MAX_PARTS
+        PW_MAX_EXPERTS
         PW_SCHEDULE_TABLES
         PW_MAX_ROW_RANGES
 
@@ -48,6 +49,12 @@ cdef extern from "program/program.h" nogil:
         int32_t count, chosen, normalised
         int64_t n
 
+    ctypedef struct pw_choice:
+        bint logistic
+        int32_t groups, chosen_groups, group_best
+        float scale
+        const float *bias
+
     ctypedef struct pw_state_op:
         int64_t at, second, second_stride, query_at, key_at, value_at
         int32_t taps, heads, groups, key_dim, value_dim
@@ -58,7 +65,7 @@ cdef extern from "program/program.h" nogil:
         const float *query_scale
         const float *key_scale
         float least, most
-        bint gates_rows, silu, erases, norm_first, one_gate
+        bint gates_rows, silu, erases, norm_first, one_gate, tiled
 
     ctypedef struct pw_op:
         int32_t code, source, epilogue
@@ -83,6 +90,7 @@ cdef extern from "program/program.h" nogil:
         const float *growth
         int64_t n_growth, growth_span
         pw_experts experts
+        pw_choice choice
         float *tap
         pw_state_op state
 

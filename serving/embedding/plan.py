@@ -25,11 +25,14 @@ MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Instance:
-    """One device's worker. `device`: "cpu:0", "cuda:0", "exec:0"; a plan never holds a command."""
+    """One device's worker. `device`: "cpu:0", "cuda:0", "exec:0"; a plan never holds a command. `batch_s`:
+    what a batch takes beside its tokens.
+    """
 
     device: str
     cores: tuple[int, ...]
     depth: Depth = UNLIMITED
+    batch_s: float = 0.0
 
     @property
     def is_cpu(self) -> bool:
@@ -125,6 +128,7 @@ def plan_of(fields: Any, source: str) -> EmbeddingPlan:
             _text(instance["device"]),
             tuple(_whole(core, 0) for core in instance["cores"]),
             Depth(_whole(instance["depth"]["inputs"], 1), _whole(instance["depth"]["tokens"], 1)),
+            _seconds(instance.get("batch_s", 0.0)),
         )
         for instance in fields["instances"]
     )
@@ -146,3 +150,9 @@ def _whole(value: Any, least: int) -> int:
     if type(value) is not int or not least <= value <= 1 << 40:
         raise ValueError(f"a number {value!r:.40}")
     return value
+
+
+def _seconds(value: Any) -> float:
+    if not isinstance(value, (int, float)) or not 0 <= value < 1e6:
+        raise ValueError(f"a time {value!r:.40}")
+    return float(value)
