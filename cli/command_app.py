@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, ItemsView, Mapping, ValuesView
 from typing import Any, ClassVar
 
 import typer
@@ -153,7 +154,7 @@ class GroupedCommands(TyperGroup):
     """A command whose subcommands are listed under headings, in the order of `headings`."""
 
     headings: ClassVar[dict[str, dict[str, Any]]]
-    """By heading: subcommands by name, each a function or an app."""
+    """By heading: the names of subcommands."""
 
     def format_commands(self, _ctx: Any, formatter: Any) -> None:
         width = max(len(name) for names in self.headings.values() for name in names)
@@ -185,3 +186,39 @@ class CommandApp(typer.Typer):
             return declare(name, **{"short_help": first, **settings})(function)
 
         return declared
+
+
+class LazyCommands(dict[str, Any]):
+    """Commands by name, for click, each imported and made when it is asked for."""
+
+    def __init__(self, package: str, places: Mapping[str, str], hidden: Mapping[str, str]) -> None:
+        super().__init__(dict.fromkeys([*places, *hidden]))
+        self._package = package
+        self._places = {**places, **hidden}
+        self._hidden = hidden
+
+    def __getitem__(self, name: str) -> Any:
+        command = super().__getitem__(name)
+        if command is None:
+            self[name] = command = self._made(name)
+        return command
+
+    def _made(self, name: str) -> Any:
+        module, _, attribute = self._places[name].partition(":")
+        found = getattr(importlib.import_module(f"{self._package}.{module}"), attribute)
+        alone = CommandApp()
+        alone.callback()(lambda: None)
+        if isinstance(found, CommandApp):
+            alone.add_typer(found, name=name)
+        else:
+            alone.command(name, hidden=name in self._hidden)(found)
+        return typer.main.get_group(alone).commands[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def values(self) -> ValuesView[Any]:
+        return {name: self[name] for name in self}.values()
+
+    def items(self) -> ItemsView[str, Any]:
+        return {name: self[name] for name in self}.items()
