@@ -39,9 +39,7 @@ class Asked:
         return self.answer(schedules)
 
 
-def searched(
-    space: ScheduleSpace, default: Schedule, seeds: Sequence[Schedule], asked: Asked
-) -> Schedule:
+def searched(space: ScheduleSpace, default: Schedule, seeds: Sequence[Schedule], asked: Asked) -> Schedule:
     """The winner of a search that begins with the default schedule and these."""
     return drive(sandwich(space, SearchOptions(), [default, *seeds]), asked)
 

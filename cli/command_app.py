@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import textwrap
-from collections.abc import Callable, ItemsView, Mapping, ValuesView
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import typer
@@ -188,23 +188,30 @@ class CommandApp(typer.Typer):
         return declared
 
 
-class LazyCommands(dict[str, Any]):
+class LazyCommands(Mapping[str, Any]):
     """Commands by name, for click, each imported and made when it is asked for."""
 
     def __init__(self, package: str, places: Mapping[str, str], hidden: Mapping[str, str]) -> None:
-        super().__init__(dict.fromkeys([*places, *hidden]))
         self._package = package
         self._places = {**places, **hidden}
         self._hidden = hidden
+        self._made: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
-        command = super().__getitem__(name)
-        if command is None:
-            self[name] = command = self._made(name)
-        return command
+        if name not in self._made:
+            self._made[name] = self._command(*self._places[name].split(":"), name)
+        return self._made[name]
 
-    def _made(self, name: str) -> Any:
-        module, _, attribute = self._places[name].partition(":")
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def _command(self, module: str, attribute: str, name: str) -> Any:
         found = getattr(importlib.import_module(f"{self._package}.{module}"), attribute)
         alone = CommandApp()
         alone.callback()(lambda: None)
@@ -213,12 +220,3 @@ class LazyCommands(dict[str, Any]):
         else:
             alone.command(name, hidden=name in self._hidden)(found)
         return typer.main.get_group(alone).commands[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
-
-    def values(self) -> ValuesView[Any]:
-        return {name: self[name] for name in self}.values()
-
-    def items(self) -> ItemsView[str, Any]:
-        return {name: self[name] for name in self}.items()

@@ -65,7 +65,6 @@ OTHER_NAMES = {"run": "chat:chat"}
 """Commands that no help lists."""
 
 
-
 class Commands(GroupedCommands):
     """The root of the command line. A command's module is imported when it is run, or named in a help."""
 
@@ -73,7 +72,7 @@ class Commands(GroupedCommands):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = LazyCommands(
+        self.commands: Any = LazyCommands(
             "phasewise.cli.commands",
             {name: where for group in COMMANDS.values() for name, where in group.items()},
             OTHER_NAMES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sqlite3
 import stat
@@ -10,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -63,11 +65,20 @@ MAX_REASON_CHARS = 160
 """Longest part of a driver's message that is shown: SQLite may quote the whole definition of a table."""
 
 
-def _json_of(value: Any) -> str:
-    """JSON text of a column. Of a list of whole numbers, which samples are, it is what Python prints."""
+def json_of(value: Any) -> str:
+    """JSON text of a column. Samples and conditions, which most are, need no encoder."""
     if isinstance(value, list | tuple) and set(map(type, value)) == {int}:
         return repr([*value])
+    if (
+        type(value) is dict
+        and set(map(type, value.values())) == {float}
+        and all(map(math.isfinite, value.values()))
+    ):
+        return "{" + ", ".join([f"{_quoted(name)}: {number!r}" for name, number in value.items()]) + "}"
     return json.dumps(value)
+
+
+_quoted = lru_cache(maxsize=1024)(json.dumps)
 
 
 def _json_or_none(text: str) -> Any:
@@ -83,7 +94,7 @@ def _json_or_none(text: str) -> Any:
 
 
 _DECODER = json.JSONDecoder()
-_JSON: dict[str, Any] = {"json_serializer": _json_of, "json_deserializer": _json_or_none}
+_JSON: dict[str, Any] = {"json_serializer": json_of, "json_deserializer": _json_or_none}
 
 
 def engine_for(location: Location, read_only: bool) -> Engine:

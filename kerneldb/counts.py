@@ -114,11 +114,11 @@ def problems_by_id(session: Session) -> dict[int, Problem | RecordError]:
 def count_by_key(session: Session, report: Report, *where: ColumnElement[bool]) -> Iterator[KeyCount]:
     """Every key that has measurements, ordered by machine; one that breaks its bounds is reported."""
     counts_by_key: dict[tuple[Any, ...], Counter[bool]] = {}
-    for *key, verified, count in session.execute(queries.counts_by_key(*where)):
-        counts_by_key.setdefault(tuple(key), Counter())[bool(verified)] += count
+    for *columns, verified, count in session.execute(queries.counts_by_key(*where)):
+        counts_by_key.setdefault(tuple(columns), Counter())[bool(verified)] += count
     made_keys = _keys(session, report)
-    for columns, counts in counts_by_key.items():
-        key = made_keys(columns)
+    for key_columns, counts in counts_by_key.items():
+        key = made_keys(key_columns)
         if key is not None:
             yield KeyCount(key, counts[True], counts[False])
 

@@ -115,7 +115,7 @@ def keys_by_seeking(core_sig: str | None = None) -> AnySelect:
     for column in key_of(MeasurementRow):
         known = _next_values(known, column, core_sig)
     row = aliased(MeasurementRow)
-    same = [getattr(row, name) == known.c[name] for name in known.c.keys()]
+    same = [getattr(row, column.key) == column for column in known.c]
     kinds = (select(row.id).where(*same, row.verified == one).exists() for one in (True, False))
     return select(*known.c, *kinds).where(known.c.problem_id.is_not(None))
 
@@ -123,7 +123,7 @@ def keys_by_seeking(core_sig: str | None = None) -> AnySelect:
 def _next_values(known: Any, column: Any, core_sig: str | None) -> Any:
     """The values of one more column behind each of `known`, ascending; the last is null."""
     row, name = aliased(MeasurementRow), column.key
-    names = [] if known is None else known.c.keys()
+    names = [] if known is None else [column.key for column in known.c]
     own = () if core_sig is None else (row.core_sig == core_sig,)
 
     def least(behind: Any, *where: Any) -> Any:
