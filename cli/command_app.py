@@ -199,7 +199,7 @@ class LazyCommands(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
-            self._made[name] = self._command(*self._places[name].split(":"), name)
+            self._made[name] = self._command(name)
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -211,7 +211,8 @@ class LazyCommands(Mapping[str, Any]):
     def __contains__(self, name: object) -> bool:
         return name in self._places
 
-    def _command(self, module: str, attribute: str, name: str) -> Any:
+    def _command(self, name: str) -> Any:
+        module, _, attribute = self._places[name].partition(":")
         found = getattr(importlib.import_module(f"{self._package}.{module}"), attribute)
         alone = CommandApp()
         alone.callback()(lambda: None)
