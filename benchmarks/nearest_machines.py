@@ -22,7 +22,7 @@ from typing import Annotated
 from typer import Option
 
 from benchmarks.harness import Yielded, commands
-from benchmarks.recorded_searches import Recording, recordings_in
+from tests.support.machines.recorded_searches import Recording, recordings_in
 from phasewise.kerneldb.records import Problem, Schedule
 from phasewise.tuner.nearest import CoreFacts, distance
 from phasewise.tuner.search.group import adopted
