@@ -36,7 +36,7 @@ ROWS = 16
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model's layers: inputs, outputs of query, of key and of value, hidden units, and the vocabulary."""
+    """Of a layer: inputs, outputs of query, of key and of value, hidden units; and the vocabulary."""
 
     hidden: int
     query: int

@@ -22,7 +22,6 @@ from typing import Annotated
 from typer import Option
 
 from benchmarks.harness import Yielded, commands
-from tests.support.machines.recorded_searches import Recording, recordings_in
 from phasewise.kerneldb.records import Problem, Schedule
 from phasewise.tuner.nearest import CoreFacts, distance
 from phasewise.tuner.search.group import adopted
@@ -31,6 +30,7 @@ from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.sandwich import sandwich
 from phasewise.tuner.search.space import ScheduleSpace
 from tests.support.machines.landscapes import Evaluator, Landscape, space_of
+from tests.support.machines.recorded_searches import Recording, recordings_in
 
 ROWS = (1, 8, 64, 512)
 SHARE = 0.95
@@ -68,10 +68,11 @@ def nearest_machines(
 
 def replayed(kinds: Sequence[Recording]) -> Yielded:
     """A row for each new kind of core and number of rows, then one for all."""
-    colds, warms, defaults = list[int](), list[int](), 0
+    counts_of_all = list[tuple[int, int]]()
     for new in kinds:
         donor = min((one for one in kinds if one is not new), key=lambda one: distance(new.facts, one.facts))
-        for m, problems in groupby(sorted(new.problems, key=lambda one: one.m), key=lambda one: one.m):
+        shared = [one for one in new.problems if all(one in kind.problems for kind in kinds)]
+        for m, problems in groupby(sorted(shared, key=lambda one: one.m), key=lambda one: one.m):
             counts = [counted_on(new, donor, problem) for problem in problems]
             cold, warm = zip(*counts, strict=True)
             yield {
@@ -84,16 +85,15 @@ def replayed(kinds: Sequence[Recording]) -> Yielded:
                 "share": f"{sum(warm) / sum(cold):.2f}",
                 "most": max(warm),
             }
-            colds += cold
-            warms += warm
-    defaults = sum(cold == 1 for cold in colds)
-    beyond = [(cold, warm) for cold, warm in zip(colds, warms, strict=True) if cold > 1]
-    yield (
-        f"All: {sum(warms)} evaluations in place of {sum(colds)}, {sum(warms) / sum(colds):.2f}; the default "
-        f"schedule has 95 % for {defaults} of {len(colds)} products, and for the others it is "
-        f"{sum(warm for _, warm in beyond)} in place of {sum(cold for cold, _ in beyond)}, "
-        f"{sum(warm for _, warm in beyond) / sum(cold for cold, _ in beyond):.2f}"
-    )
+            counts_of_all += counts
+    beyond = [(cold, warm) for cold, warm in counts_of_all if cold > 1]
+    yield f"All {len(counts_of_all)} products: {_told(counts_of_all)}"
+    yield f"The {len(beyond)} of them whose default schedule is slower than that: {_told(beyond)}"
+
+
+def _told(counts: Sequence[tuple[int, int]]) -> str:
+    cold, warm = (sum(column) for column in zip(*counts, strict=True))
+    return f"{warm} evaluations in place of {cold}, {warm / cold:.2f}"
 
 
 def counted_on(new: Recording, donor: Recording, problem: Problem) -> tuple[int, int]:

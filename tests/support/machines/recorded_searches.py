@@ -1,6 +1,7 @@
 """Searches on recordings of real cores: every schedule that is asked for has the time that was recorded.
 
-A recording is a file of `db export`, compressed. What it lacks cannot be asked for: see benchmarks/record_searches.py.
+A recording is a file of `db export`, compressed. What it lacks cannot be asked for:
+benchmarks/record_searches.py makes it.
 """
 
 from __future__ import annotations
