@@ -99,8 +99,10 @@ class Recording:
         return searched(self.space(problem), self.default(problem), seeds, asked), asked.schedules
 
     def samples(self, problem: Problem, asked: Sequence[Schedule]) -> list[Sample]:
-        """KeyError for a schedule that is not recorded."""
+        """LookupError for a schedule that is not recorded: then the search is another one than it was."""
         times = self.times(problem)
+        if any(one not in times for one in asked):
+            raise LookupError(f"{self.name} lacks what a search for {problem.describe()} asks: record again")
         return [Sample(one, (times[one],), times[one], None, 0) for one in asked]
 
     @property
