@@ -87,9 +87,7 @@ def hints(
     busy: Annotated[bool, Option("--busy")] = False,
     db: Annotated[str | None, Option(help="a database that stays")] = None,
 ) -> Yielded:
-    products = dict.fromkeys(
-        product for sizes in [*MODELS.values()][:models] for product in sizes.products()
-    )
+    products = dict.fromkeys(product for sizes in [*MODELS.values()][:models] for product in sizes.products())
     formats = list(dict.fromkeys(name for name, _, _ in products))
     with tempfile.TemporaryDirectory() as folder:
         own = db or str(Path(folder) / "hints.db")

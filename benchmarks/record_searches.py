@@ -25,7 +25,6 @@ from typing import Annotated
 from typer import Option
 
 from benchmarks.harness import Yielded, commands, cores_of, listed, note, numbers, shapes
-from benchmarks.recorded_searches import RECORDED, Asked, Recording, recordings_in, searched
 from phasewise._version import __version__
 from phasewise.cython_kernels._native import kernel_abi
 from phasewise.kerneldb.portable import export_lines
@@ -36,6 +35,7 @@ from phasewise.tuner.native import NativeEvaluator, core_caches, group_of
 from phasewise.tuner.plans import machine_key
 from phasewise.tuner.search.group import Group, adopted
 from phasewise.tuner.weights import cold_bytes
+from tests.support.machines.recorded_searches import RECORDED, Asked, Recording, recordings_in, searched
 
 THREADS = 2
 ROUNDS = 25
