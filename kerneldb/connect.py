@@ -55,6 +55,8 @@ _STEPS_BETWEEN_LOOKS = 1_000_000
 
 STATEMENT_TIMEOUT_S = 120
 """Longest that a PostgreSQL server works on one statement of ours, where the URL names no other."""
+_NO_JIT = "-c jit=off"
+"""Compiling `queries.keys_by_seeking` took the server 5 s, running it less than one."""
 _CONNECT_TIMEOUT_S = 15
 _LIBPQ_DRIVERS = ("postgresql", "postgresql+psycopg", "postgresql+psycopg2")
 
@@ -130,7 +132,8 @@ def _memory_engine() -> Engine:
 
 
 def server_limits(url: str) -> dict[str, Any]:
-    """Arguments of a PostgreSQL driver that end a statement, or an attempt to connect, that takes too long.
+    """Arguments of a PostgreSQL driver that end a statement, or an attempt to connect, that takes too long,
+    and that compile none.
 
     What the URL itself says of either holds instead. Empty for other kinds of servers and drivers.
     """
@@ -140,7 +143,7 @@ def server_limits(url: str) -> dict[str, Any]:
     asked = parsed.query.get("options", "")
     options = [asked] if isinstance(asked, str) else list(asked)
     limits: dict[str, Any] = {
-        "options": " ".join([f"-c statement_timeout={STATEMENT_TIMEOUT_S}s", *options]).strip()
+        "options": " ".join([f"-c statement_timeout={STATEMENT_TIMEOUT_S}s", _NO_JIT, *options]).strip()
     }
     if "connect_timeout" not in parsed.query:
         limits["connect_timeout"] = _CONNECT_TIMEOUT_S
