@@ -40,7 +40,7 @@ from tests.support.machines.recorded_searches import RECORDED, Asked, Recording,
 THREADS = 2
 ROUNDS = 25
 DISTURBED = 1.1
-"""Where the default schedule takes this many times its least, the rounds are taken again."""
+"""Multiple of its least time from which on the default schedule was disturbed: rounds are taken again."""
 MOST_TAKES = 4
 AT_ONCE = 16
 """Schedules that take turns with the default one."""
