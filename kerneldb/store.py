@@ -23,7 +23,7 @@ from sqlalchemy import Delete, Engine, delete, func, select, text
 from sqlalchemy.orm import Session
 
 from phasewise.kerneldb import connect, counts, queries, row_groups, summaries
-from phasewise.kerneldb.counts import Key, KeyCount, ProgramCount, StoreStats
+from phasewise.kerneldb.counts import Key, KeyCount, ProgramCount, StoreStats, TimedKey
 from phasewise.kerneldb.errors import (
     DatabaseFullError,
     DatabaseTooNewError,
@@ -240,6 +240,11 @@ class Store:
             where.append(MeasurementRow.core_sig == core_sig)
         with self._reading() as session:
             return [*counts.count_by_key(session, self._tell, *where)]
+
+    def timed_keys(self, core_sig: str | None = None) -> list[TimedKey]:
+        """The keys of `key_counts`, without counting: of one kind of core, or of all."""
+        with self._reading() as session:
+            return [*counts.timed_keys(session, self._tell, core_sig)]
 
     def promoted_keys(self, *, verified: bool = True, core_sig: str | None = None) -> set[Key]:
         """The keys of `promoted_measurements`: of one kind of core, or of all."""

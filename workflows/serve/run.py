@@ -106,9 +106,7 @@ def serve_model(
     from phasewise.serving.service import run_service
     from phasewise.workflows.opening.tuning_hint import hint_at_tuning
     from phasewise.workflows.serve.embedding import makes_vectors, open_beside, serve_embeddings
-    from phasewise.workflows.serve.idle_tuning import refuse_ranks
 
-    refuse_ranks(model, settings, report)
     limits = http_limits(settings.listening, settings.accepting, report)
     tls = tls_of(settings.listening, report)
     with ExitStack() as stack:
