@@ -53,6 +53,20 @@ class _Experts(Protocol):
     @property
     def normalised(self) -> bool: ...
 
+class _Choice(_Experts, Protocol):
+    """What experts are chosen by, and weighed with: serving.models.experts.Experts."""
+
+    @property
+    def scores(self) -> str: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def chosen_groups(self) -> int: ...
+    @property
+    def group_best(self) -> int: ...
+    @property
+    def scale(self) -> float: ...
+
 class _Division(Protocol):
     """Which rank this process is, and what of a weight it computes by each table."""
 
@@ -322,7 +336,14 @@ class ProgramBuilder:
         residual: tuple[int, int] | None = None,
         eps: float | None = None,
     ) -> None: ...
-    def route(self, experts: _Experts, from_at: int, from_stride: int, rows: _Rows = "every") -> None: ...
+    def route(
+        self,
+        experts: _Choice,
+        from_at: int,
+        from_stride: int,
+        rows: _Rows = "every",
+        choice_bias: npt.ArrayLike | None = None,
+    ) -> None: ...
     def experts(
         self,
         experts: _Experts,

@@ -8,6 +8,7 @@ from phasewise.cython_kernels.division import columns as _columns
 cdef extern from "program/program.h" nogil:
     enum:
         PW_MAX_PARTS
+        PW_MAX_EXPERTS
         PW_SCHEDULE_TABLES
         PW_MAX_ROW_RANGES
 
@@ -52,6 +53,12 @@ cdef extern from "program/program.h" nogil:
         int32_t count, chosen, normalised
         int64_t n
 
+    ctypedef struct pw_choice:
+        bint logistic
+        int32_t groups, chosen_groups, group_best
+        float scale
+        const float *bias
+
     ctypedef struct pw_state_op:
         int64_t at, second, second_stride, query_at, key_at, value_at
         int32_t taps, heads, groups, key_dim, value_dim
@@ -85,6 +92,7 @@ cdef extern from "program/program.h" nogil:
         const float *sinks
         const float *slopes
         pw_experts experts
+        pw_choice choice
         float *tap
         pw_state_op state
 
@@ -517,14 +525,26 @@ cdef class ProgramBuilder:
     cdef pw_experts _experts(self, experts, int64_t n) except *:
         cdef pw_experts found
         found.count, found.chosen, found.normalised, found.n = experts.count, experts.chosen, experts.normalised, n
-        if not 1 <= found.chosen <= found.count:
-            raise ProgramError(f"{found.chosen} of {found.count} experts")
+        if not 1 <= found.chosen <= found.count <= PW_MAX_EXPERTS:
+            raise ProgramError(f"{found.chosen} of {found.count} experts; at most {PW_MAX_EXPERTS} can run")
         return found
 
-    def route(self, experts, int64_t from_at, int64_t from_stride, rows="every"):
-        """The experts of each row, by its logits. experts: an object with count, chosen and normalised."""
+    def route(self, experts, int64_t from_at, int64_t from_stride, rows="every", choice_bias=None):
+        """The experts of each row, by its logits. experts: serving.models.experts.Experts. choice_bias: numbers of
+        experts that are added to their scores where they are chosen.
+        """
         cdef pw_op op = _op_of(PW_ROUTE, rows, from_at, from_stride, from_at, from_stride)
+        cdef pw_choice *choice = &op.choice
         op.experts = self._experts(experts, 0)
+        choice.logistic, choice.scale = experts.scores == "logistic", experts.scale
+        choice.groups, choice.chosen_groups = experts.groups, experts.chosen_groups
+        choice.group_best = experts.group_best
+        choice.bias = self._optional(choice_bias, experts.count, "biases of choices")
+        of_one = experts.count // choice.groups if choice.groups > 0 else 0
+        if not 1 <= choice.group_best <= of_one or of_one * choice.groups != experts.count:
+            raise ProgramError(f"{choice.groups} groups of {experts.count} experts by {choice.group_best} of each")
+        if not 1 <= choice.chosen_groups <= choice.groups or experts.chosen > of_one * choice.chosen_groups:
+            raise ProgramError(f"{experts.chosen} experts of {choice.chosen_groups} of {choice.groups} groups")
         self._add(&op, [], experts.count, experts.count)
 
     def experts(self, experts, packed, source, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,

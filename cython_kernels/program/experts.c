@@ -1,5 +1,6 @@
 #include "program/experts.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "program/exact.h"
@@ -13,35 +14,87 @@ static int64_t rows_of_op(const pw_run *run, const pw_op *op) {
 
 /* ---- routes ----------------------------------------------------------------------------------------------------- */
 
-/* The largest logit that is not chosen yet, the lowest of equals; some expert even where all are NaN. */
-static int32_t next_chosen(const float *logits, int32_t count, const int32_t *chosen, int32_t n_chosen) {
+/* The largest number that is not chosen yet, the lowest of equals; some expert even where all are NaN. */
+static int32_t next_chosen(const double *numbers, int32_t count, const int32_t *chosen, int32_t n_chosen) {
     int32_t best = -1;
     for (int32_t e = 0; e < count; ++e) {
         bool taken = false;
         for (int32_t i = 0; i < n_chosen; ++i) taken |= chosen[i] == e;
-        if (!taken && (best < 0 || logits[e] > logits[best])) best = e;
+        if (!taken && (best < 0 || numbers[e] > numbers[best])) best = e;
     }
     return best;
 }
 
-static double total_weight(const pw_experts *experts, const float *logits, const int32_t *chosen) {
-    double total = 0, top = logits[chosen[0]];
-    if (experts->normalised)
-        for (int32_t i = 0; i < experts->chosen; ++i) total += pw_exponential((double)logits[chosen[i]] - top);
-    else
-        for (int32_t e = 0; e < experts->count; ++e) total += pw_exponential((double)logits[e] - top);
+static double sum_of_all(const pw_experts *experts, const float *logits, double top) {
+    double total = 0;
+    for (int32_t e = 0; e < experts->count; ++e) total += pw_exponential((double)logits[e] - top);
     return total;
+}
+
+static double largest_of(const float *logits, int32_t count) {
+    double top = logits[0];
+    for (int32_t e = 1; e < count; ++e) top = logits[e] > top ? logits[e] : top;
+    return top;
+}
+
+/* What experts are chosen by: scores with their biases, or logits where those have the order of scores. */
+static void find_numbers(const pw_op *op, const float *logits, double *numbers) {
+    const pw_choice *choice = &op->choice;
+    int32_t count = op->experts.count;
+    bool needs_scores = choice->bias || choice->group_best > 1;
+    double top = largest_of(logits, count), total = needs_scores ? sum_of_all(&op->experts, logits, top) : 1;
+    for (int32_t e = 0; e < count; ++e) {
+        numbers[e] = logits[e];
+        if (choice->logistic) numbers[e] = pw_logistic(logits[e]);
+        else if (needs_scores) numbers[e] = pw_exponential((double)logits[e] - top) / total;
+        if (choice->bias) numbers[e] += choice->bias[e];
+    }
+}
+
+/* Of groups that are not among the best, no expert is chosen. */
+static void leave_groups_out(const pw_op *op, double *numbers) {
+    const pw_choice *choice = &op->choice;
+    int32_t of_one = op->experts.count / choice->groups, best[PW_MAX_EXPERTS];
+    double worth[PW_MAX_EXPERTS];
+    for (int32_t g = 0; g < choice->groups; ++g) {
+        const double *own = numbers + g * of_one;
+        worth[g] = 0;
+        for (int32_t i = 0; i < choice->group_best; ++i) {
+            best[i] = next_chosen(own, of_one, best, i);
+            worth[g] += own[best[i]];
+        }
+    }
+    for (int32_t i = 0; i < choice->chosen_groups; ++i) best[i] = next_chosen(worth, choice->groups, best, i);
+    for (int32_t g = 0; g < choice->groups; ++g) {
+        bool among = false;
+        for (int32_t i = 0; i < choice->chosen_groups; ++i) among |= best[i] == g;
+        for (int32_t e = g * of_one; !among && e < (g + 1) * of_one; ++e) numbers[e] = -INFINITY;
+    }
+}
+
+/* Weights of the chosen experts: their shares of a softmax, or logistics. */
+static void weigh_chosen(const pw_op *op, const float *logits, const int32_t *chosen, float *weight) {
+    const pw_experts *experts = &op->experts;
+    double scores[PW_MAX_EXPERTS], top = largest_of(logits, experts->count), total = op->choice.logistic ? 1e-20 : 0;
+    for (int32_t i = 0; i < experts->chosen; ++i) {
+        double logit = logits[chosen[i]];
+        scores[i] = op->choice.logistic ? pw_logistic(logit) : pw_exponential(logit - top);
+        total += scores[i];
+    }
+    if (!experts->normalised) total = op->choice.logistic ? 1 : sum_of_all(experts, logits, top);
+    for (int32_t i = 0; i < experts->chosen; ++i) weight[i] = (float)(scores[i] / total * op->choice.scale);
 }
 
 static void route_row(const pw_run *run, const pw_op *op, int64_t row) {
     const pw_program *program = run->program;
     const pw_experts *experts = &op->experts;
-    float *logits = program->arena + op->in + row * op->in_stride;
+    const float *logits = program->arena + op->in + row * op->in_stride;
     int32_t *chosen = program->routes.expert + row * experts->chosen;
-    float *weight = program->routes.weight + row * experts->chosen;
-    for (int32_t i = 0; i < experts->chosen; ++i) chosen[i] = next_chosen(logits, experts->count, chosen, i);
-    double total = total_weight(experts, logits, chosen), top = logits[chosen[0]];
-    for (int32_t i = 0; i < experts->chosen; ++i) weight[i] = (float)(pw_exponential((double)logits[chosen[i]] - top) / total);
+    double numbers[PW_MAX_EXPERTS];
+    find_numbers(op, logits, numbers);
+    if (op->choice.chosen_groups < op->choice.groups) leave_groups_out(op, numbers);
+    for (int32_t i = 0; i < experts->chosen; ++i) chosen[i] = next_chosen(numbers, experts->count, chosen, i);
+    weigh_chosen(op, logits, chosen, program->routes.weight + row * experts->chosen);
 }
 
 /* A counting sort: rows by their experts. */

@@ -26,6 +26,7 @@
 enum {
     PW_MAX_PARTS = 3,
     PW_MAX_KINDS = 4, /* of attention */
+    PW_MAX_EXPERTS = 1024,
     PW_OWN_ROWS = 8, /* up to here each rank prepares all rows for itself, which is cheaper than a barrier over ranks */
 };
 
@@ -65,9 +66,18 @@ typedef struct {
 /* A mixture of experts. Its weights are one stack, expert below expert, whole panels each. */
 typedef struct {
     int32_t count, chosen;
-    int32_t normalised; /* weights are the softmax over the chosen logits, else over all */
+    int32_t normalised; /* weights are scores over the sum of those of the chosen, else scores */
     int64_t n;          /* outputs of one expert */
 } pw_experts;
+
+/* What PW_ROUTE chooses by. A score is the softmax of a logit among all, or its logistic. Experts lie in groups; those of
+ * the `chosen_groups` best can be chosen, a group being as good as the sum of its `group_best` best scores. */
+typedef struct {
+    bool logistic;
+    int32_t groups, chosen_groups, group_best;
+    float scale;       /* of weights */
+    const float *bias; /* [experts], added to scores where groups and experts are chosen; NULL: none */
+} pw_choice;
 
 /* Which experts compute which rows of a step; filled by PW_ROUTE. A pair is a row and one of its experts; pairs lie in
  * the order of their experts, and of one expert in the order of their rows. */
@@ -136,6 +146,7 @@ typedef struct {
     const float *q_norm, *k_norm, *sinks; /* [head_dim], [head_dim], [n_heads]; NULL where the model has none */
     const float *slopes;                  /* [n_heads]: a score loses this for each position between (ALiBi); NULL */
     pw_experts experts;                   /* of PW_ROUTE, PW_EXPERTS and PW_COMBINE */
+    pw_choice choice;                     /* of PW_ROUTE */
     pw_low_rank *low_rank;                /* linear: [PW_MAX_ADAPTERS] (low_rank.h), owned; NULL: no adapter changes it */
     float *tap;                           /* linear: rows [][k] as they enter the product are copied here; NULL: not */
     pw_state_op state;

@@ -16,7 +16,8 @@ from typing import Protocol
 import numpy as np
 
 from phasewise.serving.batch import Batch, SequenceSlice
-from phasewise.serving.models.packed_model import STACKS, ModelConfig, PackedModel
+from phasewise.serving.models.experts import STACKS
+from phasewise.serving.models.packed_model import ModelConfig, PackedModel
 
 COMPUTE_KIND = {"f32": "f32", "f16": "f32", "bf16": "bf16"}  # all others: int8
 

@@ -74,29 +74,31 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
     if config.gated_attention:
         attention["attn_gate"] = (config.q_rows, config.hidden)
-    feed_forward = _feed_forward(config)
     for i in range(config.n_layers):
         mixing = attention
         if config.state is not None and config.keeps_state(i):
             mixing = config.state.weight_shapes(config.hidden)
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in {**mixing, **feed_forward}.items()}
+        shapes |= {
+            f"layers.{i}.{name}": shape for name, shape in {**mixing, **_feed_forward(config, i)}.items()
+        }
     return shapes
 
 
-def _feed_forward(config: ModelConfig) -> dict[str, tuple[int, int]]:
+def _feed_forward(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
     """The feed-forward weights of a layer: one set, or a router and a set for each expert and for the shared
     one.
     """
+    width, experts = config.ffn_of(layer), config.experts_of(layer)
+    of_all = _feed_forward_shapes(config, width) if width else {}
+    if experts is None:
+        return of_all
     shapes = _feed_forward_shapes(config, config.ffn)
-    if config.experts is None:
-        return shapes
     of_experts = {
-        f"experts.{e}.{name}": shape for e in range(config.experts.count) for name, shape in shapes.items()
+        f"experts.{e}.{name}": shape for e in range(experts.count) for name, shape in shapes.items()
     }
-    shared = _feed_forward_shapes(config, config.experts.shared_ffn) if config.experts.shared_ffn else {}
-    if config.experts.shared_gate:
-        shared["shared_gate"] = (1, config.hidden)
-    return {"router": (config.experts.count, config.hidden), **of_experts, **shared}
+    if experts.shared_gate:
+        of_all["shared_gate"] = (1, config.hidden)
+    return {"router": (experts.count, config.hidden), **of_experts, **of_all}
 
 
 def _feed_forward_shapes(config: ModelConfig, width: int) -> dict[str, tuple[int, int]]:
@@ -114,11 +116,6 @@ def vector_lengths(config: ModelConfig, has_bias: bool) -> dict[str, int]:
         layer |= {"attn_norm": config.hidden, "ffn_norm": config.hidden}
     if config.post_norms:
         layer |= {"attn_post_norm": config.hidden, "ffn_post_norm": config.hidden}
-    if config.experts is not None and config.experts.biases:
-        layer["router_bias"] = config.experts.count
-        for e in range(config.experts.count):
-            sizes = (config.ffn, config.ffn, config.hidden)
-            layer |= {f"experts.{e}.{name}": size for name, size in zip(EXPERT_BIASES, sizes, strict=True)}
     lengths = {"final_norm": config.hidden}
     if config.last_row_scores:
         lengths["score_out"] = config.hidden
@@ -126,8 +123,23 @@ def vector_lengths(config: ModelConfig, has_bias: bool) -> dict[str, int]:
         mixing = attention
         if config.state is not None and config.keeps_state(i):
             mixing = config.state.vector_lengths(config.hidden)
-        lengths |= {f"layers.{i}.{name}": length for name, length in {**layer, **mixing}.items()}
+        lengths |= {
+            f"layers.{i}.{name}": length
+            for name, length in {**layer, **mixing, **_expert_vectors(config, i)}.items()
+        }
     return lengths
+
+
+def _expert_vectors(config: ModelConfig, layer: int) -> dict[str, int]:
+    experts = config.experts_of(layer)
+    if experts is None:
+        return {}
+    own = {"choice_bias": experts.count} if experts.choice_bias else {}
+    if experts.biases:
+        own["router_bias"] = experts.count
+        sizes = dict(zip(EXPERT_BIASES, (config.ffn, config.ffn, config.hidden), strict=True))
+        own |= {f"experts.{e}.{name}": size for e in range(experts.count) for name, size in sizes.items()}
+    return own
 
 
 def _attention_vectors(config: ModelConfig, has_bias: bool) -> dict[str, int]:
@@ -215,7 +227,7 @@ def plan_weights(source: ModelSource, weight_format: str) -> list[WeightPlan]:
     for i in range(config.n_layers):
         for name in _fused_names(config, i):
             plans += _plans_for(f"layers.{i}.{name}", tensors, weight_format)
-        if config.experts:
+        if config.experts_of(i):
             plans += _plans_for(f"layers.{i}.router", tensors, "native")
             plans += _expert_plans(source, f"layers.{i}", weight_format)
     if not config.tied_embeddings:
@@ -228,9 +240,10 @@ def _fused_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     mixing: tuple[str, ...] = ("qkv", "attn_gate", "o") if config.gated_attention else ("qkv", "o")
     if config.state is not None and config.keeps_state(layer):
         mixing = (*config.state.fused_names, "o")
-    if config.experts is not None and not config.experts.shared_ffn:
+    if not config.ffn_of(layer):
         return mixing
-    gate = ("shared_gate",) if config.experts is not None and config.experts.shared_gate else ()
+    experts = config.experts_of(layer)
+    gate = ("shared_gate",) if experts is not None and experts.shared_gate else ()
     return (*mixing, *gate, "gate_up" if config.gated else "up", "down")
 
 
@@ -272,7 +285,7 @@ def plan_vectors(source: ModelSource) -> list[VectorPlan]:
     for i in range(source.config.n_layers):
         if has_bias(tensors):
             plans.append(_joined(source, f"layers.{i}.qkv_bias", [f"layers.{i}.{name}" for name in BIASES]))
-        if experts is not None and experts.biases:
+        if experts is not None and experts.biases and i not in experts.dense_layers:
             stacks = [f"layers.{i}.{name}" for name in ("gate_up_bias", "down_bias")]
             plans += [_joined(source, name, _parts_of(source.config, name)) for name in stacks]
     return plans

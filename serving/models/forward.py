@@ -19,8 +19,9 @@ from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.errors import ModelError
+from phasewise.serving.models.experts import STACKS, Experts
 from phasewise.serving.models.linears import Linears, Parts, Place, PlacedProduct, Rows, with_default_path
-from phasewise.serving.models.packed_model import STACKS, Experts, LayerKind, ModelConfig, PackedModel, Vector
+from phasewise.serving.models.packed_model import LayerKind, ModelConfig, PackedModel, Vector
 from phasewise.serving.models.state_program import StateRows, add_state_ops, state_widths
 
 Gives = Literal["logits", "rows"]
@@ -100,8 +101,7 @@ def _lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationAre
     router_stride = rounded(experts.count if experts else 0)
     shared = tokens * hidden_stride
     mixed = shared + tokens * qkv_stride
-    shared_ffn = experts.shared_ffn if experts else 0
-    given = shared + rows * max(pairs * gate_up_stride, rounded(2 * shared_ffn))
+    given = shared + rows * max(pairs * gate_up_stride, rounded(2 * experts.widest if experts else 0))
     router = given + (rows * pairs * hidden_stride if experts else 0)
     own = mixed + tokens * mixed_stride
     gates = own + tokens * own_stride
@@ -316,10 +316,11 @@ class _Layer:
             self._add_state()
         else:
             self._add_attention()
-        if self.config.experts is None:
-            self._add_feed_forward(self.config.ffn)
+        experts = self.config.experts_of(self.layer)
+        if experts is None:
+            self._add_feed_forward(self.config.ffn_of(self.layer))
         else:
-            self._add_experts(self.config.experts)
+            self._add_experts(experts)
 
     @property
     def config(self) -> ModelConfig:
@@ -407,7 +408,8 @@ class _Layer:
         parts = into_ffn_parts(self.model, self.name, width)
         reader = f"{self.name}.{'gate_up' if self.config.gated else 'up'}"
         self.linears.add(parts, self._reads("ffn_norm"), self.after, gate_up, reader, rows=rows)
-        if self.config.experts is not None and self.config.experts.shared_gate:
+        experts = self.config.experts_of(self.layer)
+        if experts is not None and experts.shared_gate:
             self._gate_shared(width, (gate_up[0] + width, gate_up[1]), rows)
         reads = {"source": "gate" if self.config.gated else "activation", "gate": self.config.activation}
         self._add_back("down", reads, gate_up, "ffn_post_norm", None, rows)
@@ -457,7 +459,7 @@ class _Layer:
         if experts.biases:
             bias = self._vector("router_bias")
             program.adjust(experts.count, *router, *router, bias=bias, rows=rows)
-        program.route(experts, *router, rows=rows)
+        program.route(experts, *router, rows=rows, choice_bias=self._vector("choice_bias"))
         up, down = (self._stack(f"{self.name}{part}") for part in STACKS)
         self.linears.add_experts(experts, *up, self._reads("ffn_norm"), self.after, gate_up, rows=rows)
         reads = {"source": "gate", "gate": config.activation, "bias": self._vector("gate_up_bias")}

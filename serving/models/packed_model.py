@@ -22,11 +22,11 @@ from phasewise.cython_kernels.exact import logarithm, power
 from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.encoding import MOST_POSITIONS, Embedding, Encoder, encoder_to_json
+from phasewise.serving.models.experts import STACKS, Experts, experts_from_json, experts_to_json
 from phasewise.serving.models.low_rank import Adapter
 from phasewise.serving.models.state_layers import StateLayers, state_from_json, state_to_json
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 
-STACKS = (".experts_gate_up", ".experts_down")  # weights of all experts of a layer
 FORMATS = ("native", "f32", "bf16", "int8", "int4")
 
 # Far beyond any published model, small enough that no product below leaves 63 bits.
@@ -40,7 +40,6 @@ LARGEST = {
     "vocab_size": 1 << 22,
     "context_length": MOST_POSITIONS,
 }
-MOST_EXPERTS, MOST_CHOSEN = 1024, 32
 MOST_KINDS = 4
 GATE_ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu", "gelu")
 PLAIN_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2")
@@ -177,25 +176,6 @@ class LayerKind:
 
 
 @dataclass(frozen=True)
-class Experts:
-    """A mixture of experts in place of the feed-forward layer; `ffn` of the config is one expert's width.
-
-    A router gives every expert a logit; the `chosen` largest compute a row. Their weights are the softmax
-    over the chosen logits where `normalised`, else over all.
-    """
-
-    count: int
-    chosen: int
-    normalised: bool
-    biases: bool = False
-    """True if the router and the experts' products have biases."""
-    shared_ffn: int = 0
-    """Width of the feed-forward layer that computes every token beside its experts; 0: there is none."""
-    shared_gate: bool = False
-    """True if what that layer gives is multiplied by the logistic of a product of the stream."""
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a model. Construction refuses shapes that no model can have. Without `encoder` a decoder:
 
@@ -276,7 +256,10 @@ class ModelConfig:
                 f"{counted(len(self.kinds), 'kind')} of attention in one model; at most {MOST_KINDS} can run"
             )
         self._check_scales()
-        self._check_experts()
+        if self.experts is not None:
+            if not self.gated:
+                raise ModelError("experts whose feed-forward layers have no gate cannot run")
+            self.experts.check(self.n_layers)
         if self.state is not None:
             self.state.check(self.n_layers)
         self._check_tokens()
@@ -327,28 +310,6 @@ class ModelConfig:
                 f"a norm epsilon of {self.norm_eps!r} with a residual scale of {self.residual_scale!r}"
             )
 
-    def _check_experts(self) -> None:
-        if self.experts is None:
-            return
-        if not self.gated:
-            raise ModelError("experts whose feed-forward layers have no gate cannot run")
-        count, chosen = self.experts.count, self.experts.chosen
-        if type(count) is not int or not 1 <= count <= MOST_EXPERTS:
-            raise ModelError(
-                f"the model has {count!r:.80} experts: a whole number from 1 to {MOST_EXPERTS} expected"
-            )
-        if type(chosen) is not int or not 1 <= chosen <= min(count, MOST_CHOSEN):
-            raise ModelError(
-                f"{chosen!r:.80} of {count} experts compute a token: "
-                f"from 1 to {min(count, MOST_CHOSEN)} expected"
-            )
-        shared = self.experts.shared_ffn
-        if type(shared) is not int or not 0 <= shared <= LARGEST["ffn"]:
-            raise ModelError(
-                f"the shared expert is {shared!r:.80} wide: "
-                f"a whole number from 0 to {LARGEST['ffn']} expected"
-            )
-
     def _check_tokens(self) -> None:
         for token in (self.bos_token_id, *self.eos_token_ids):
             if token is not None and not 0 <= token < self.vocab_size:
@@ -361,6 +322,18 @@ class ModelConfig:
 
     def kind_of(self, layer: int) -> LayerKind:
         return self.layer_kinds[layer] if self.layer_kinds else LayerKind(self.sliding_window, self.rope)
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """The mixture of a layer; None where one feed-forward layer computes every token."""
+        if self.experts is None or layer in self.experts.dense_layers:
+            return None
+        return self.experts
+
+    def ffn_of(self, layer: int) -> int:
+        """The width of the feed-forward layer that every token of a layer goes through; 0: there is none."""
+        if self.experts is None:
+            return self.ffn
+        return self.experts.dense_ffn if layer in self.experts.dense_layers else self.experts.shared_ffn
 
     def keeps_state(self, layer: int) -> bool:
         return self.state is not None and layer in self.state.layers
@@ -436,9 +409,8 @@ class PackedModel:
     rows) and ".experts_down"; ".gate_up" and ".down" are then the shared expert's, where there is one.
     vectors, float32: "final_norm"; per layer, as the config says, ".attn_norm", ".ffn_norm",
     ".attn_post_norm", ".ffn_post_norm", ".qkv_bias", ".q_norm", ".k_norm", ".o_bias", ".sinks" [n_heads],
-    ".router_bias", ".gate_up_bias", ".down_bias". Layers with a state have what `state_layers` lists"
-    " in place of
-    attention's.
+    ".router_bias", ".gate_up_bias", ".down_bias", ".choice_bias" [experts]. Layers with a state have what
+    `state_layers` lists in place of attention's.
     content_hash names the source's content and the format, so equal models hash alike on every machine.
     """
 
@@ -502,18 +474,11 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     return {
         **fields,
         "rope": _rope_to_json(config.rope),
-        "experts": None if config.experts is None else _experts_to_json(config.experts),
+        "experts": experts_to_json(config.experts),
         "encoder": None if config.encoder is None else encoder_to_json(config.encoder),
         "kinds": [{"window": kind.window, "rope": _rope_to_json(kind.rope)} for kind in kinds],
         "layer_kinds": [kinds.index(kind) for kind in config.layer_kinds],
     }
-
-
-def _experts_to_json(experts: Experts) -> dict[str, Any]:
-    fields = dict(vars(experts))
-    if not experts.shared_gate:
-        del fields["shared_gate"]
-    return fields
 
 
 def config_from_json(fields: Mapping[str, Any]) -> ModelConfig:
@@ -521,7 +486,7 @@ def config_from_json(fields: Mapping[str, Any]) -> ModelConfig:
     values = dict(fields)
     kinds = [LayerKind(kind["window"], _rope_from_json(kind["rope"])) for kind in values.pop("kinds")]
     values["layer_kinds"] = tuple(kinds[index] for index in values["layer_kinds"])
-    values["experts"] = None if values["experts"] is None else Experts(**values["experts"])
+    values["experts"] = experts_from_json(values["experts"])
     values["state"] = state_from_json(values.get("state"))
     values["encoder"] = None if values["encoder"] is None else Encoder(**values["encoder"])
     values["eos_token_ids"] = tuple(values["eos_token_ids"])

@@ -10,20 +10,27 @@ import pytest
 
 from phasewise.cython_kernels import isa, packing
 from phasewise.cython_kernels._native import Program, Team
+from phasewise.cython_kernels.errors import ProgramError
 from tests.support.tiers import isas
 
 N_TOKENS = 5
 EPS = 1e-5
+SCORES = ("softmax", "logistic")
 Array = np.ndarray
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """As `serving.models.packed_model.Experts`."""
+    """As `serving.models.experts.Experts`."""
 
     count: int
     chosen: int
     normalised: bool
+    scores: str = "softmax"
+    groups: int = 1
+    chosen_groups: int = 1
+    group_best: int = 1
+    scale: float = 1.0
 
 
 def opened(width: int, rows: Array) -> Program:
@@ -94,15 +101,27 @@ def test_adjusted_rows_equal_float64(width: int, norm: bool, bias: bool, cap: fl
             assert error <= (width + 32) * 2.0**-24 * max(1.0, np.abs(expected).max()), isa_name
 
 
-@pytest.mark.parametrize("chosen", [1, 3, 8])
-@pytest.mark.parametrize("is_normalised", [False, True])
-def test_routed_experts_equal_float64(chosen: int, is_normalised: bool) -> None:
+MIXTURES = [
+    *(Mixture(8, chosen, normalised) for chosen in (1, 3, 8) for normalised in (False, True)),
+    *(Mixture(8, 3, normalised, scores, scale=2.5) for normalised in (False, True) for scores in SCORES),
+    *(
+        Mixture(12, chosen, True, scores, groups, 2, best, 0.5)
+        for chosen, groups, best in ((1, 2, 1), (3, 4, 2), (6, 3, 3), (8, 3, 1))
+        for scores in SCORES
+    ),
+    Mixture(12, 4, False, "softmax", 6, 2, 1, 16.0),
+]
+
+
+@pytest.mark.parametrize("mixture", MIXTURES, ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_routed_experts_equal_float64(mixture: Mixture, biased: bool) -> None:
     """Router, gathered products of the chosen experts, gate and weighted sum, in float32."""
-    width, ffn, count = 32, 16, 8
-    mixture = Mixture(count, chosen, is_normalised)
+    width, ffn, count, chosen = 32, 16, mixture.count, mixture.chosen
+    bias = drawn(7, count) if biased else None
     rows = drawn(3, N_TOKENS, width)
     router, up, down = drawn(4, count, width), drawn(5, count, 2 * ffn, width), drawn(6, count, width, ffn)
-    want = rows.astype(np.float64) + _mixture(rows, router, up, down, mixture)
+    want = rows.astype(np.float64) + _mixture(rows, router, up, down, mixture, bias)
     for isa_name in isas():
         with isa.using(isa_name):
             program = opened(width, rows)
@@ -110,7 +129,7 @@ def test_routed_experts_equal_float64(chosen: int, is_normalised: bool) -> None:
             scores, pairs = (at, stride), (at + N_TOKENS * stride, stride)
             given = pairs[0] + N_TOKENS * chosen * stride, stride
             program.linear([(packing.pack_dense(router, "f32"), 0)], "rows", 0, width, *scores)
-            program.route(mixture, *scores)
+            program.route(mixture, *scores, choice_bias=bias)
             stacks = [packing.pack_dense(one.reshape(-1, one.shape[2]), "f32") for one in (up, down)]
             program.experts(mixture, stacks[0], "rows", 0, width, *pairs)
             program.experts(mixture, stacks[1], "gate", *pairs, *given)
@@ -119,16 +138,51 @@ def test_routed_experts_equal_float64(chosen: int, is_normalised: bool) -> None:
             assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max(), isa_name
 
 
-def _mixture(rows: Array, router: Array, up: Array, down: Array, mixture: Mixture) -> Array:
+def _mixture(
+    rows: Array, router: Array, up: Array, down: Array, mixture: Mixture, bias: Array | None
+) -> Array:
     """From the definition, one row and one expert at a time, in float64."""
     x = rows.astype(np.float64)
     out = np.zeros_like(x)
     for i, row in enumerate(x):
         logits = router.astype(np.float64) @ row
-        best = np.argsort(-logits)[: mixture.chosen]
-        over = logits[best] if mixture.normalised else logits
-        weights = np.exp(logits[best]) / np.exp(over).sum()
+        of_all = np.exp(logits - logits.max())
+        scores = of_all / of_all.sum() if mixture.scores == "softmax" else 1 / (1 + np.exp(-logits))
+        best = _chosen(scores if bias is None else scores + bias, mixture)
+        weights = scores[best] * mixture.scale
+        if mixture.normalised:
+            weights /= scores[best].sum()
         for weight, expert in zip(weights, best, strict=True):
             gate, value = np.split(up[expert].astype(np.float64) @ row, 2)
             out[i] += weight * (down[expert].astype(np.float64) @ (gate / (1 + np.exp(-gate)) * value))
     return out
+
+
+def _chosen(numbers: Array, mixture: Mixture) -> Array:
+    groups = numbers.reshape(mixture.groups, -1)
+    worth = np.sort(groups, axis=1)[:, -mixture.group_best :].sum(axis=1)
+    left_out = np.argsort(-worth)[mixture.chosen_groups :]
+    kept = groups.copy()
+    kept[left_out] = -np.inf
+    return np.argsort(-kept.reshape(-1))[: mixture.chosen]
+
+
+@pytest.mark.parametrize(
+    "mixture",
+    [
+        Mixture(1025, 1, True),
+        Mixture(8, 9, True),
+        Mixture(8, 2, True, groups=3),
+        Mixture(8, 2, True, groups=0),
+        Mixture(8, 2, True, groups=4, chosen_groups=5),
+        Mixture(8, 2, True, groups=4, chosen_groups=0),
+        Mixture(8, 5, True, groups=4, chosen_groups=2),
+        Mixture(8, 2, True, groups=4, chosen_groups=2, group_best=3),
+    ],
+    ids=str,
+)
+def test_groups_that_no_mixture_has_are_refused(mixture: Mixture) -> None:
+    program = opened(32, drawn(1, N_TOKENS, 32))
+
+    with pytest.raises(ProgramError):
+        program.route(mixture, 0, 2048)

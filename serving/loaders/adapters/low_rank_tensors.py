@@ -89,7 +89,7 @@ def adapter_of(name: str, parts: Mapping[str, LowRank], config: ModelConfig) -> 
     for layer in range(config.n_layers):
         for reader, weights in _readers(config).items():
             own = [
-                (_column(weight, config), parts[f"layers.{layer}.{weight}"])
+                (_column(weight, config, layer), parts[f"layers.{layer}.{weight}"])
                 for weight in weights
                 if f"layers.{layer}.{weight}" in parts
             ]
@@ -106,10 +106,9 @@ def _readers(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     return {reader: weights for reader, weights in READERS.items() if reader != left_out}
 
 
-def _column(weight: str, config: ModelConfig) -> int:
+def _column(weight: str, config: ModelConfig, layer: int) -> int:
     """The first column of a weight's outputs among those that read the same rows."""
-    experts = config.experts
-    width = experts.shared_ffn if experts is not None else config.ffn
+    width = config.ffn_of(layer)
     columns = {"k": config.q_rows, "v": config.q_rows + config.kv_rows, "up": width if config.gated else 0}
     return columns.get(weight, 0)
 

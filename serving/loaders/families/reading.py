@@ -7,7 +7,8 @@ from dataclasses import replace
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Get
-from phasewise.serving.models.packed_model import Experts, LayerKind, ModelConfig, RopeSpec
+from phasewise.serving.models.experts import Experts
+from phasewise.serving.models.packed_model import LayerKind, ModelConfig, RopeSpec
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 

@@ -20,7 +20,8 @@ from phasewise.cython_kernels import isa, packing
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.loaders import load_model
-from phasewise.serving.models.packed_model import STACKS, PackedModel
+from phasewise.serving.models.experts import STACKS
+from phasewise.serving.models.packed_model import PackedModel
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from tests.support.models import family_models as families
