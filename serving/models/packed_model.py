@@ -23,6 +23,8 @@ from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.encoding import MOST_POSITIONS, Embedding, Encoder, encoder_to_json
 from phasewise.serving.models.experts import STACKS, Experts, experts_from_json, experts_to_json
+from phasewise.serving.models.latent import STACKS as HEAD_STACKS
+from phasewise.serving.models.latent import LatentAttention, latent_from_json, latent_to_json
 from phasewise.serving.models.low_rank import Adapter
 from phasewise.serving.models.state_layers import StateLayers, state_from_json, state_to_json
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
@@ -231,6 +233,8 @@ class ModelConfig:
     """Layers that keep a state in place of keys and values."""
     last_row_scores: bool = False
     """True if a decoder gives a pair of texts one score: the product of the last row with a vector."""
+    latent: LatentAttention | None = None
+    """Attention over one vector of each token; `head_dim` are then the vector's numbers, in one KV head."""
 
     def __post_init__(self) -> None:
         for name, largest in LARGEST.items():
@@ -262,7 +266,18 @@ class ModelConfig:
             self.experts.check(self.n_layers)
         if self.state is not None:
             self.state.check(self.n_layers)
+        if self.latent is not None:
+            self._check_latent(self.latent)
         self._check_tokens()
+
+    def _check_latent(self, latent: LatentAttention) -> None:
+        latent.check(self.n_kv_heads, self.head_dim)
+        if self.state or self.sinks or self.qk_norm or self.out_bias or self.gated_attention:
+            raise ModelError(
+                "latent attention beside states, sinks, norms of heads, biases or gates cannot run"
+            )
+        if any(kind.rope is None or kind.rope.dim != latent.rope_dim for kind in self.kinds):
+            raise ModelError(f"latent attention turns {latent.rope_dim} numbers of every layer, no others")
 
     def _check_kind(self, kind: LayerKind) -> None:
         if kind.window is not None and (type(kind.window) is not int or not 1 <= kind.window <= 1 << 30):
@@ -346,7 +361,9 @@ class ModelConfig:
     @property
     def turns(self) -> dict[str, int]:
         """Runs of rows in which tensors hold several of ours (`loaders.families.family.TensorCut`)."""
-        return {"n_heads": self.n_heads, "groups": 1 if self.state is None else max(self.state.groups, 1)}
+        groups = 1 if self.state is None else max(self.state.groups, 1)
+        turned = 0 if self.latent is None else self.latent.rope_dim
+        return {"n_heads": self.n_heads, "groups": groups, "turned": turned}
 
     @property
     def state_bytes(self) -> int:
@@ -437,7 +454,17 @@ class PackedModel:
         """The arrays that products read, by name: of a stack of experts the first one's weight, elsewhere
         the weight.
         """
-        return {name: self.one_expert(name) or weight for name, weight in self.weights.items()}
+        return {
+            name: self.one_expert(name) or self.one_head(name) or weight
+            for name, weight in self.weights.items()
+        }
+
+    def one_head(self, name: str) -> PackedWeight | None:
+        """The first head's weight of a stack of latent attention; None where `name` is no such stack."""
+        if self.config.latent is None or not name.endswith(HEAD_STACKS):
+            return None
+        stack = self.weights[name]
+        return columns(stack, 0, stack.n // self.config.n_heads // PANEL)
 
     def one_expert(self, name: str) -> PackedWeight | None:
         """The first expert's weight of a stack; None where `name` is no stack."""
@@ -466,6 +493,10 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
         del fields["gated_attention"]
     if not config.last_row_scores:
         del fields["last_row_scores"]
+    if config.latent is None:
+        del fields["latent"]
+    else:
+        fields["latent"] = latent_to_json(config.latent)
     if config.state is None:
         del fields["state"]
     else:
@@ -488,6 +519,7 @@ def config_from_json(fields: Mapping[str, Any]) -> ModelConfig:
     values["layer_kinds"] = tuple(kinds[index] for index in values["layer_kinds"])
     values["experts"] = experts_from_json(values["experts"])
     values["state"] = state_from_json(values.get("state"))
+    values["latent"] = latent_from_json(values.get("latent"))
     values["encoder"] = None if values["encoder"] is None else Encoder(**values["encoder"])
     values["eos_token_ids"] = tuple(values["eos_token_ids"])
     rope = _rope_from_json(values.pop("rope"))

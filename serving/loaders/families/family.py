@@ -50,6 +50,32 @@ class OtherForm:
     negated_exponential: bool = False
 
 
+@dataclass(frozen=True)
+class TurnedTail:
+    """Rows of latent attention whose last ones, of every head or of all, are pairs side by side; ours have
+    the first rows of all pairs, then the second ones."""
+
+    name: str
+    by_head: bool
+
+
+@dataclass(frozen=True)
+class HeadParts:
+    """Of every head rows of two of ours: `keys`, whose rows are ours of columns, and `values`."""
+
+    keys: str
+    values: str
+
+
+@dataclass(frozen=True)
+class HeadStack:
+    """Matrices of all heads, one below the other."""
+
+    name: str
+
+
+LatentTensor = TurnedTail | HeadParts | HeadStack
+
 ACTIVATION_NAMES = {
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu"),
@@ -57,7 +83,7 @@ ACTIVATION_NAMES = {
 }
 """Activations, and what config.json calls them."""
 
-Names = Mapping[str, str | TensorCut | OtherForm]
+Names = Mapping[str, str | TensorCut | OtherForm | LatentTensor]
 """A file's names of a layer's tensors to ours; "{e}" in both stands for an expert's number."""
 
 
@@ -92,6 +118,9 @@ class Family:
     """The prefix of the names of a language model that is part of a larger one."""
     hf_ignored: tuple[str, ...] = ()
     """Beginnings of names of what is not the language model."""
+    draft_layers: bool = False
+    """True if layers behind the last one are heads that predict more tokens, as many as the file says; they
+    are not read."""
     hf_unit_norms: bool = False
     """True if safetensors hold norm weights less one (GGUF files never do)."""
     gguf_interleaved_heads: bool = False

@@ -151,9 +151,11 @@ def _tensors(
     names = {**LAYER_NAMES, **family.gguf_names}
     outside = {**GLOBAL_NAMES, **family.global_names, "cls.output.weight": SCORE_OUT}
     shapes = shapes_of_all(config, any(theirs.endswith("attn_q.bias") for theirs in header.tensors))
+    stated = field(header.metadata, f"{header.metadata['general.architecture']}.block_count", int, 0)
+    left_out = tuple(f"blk.{i}." for i in range(config.n_layers, stated) if family.draft_layers)
     tensors: dict[str, SourceTensor] = {}
     for theirs, info in header.tensors.items():
-        if theirs == ROPE_FACTORS or theirs in LONG_FACTORS:
+        if theirs == ROPE_FACTORS or theirs in LONG_FACTORS or theirs.startswith(left_out):
             continue
         match = re.fullmatch(r"blk\.(0|[1-9]\d{0,3})\.(.+)", theirs, re.ASCII)
         stem, name = (f"layers.{match[1]}.", match[2]) if match else ("", theirs)
@@ -197,7 +199,8 @@ def _config(
 
     heads, hidden = get("attention.head_count", int), get("embedding_length", int)
     head_dim = get("attention.key_length", int) or _even_share(hidden, heads)
-    if get("attention.value_length", int, head_dim) != head_dim:
+    latent = get("attention.kv_lora_rank", int, 0) and family.draft_layers
+    if not latent and get("attention.value_length", int, head_dim) != head_dim:
         raise ModelError(f"{path} has keys and values of different length, which cannot run")
     plain = ModelConfig(
         architecture=family.name,

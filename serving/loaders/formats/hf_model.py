@@ -52,6 +52,7 @@ LAYER_NAMES = {
     "self_attn.q_norm.weight": "q_norm", "self_attn.k_norm.weight": "k_norm",
 }  # fmt: skip
 MAX_SHARDS = 512
+MOST_DRAFT_LAYERS = 16
 BLOCKS, SCALES = "_blocks", "_scales"  # of one tensor in MXFP4
 Shards = list[tuple[SourceFile, dict[str, TensorEntry]]]
 """Weight files, open, each with its table."""
@@ -97,7 +98,11 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
             quantisation = quantisation_of(
                 quantisation_fields(text_fields(fields, family).get), directory.json("quantize_config.json")
             )
-            tensors = _our_tensors(opened, family, config, path, quantisation, scores=reranker is not None)
+            n_drafts = field(text_fields(fields, family), "num_nextn_predict_layers", int, 0)
+            left_out = _draft_layers(config, n_drafts) if family.draft_layers else ()
+            tensors = _our_tensors(
+                opened, family, config, path, quantisation, scores=reranker is not None, left_out=left_out
+            )
             if reranker is not None:
                 config, tensors = with_score(reranker, config, tensors, path)
         return ModelSource(
@@ -162,9 +167,10 @@ def _our_tensors(
     quantisation: Quantisation | None,
     *,
     scores: bool = False,
+    left_out: tuple[str, ...] = (),
 ) -> dict[str, SourceTensor]:
     """Every tensor of the language model by our name, as views. scores: a classifier's head is one of
-    them.
+    them. left_out: layers that are not read.
     """
     names, outside = {**LAYER_NAMES, **family.hf_names}, {**GLOBAL_NAMES, **family.global_names}
     if scores:
@@ -174,7 +180,7 @@ def _our_tensors(
     tensors: dict[str, SourceTensor] = {}
     for theirs, tensor in _file_tensors(opened, family, quantisation):
         stem, name, expert = layer_place(theirs)
-        if name == DERIVED or (theirs == "lm_head.weight" and config.tied_embeddings):
+        if name == DERIVED or stem in left_out or (theirs == "lm_head.weight" and config.tied_embeddings):
             continue
         what = f"{directory} has a tensor {theirs!r:.80} that"
         try:
@@ -192,6 +198,13 @@ def _our_tensors(
             unit = family.hf_unit_norms and ours.endswith("norm")
             tensors[ours] = one_more(our_tensor) if unit else our_tensor
     return tensors
+
+
+def _draft_layers(config: ModelConfig, count: int) -> tuple[str, ...]:
+    """Beginnings of the names of layers behind the last one, which predict more tokens."""
+    if not 0 <= count <= MOST_DRAFT_LAYERS:
+        raise ModelError(f"{count!r:.60} layers that predict more tokens: 0 to {MOST_DRAFT_LAYERS} expected")
+    return tuple(f"layers.{config.n_layers + i}." for i in range(count))
 
 
 def _file_tensors(

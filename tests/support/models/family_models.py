@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.models import tiny_models
+from tests.support.models import latent_models, tiny_models
 from tests.support.models.reference_models import raw_values
 from tests.support.models.tiny_models import TinyShape
 
@@ -55,6 +55,7 @@ class FamilyCase:
     config: Mapping[str, Any] = field(default_factory=dict)
     interleaved: bool = False
     unit_norms: bool = False
+    whole_kv_b: bool = False
     prompt_lengths: tuple[int, ...] = (9, 90)
     context_length: int = 256
 
@@ -188,6 +189,10 @@ FAMILY_CASES: dict[str, FamilyCase] = {
         interleaved=True,
     ),
     "qwen35": FamilyCase("qwen3_5_text", "", _DELTA, unit_norms=True),
+    "deepseek2": FamilyCase("deepseek_v2", "deepseek2", latent_models.V2),
+    "deepseek2-groups": FamilyCase("deepseek_v2", "deepseek2", latent_models.V2_GROUPS, whole_kv_b=True),
+    "deepseek3": FamilyCase("deepseek_v3", "deepseek2", latent_models.V3),
+    "glm4moelite": FamilyCase("glm4_moe_lite", "deepseek2", latent_models.GLM_LITE),
     "arcee": FamilyCase(
         "arcee", "arcee",
         {"hidden_act": "relu2",
@@ -254,6 +259,10 @@ def _shapes(case: FamilyCase) -> dict[str, tuple[int, ...]]:
     head_dim = f.get("head_dim", hidden // n_heads)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (f["vocab_size"], hidden)}
     for i in range(f["num_hidden_layers"]):
+        if "kv_lora_rank" in f:
+            of_layer = latent_models.latent_layer_shapes(case.model_type, f, i)
+            shapes |= {f"model.layers.{i}.{tensor}": shape for tensor, shape in of_layer.items()}
+            continue
         layer = _attention_shapes(
             case.model_type, hidden, n_heads * head_dim, kv * head_dim, head_dim, n_heads
         )
@@ -485,7 +494,13 @@ def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None
     kv = f["num_key_value_heads"]
     kinds = f.get("layer_types", [])
     by_layer = case.gguf in ("lfm2", "granitehybrid")
-    writer.add_head_count_kv([kv * (kind == FULL) for kind in kinds] if by_layer else kv)
+    if "kv_lora_rank" in f:
+        latent_models.write_latent_settings(writer, case.model_type, f, split=not case.whole_kv_b)
+    else:
+        writer.add_head_count_kv([kv * (kind == FULL) for kind in kinds] if by_layer else kv)
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_rope_dimension_count(int(head_dim * f.get("partial_rotary_factor", 1.0)))
     if case.gguf == "lfm2":
         writer.add_shortconv_l_cache(f["conv_L_cache"])
     if case.gguf == "granitehybrid":
@@ -503,11 +518,8 @@ def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None
         writer.add_ssm_inner_size(f["linear_num_value_heads"] * f["linear_value_head_dim"])
         writer.add_uint32(f"{case.gguf}.full_attention_interval", 3)
         writer.add_expert_shared_feed_forward_length(f["shared_expert_intermediate_size"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(f["rms_norm_eps"])
     writer.add_rope_freq_base(f.get("rope_theta", 1e4))
-    writer.add_rope_dimension_count(int(head_dim * f.get("partial_rotary_factor", 1.0)))
     if f.get("sliding_window"):
         writer.add_sliding_window(f["sliding_window"])
     if n_experts := f.get("num_experts", f.get("num_local_experts")):
@@ -569,6 +581,8 @@ def _converted(case: FamilyCase, f: Mapping[str, Any], weights: Arrays) -> Array
             values = values + 1
         if (changed := _state_tensors(case, f, name, values)) is not None:
             out |= changed
+        elif (latent := latent_models.latent_gguf_tensors(f, name, values, not case.whole_kv_b)) is not None:
+            out |= latent
         elif name.endswith(".sinks"):
             out[f"{name}.weight"] = values
         elif case.model_type == "gpt_oss" and ".experts." in name:
