@@ -6,7 +6,6 @@
 #include "program/attend.h"
 #include "program/executor.h"
 #include "program/experts.h"
-#include "program/heads.h"
 #include "program/linear.h"
 #include "adapters/low_rank.h"
 #include "state/run_state.h"

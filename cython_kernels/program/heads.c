@@ -1,4 +1,5 @@
-#include "program/heads.h"
+/* Products by head: numbers of a head times a weight of its own. */
+#include "program/linear.h"
 
 enum { PIECES_PER_THREAD = 6 };
 

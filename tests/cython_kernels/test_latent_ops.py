@@ -194,6 +194,20 @@ def test_latent_rows_have_the_same_bits_however_they_come(
     assert len(set(found.values())) == 1
 
 
+@pytest.mark.parametrize("kv_format", STORED)
+@pytest.mark.parametrize("target", [256, 263])
+def test_latent_vectors_that_were_copied_are_read_as_they_were(kv_format: str, target: int) -> None:
+    case, n = Latent(4, 32, 8, 16, 140), 139
+    program = case.program(kv_format)
+    team = Team(None, members=2)
+    run(program, [piece(range(n))])
+    expected = run(program, [piece(range(n, n + 1), n)])
+
+    program.copy_kv(team, 0, target, n)
+
+    assert (run(program, [piece(range(n, n + 1), n, target)]) == expected).all()
+
+
 def test_a_latent_slot_is_one_vector() -> None:
     assert [kv_slot_bytes(name, 576, latent=True) for name in STORED] == [2304, 1152, 1152]
     for name in ("int16", "int8", "int4"):
