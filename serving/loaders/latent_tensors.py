@@ -64,7 +64,7 @@ def _parts(
     n_heads: int,
     what: str,
 ) -> Iterator[tuple[str, SourceTensor]]:
-    """Of every head rows for keys, which become its columns, and rows for values."""
+    """Rows for keys of every head, which become its columns, and rows for its values."""
     keys, values = (shapes.get(stem + name) for name in (form.keys, form.values))
     if keys is None or values is None:
         raise ModelError(f"{what} belongs to latent attention, which the config does not have")

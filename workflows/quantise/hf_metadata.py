@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from phasewise.serving.loaders.families import FAMILIES, Family
-from phasewise.serving.loaders.formats.hf_config import yarn_magnitude
+from phasewise.serving.loaders.families.reading import yarn_magnitude
 from phasewise.serving.models.packed_model import (
     FrequencyFactors,
     LayerKind,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Family, Get, HeadParts, HeadStack, Names, TurnedTail
-from phasewise.serving.loaders.families.reading import must_be_off
+from phasewise.serving.loaders.families.reading import must_be_off, yarn_magnitude
 from phasewise.serving.loaders.families.routing import GGUF_ROUTED, HF_ROUTED, routed_gguf, routed_hf
 from phasewise.serving.models.experts import SOFTMAX
 from phasewise.serving.models.latent import LatentAttention
@@ -62,7 +62,7 @@ def _with_latent(config: ModelConfig, latent: LatentAttention, weight: float) ->
         raise ModelError(f"queries of {latent.query} numbers")
     scale, scaling = latent.query**-0.5, config.rope.scaling
     if isinstance(scaling, YarnScaling) and weight:
-        scale *= _magnitude(scaling.factor, weight) ** 2
+        scale *= yarn_magnitude(scaling.factor, weight) ** 2
     return replace(
         config,
         latent=latent,
@@ -71,12 +71,6 @@ def _with_latent(config: ModelConfig, latent: LatentAttention, weight: float) ->
         rope=replace(config.rope, dim=latent.rope_dim),
         attention_scale=scale,
     )
-
-
-def _magnitude(factor: float, weight: float) -> float:
-    from phasewise.serving.loaders.formats.hf_config import yarn_magnitude
-
-    return yarn_magnitude(factor, weight)
 
 
 def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
@@ -100,7 +94,7 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
     if (
         isinstance(scaling, YarnScaling) and weight
     ):  # both weights are one: cosines and sines stay as they are
-        magnitude = scaling.magnitude / _magnitude(scaling.factor, 1.0)
+        magnitude = scaling.magnitude / yarn_magnitude(scaling.factor, 1.0)
         config = replace(config, rope=replace(config.rope, scaling=replace(scaling, magnitude=magnitude)))
     config = replace(config, n_layers=n_layers)
     return _with_latent(routed_gguf(get, config), latent, weight)

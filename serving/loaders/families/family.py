@@ -61,7 +61,7 @@ class TurnedTail:
 
 @dataclass(frozen=True)
 class HeadParts:
-    """Of every head rows of two of ours: `keys`, whose rows are ours of columns, and `values`."""
+    """Rows of every head, of two of ours: `keys`, whose rows are columns of ours, and `values`."""
 
     keys: str
     values: str

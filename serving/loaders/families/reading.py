@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phasewise._words import counted
+from phasewise.cython_kernels.exact import logarithm
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Get
 from phasewise.serving.models.experts import Experts
@@ -86,3 +87,8 @@ def state_layer_types(get: Get, config: ModelConfig, state: str, full: str = FUL
             f" {counted(config.n_layers, 'layer')} expected"
         )
     return tuple(layer for layer, kind in enumerate(named) if kind == state)
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """1 + weight log(factor) / 10 (YaRN, equation 22)."""
+    return 0.1 * weight * logarithm(factor) + 1.0 if factor > 1 else 1.0

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from phasewise.cython_kernels.exact import logarithm
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families import ACTIVATION_NAMES, Family, family_of_hf
+from phasewise.serving.loaders.families.reading import yarn_magnitude
 from phasewise.serving.loaders.formats.bitmask_tensors import check_compression
 from phasewise.serving.loaders.quantised.scheme import quantisation_of
 from phasewise.serving.models.packed_model import (
@@ -219,11 +220,6 @@ def _yarn_scaling(get: Callable[..., Any], rope_fields: Fields, need: Callable[.
         field(rope_fields, "beta_slow", float, 1.0),
         field(rope_fields, "truncate", bool, True),
     )
-
-
-def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """1 + weight log(factor) / 10 (YaRN, equation 22)."""
-    return 0.1 * weight * logarithm(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _long_scaling(get: Callable[..., Any], rope_fields: Fields, need: Callable[..., Any]) -> LongScaling:
