@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families import HeadParts, HeadStack, LatentTensor, TurnedTail
 from phasewise.serving.loaders.forms import F32, Rows, convert_rows
@@ -40,7 +41,8 @@ def _turned(tensor: SourceTensor, n_heads: int, turned: int, what: str) -> Sourc
     of_head = tensor.shape[0] // n_heads
     if len(tensor.shape) != 2 or tensor.shape[0] % n_heads or not 0 < turned <= of_head or turned % 2:
         raise ModelError(
-            f"{what} is {tensor.shape}: {n_heads} heads that end with {turned} turned rows expected"
+            f"{what} is {tensor.shape}: {counted(n_heads, 'head')}, each with {turned} turned rows at its"
+            " end, expected"
         )
     plain = of_head - turned
 
