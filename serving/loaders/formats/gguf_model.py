@@ -19,7 +19,6 @@ from phasewise.serving.loaders.encoders.reranker import gguf_score, gguf_templat
 from phasewise.serving.loaders.families import Family, family_of_gguf
 from phasewise.serving.loaders.families.bert import EncoderFamily
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF
-from phasewise.serving.loaders.families.bert import ENCODERS_BY_GGUF, EncoderFamily
 from phasewise.serving.loaders.families.reading import yarn_magnitude
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_rows
 from phasewise.serving.loaders.formats.gguf_file import GgufHeader, TensorInfo
