@@ -40,7 +40,7 @@ def default_attention(shape, int64_t tokens, int64_t positions, int threads):
 
     shape: as for a Program. What its numbers mean: Program.set_attention_schedules.
     """
-    cdef pw_shape s = shape
+    cdef pw_shape s = {"latent": 0, **shape}
     return fields_of(pw_default_attention(&s, tokens, (positions + PW_CHUNK - 1) // PW_CHUNK, threads))
 
 
@@ -51,7 +51,7 @@ cdef class ProgramBuilder:
     inv_freq is float64 [head_dim / 2]; with shape's `window` (0: none) it is attention's kind 0, and `kind` adds others.
     Offsets count floats from the arena's start; rows of an op are `stride` floats apart.
 
-    shape may also have `outputs`, numbers of an output row (else `vocab`), and `bidirectional`: whether tokens see
+    shape may also have `latent`, the numbers of a value of latent attention (attend_latent), `outputs`, numbers of an output row (else `vocab`), and `bidirectional`: whether tokens see
     those after them; then every slice is a whole sequence.
 
     division: how the steps of each table are divided over ranks, and which rank this process is (None: one rank
@@ -65,9 +65,13 @@ cdef class ProgramBuilder:
     cdef bint has_segments
 
     def __cinit__(self, shape, capacity, inv_freq, division=None, double patience_s=60.0, double magnitude=1.0):
-        cdef pw_shape s = shape
+        cdef pw_shape s = {"latent": 0, **shape}
         cdef pw_capacity c = {"ring_slots": 0, "state_places": 0, **capacity, "kv_format": kv_format_code(capacity["kv_format"])}
-        if not 2 <= s.head_dim <= PW_MAX_HEAD_DIM or s.head_dim % 2:
+        if s.latent:
+            check_latent(s.latent, s.n_kv_heads, s.head_dim, c.kv_format)
+            if division is not None:
+                raise ProgramError("latent attention runs on one rank")
+        elif not 2 <= s.head_dim <= PW_MAX_HEAD_DIM or s.head_dim % 2:
             raise ProgramError(
                 f"attention heads of {s.head_dim} dimensions: even numbers up to {PW_MAX_HEAD_DIM} are supported")
         if min(s.n_layers, s.n_heads, s.n_kv_heads, s.hidden, s.ffn, s.vocab) < 1 or s.n_heads % s.n_kv_heads:
@@ -258,7 +262,7 @@ cdef class ProgramBuilder:
         pw_program_path(self.program, table, op, part, path_number(path))
 
     cdef int _check_part(self, int32_t op, int32_t part, int32_t table) except -1:
-        if not (0 <= op < self.program.n_ops and self.program.ops[op].code in (PW_LINEAR, PW_EXPERTS)
+        if not (0 <= op < self.program.n_ops and self.program.ops[op].code in (PW_LINEAR, PW_EXPERTS, PW_HEADS)
                 and 0 <= part < self.program.ops[op].n_parts and 0 <= table < PW_SCHEDULE_TABLES):
             raise ProgramError(f"there is no weight {part} in a linear op {op}, or no table {table} of schedules")
         return 0
@@ -304,6 +308,56 @@ cdef class ProgramBuilder:
         op.q_norm = self._optional(q_norm, shape.head_dim, "query norm weights")
         op.k_norm = self._optional(k_norm, shape.head_dim, "key norm weights")
         self._add(&op, [], columns, shape.n_heads * shape.head_dim)
+
+    def attend_latent(self, int32_t layer, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
+                      queries, vectors, norm, double eps, double scale, rows="every", int32_t kind=0, double cap=0):
+        """Attention over latent vectors, whose first `latent` numbers are what is read of them.
+
+        from_at: of each head `latent` numbers, what meets those; the outputs are as many. queries (offset, stride, step,
+        at): of each head, `step` numbers after the one before, the pairs from number `at` on, which meet the others.
+        vectors (offset, stride): of a row its vector, before the norm of its first numbers (weights, eps) and the turn
+        of its pairs. rows, kind, scale and cap: as for `attend`.
+        """
+        cdef pw_op op = _op_of(PW_ATTEND, rows, from_at, from_stride, out, out_stride)
+        cdef pw_shape *shape = &self.program.shape
+        op.layer, op.kind, op.cap, op.scale, op.eps = layer, kind, cap, scale, eps
+        if not 0 <= layer < shape.n_layers or not 0 <= kind < self.program.n_kinds or not shape.latent:
+            raise ProgramError(f"layer {layer} of {shape.n_layers}, kind {kind} of {self.program.n_kinds}")
+        pairs = 2 * self.program.kinds[kind].half
+        if pairs != shape.head_dim - shape.latent:
+            raise ProgramError(f"{pairs} turned numbers of {shape.head_dim - shape.latent} behind the latent ones")
+        op.latent.query, op.latent.query_stride, op.latent.step, op.latent.at = queries
+        op.latent.vector, op.latent.vector_stride = vectors
+        op.latent.norm = self._vector(norm, shape.latent, "norm weights")
+        tokens = self.program.capacity.max_tokens
+        if op.latent.at < 0 or op.latent.step < op.latent.at + pairs:
+            raise ProgramError(f"{pairs} turned numbers from number {op.latent.at} of {op.latent.step}")
+        self._reserve(op.latent.query, op.latent.query_stride, tokens, op.latent.step * shape.n_heads)
+        self._reserve(op.latent.vector, op.latent.vector_stride, tokens, shape.head_dim)
+        self._add(&op, [], shape.n_heads * shape.latent, shape.n_heads * shape.latent)
+
+    def heads(self, packed, int32_t count, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
+              int64_t step, arithmetic=(None, 1)):
+        """Products by head: numbers [step h, step h + k) of a row times the weight of head h. Returns the op's number.
+
+        packed: the heads' weights one below the other, each of whole panels.
+        """
+        cdef pw_op op = _op_of(PW_HEADS, "every", from_at, from_stride, out, out_stride)
+        cdef int table
+        n = packed.n // count if count > 0 else 0
+        if n < 1 or packed.n % count or n % PW_PANEL or step < packed.k:
+            raise ProgramError(f"{count} heads of {n} outputs, {step} inputs apart: outputs a multiple of {PW_PANEL} can run")
+        if self.division is not None:
+            raise ProgramError("products by head run on one rank")
+        path, k_parts = arithmetic
+        op.n_parts, op.k = 1, packed.k
+        op.heads.count, op.heads.step, op.heads.n = count, step, n
+        op.parts[0].weight = weight_view(packed, path, k_parts)
+        one = _columns(packed, 0, n // PW_PANEL)
+        for table in range(PW_SCHEDULE_TABLES):
+            op.shares[table][0].weight = weight_view(one, path, k_parts)
+        self._add(&op, [packed], step * (count - 1) + packed.k, packed.n)
+        return self.program.n_ops - 1
 
     def adjust(self, int64_t width, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride, norm=None,
                bias=None, double cap=0, bint add=False, rows="every", residual=None, eps=None):

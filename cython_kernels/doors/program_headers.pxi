@@ -4,6 +4,7 @@
 cdef extern from "program/program.h" nogil:
     enum:
         PW_MAX_PARTS
+        PW_MAX_KINDS
         PW_MAX_EXPERTS
         PW_SCHEDULE_TABLES
         PW_MAX_ROW_RANGES
@@ -16,6 +17,7 @@ cdef extern from "program/program.h" nogil:
         PW_ROUTE
         PW_EXPERTS
         PW_COMBINE
+        PW_HEADS
         PW_CONVOLVE
         PW_STATE_GATES
         PW_RECUR
@@ -55,6 +57,14 @@ cdef extern from "program/program.h" nogil:
         float scale
         const float *bias
 
+    ctypedef struct pw_heads:
+        int32_t count
+        int64_t step, n
+
+    ctypedef struct pw_latent_op:
+        int64_t query, query_stride, step, at, vector, vector_stride
+        const float *norm
+
     ctypedef struct pw_state_op:
         int64_t at, second, second_stride, query_at, key_at, value_at
         int32_t taps, heads, groups, key_dim, value_dim
@@ -91,6 +101,8 @@ cdef extern from "program/program.h" nogil:
         int64_t n_growth, growth_span
         pw_experts experts
         pw_choice choice
+        pw_heads heads
+        pw_latent_op latent
         float *tap
         pw_state_op state
 
@@ -101,7 +113,7 @@ cdef extern from "program/program.h" nogil:
         double magnitude
 
     ctypedef struct pw_shape:
-        int32_t n_layers, n_heads, n_kv_heads, head_dim
+        int32_t n_layers, n_heads, n_kv_heads, head_dim, latent
         int64_t hidden, ffn, vocab
         float norm_eps
 
@@ -137,6 +149,7 @@ cdef extern from "program/program.h" nogil:
         char *kv
         pw_group *group
         int32_t n_ops, n_kinds
+        pw_attention_kind kinds[PW_MAX_KINDS]
         pw_op *ops
         int64_t arena_floats, logits, outputs, n_positions
         bint bidirectional

@@ -25,7 +25,7 @@ _OF_THE_NEWEST = 0.2
 
 def shape_of(kv: KvShape) -> RecordShape:
     """The size of records of such keys and values."""
-    return RecordShape(kv.n_layers, kv.n_kv_heads * kv_slot_bytes(kv.kv_format, kv.head_dim))
+    return RecordShape(kv.n_layers, kv.n_kv_heads * kv_slot_bytes(kv.kv_format, kv.head_dim, kv.latent))
 
 
 class StoredPrefixes:

@@ -16,6 +16,7 @@ from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families import Names, OtherForm, TensorCut
 from phasewise.serving.loaders.forms import Rows
+from phasewise.serving.loaders.latent_tensors import latent_tensors
 from phasewise.serving.loaders.source import RowReader, SourceTensor, take_rows
 from phasewise.serving.models.packed_model import ModelConfig
 
@@ -47,6 +48,9 @@ def our_tensors(
         return
     if isinstance(ours, OtherForm):
         yield stem + ours.name, _in_other_form(tensor, ours)
+        return
+    if not isinstance(ours, TensorCut):
+        yield from latent_tensors(stem, tensor, ours, shapes, turns or {}, what)
         return
     if ours.turns:
         yield from _parts_in_turns(stem, tensor, ours, shapes, what, (turns or {}).get(ours.turns, 1))

@@ -24,15 +24,24 @@ class KvShape:
     n_kv_heads: int
     head_dim: int
     kv_format: str
+    latent: bool = False
+    """True if one vector is the key and the value of a token."""
 
     @classmethod
     def of(cls, config: ModelConfig, kv_format: str) -> KvShape:
-        return cls(config.n_layers, config.n_kv_heads, config.head_dim, kv_format)
+        return cls(config.n_layers, config.n_kv_heads, config.head_dim, kv_format, config.latent is not None)
 
     def memory(self, segment: Segment, offset: int, kv_slots: int) -> KvMemory:
         """Keys and values from byte `offset` of a segment on. ValueError outside it."""
         return KvMemory(
-            segment.memory, offset, self.n_layers, self.n_kv_heads, self.head_dim, kv_slots, self.kv_format
+            segment.memory,
+            offset,
+            self.n_layers,
+            self.n_kv_heads,
+            self.head_dim,
+            kv_slots,
+            self.kv_format,
+            self.latent,
         )
 
 

@@ -37,7 +37,8 @@ def family_in_gguf(config: ModelConfig, name: str) -> Family:
     """The family by which the file will be read. WorkflowError where there is none."""
     wanted = SAME_ARCHITECTURE.get(config.architecture, config.architecture)
     family = next((family for family in FAMILIES if family.name == wanted), None)
-    if family is None or not family.gguf or config.encoder is not None or config.experts is not None:
+    other = config.encoder or config.experts or config.latent
+    if family is None or not family.gguf or other is not None:
         kind = "mixture of experts" if config.experts else "model"
         raise WorkflowError(
             f"{name} is a {config.architecture} {kind}, which quantise cannot name in a GGUF file: convert it"
