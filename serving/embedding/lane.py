@@ -31,7 +31,7 @@ LEAST_PATIENCE_S = {"accelerator": 8.0, "cpu": 60.0}
 """A worker on a CPU may have to wait for other programs; an accelerator is its worker's own."""
 FIRST_PATIENCE_S = 120.0
 ALMOST = 1 - 1e-9
-"""What is computed in exactly the promised time has room."""
+"""Work that ends at exactly the promised time has room."""
 DEAR_BATCH_S = 0.01
 """An accelerator whose batches take this long beside their tokens gets one at a time, after a wait."""
 COMPANY = 0.1

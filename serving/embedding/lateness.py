@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 BATCHES_OF_LATE = 128
-"""Where errors are exchangeable, the next one exceeds the largest of n with a chance of 1 in n + 1: of
+"""If errors are exchangeable, the next one exceeds the largest of n with a chance of 1 in n + 1: of
 answers that end as late as they may, one in a hundred is late with 99 of them.
 """
 FIRST_SHARE = 0.1

@@ -27,7 +27,7 @@ LENGTH = 75
 
 @dataclass(frozen=True)
 class Noise:
-    """What is drawn. Shares are of a batch's time; seconds of stalls are drawn evenly up to these."""
+    """The noise to draw. Shares are of a batch's time; seconds of stalls are drawn evenly up to these."""
 
     spread: float = 0.05
     """Sigma of a batch's time (lognormal)."""
@@ -125,7 +125,7 @@ class Overload:
     refused_s: list[float]
     n_sent: int
     n_computed: dict[int, int]
-    """How often each input was computed."""
+    """The number of times that each input was computed."""
     busy: float
     """The share of the time in which devices computed."""
 
