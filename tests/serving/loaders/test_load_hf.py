@@ -239,7 +239,7 @@ BAD_CONFIGS = {
         {"model_type": "deepseek_v2", "norm_topk_prob": True},
         "norm_topk_prob = True, which cannot run",
     ),
-    "groups that do not divide": (
+    "groups of 256 experts that do not divide": (
         {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "n_group": 7},
         "256 experts do not divide into 7 groups",
     ),
