@@ -267,10 +267,6 @@ BAD_CONFIGS = {
         {"model_type": "deepseek_v3", "rope_scaling": {"type": "yarn", "factor": 4.0, "mscale_all_dim": 1e9}},
         "mscale_all_dim = 1000000000",
     ),
-    "layers of drafts without end": (
-        {"model_type": "deepseek_v3", "num_nextn_predict_layers": 10**6},
-        "1000000 layers that predict more tokens",
-    ),
     "negative heads": ({"num_attention_heads": -4, "head_dim": None}, "n_heads is -4"),
     "odd head": ({"head_dim": 15}, "head dimensions"),
     "odd rotation": ({"model_type": "phi3", "partial_rotary_factor": 0.32}, "RoPE over 5"),
