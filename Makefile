@@ -22,7 +22,7 @@ MEETS_OUTSIDE := tests/kerneldb/test_store.py tests/kerneldb/test_portable.py te
 	tests/tuner/config/test_search_study.py::test_a_study_finds_what_the_walk_finds
 KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -o -name "*.pyx" -o -name "*.pxi")
 
-.PHONY: help setup build test test-all test-lowest test-torch test-ray test-soak test-cores test-arm test-asan fuzz-asan lint demo bench compare docs release-notes wheel wheels dist check-reproducible check-systems check-image site clean
+.PHONY: help setup build test test-all test-lowest test-torch test-ray test-soak test-cores test-arm test-asan fuzz-asan lint demo bench hints compare docs release-notes wheel wheels dist check-reproducible check-systems check-image site clean
 
 help:              ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -130,6 +130,9 @@ bench: build       ## prefill and decode of the default model beside the machine
 
 compare: build     ## beside other engines: make compare ARGS="MODEL.gguf --peer llama_cpp@PYTHON"
 	$(BIN)/python benchmarks/compare.py $(ARGS)
+
+hints: build       ## what twenty common models' products run best by here, for a wheel: make hints NAME=intel-6-207-2-threads
+	$(BIN)/python benchmarks/hints.py kerneldb/shipped_figures/$(NAME).jsonl.gz --budget $(or $(BUDGET),7200) $(ARGS)
 
 # Checks as calls and no tables of variables: gcc takes a tenth of the time.
 ASAN_FLAGS := -g1 -fsanitize=address -fno-omit-frame-pointer --param=asan-instrumentation-with-call-threshold=0

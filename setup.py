@@ -195,11 +195,11 @@ class reference_names(build_kernels):
         names = []
         customize_compiler(compiler := new_compiler())
         for isa, own in ISA_FLAGS.items():
-            found = abi_macros(KERNELS, isa, compiler.compiler_so, [*COMMON_FLAGS, *own])
-            names += [value.strip('"') for _, value in found]
+            macros = abi_macros(KERNELS, isa, compiler.compiler_so, [*COMMON_FLAGS, *own])
+            names += [value.strip('"') for _, value in macros]
         file = Path("phasewise/kerneldb/reference_build.json")
-        known = json.loads(file.read_text())
-        file.write_text(json.dumps({**known, MACHINE: sorted(names)}, indent=4, sort_keys=True) + "\n")
+        recorded = json.loads(file.read_text())
+        file.write_text(json.dumps({**recorded, MACHINE: sorted(names)}, indent=4, sort_keys=True) + "\n")
 
 
 def files_like(*patterns: str) -> list[str]:

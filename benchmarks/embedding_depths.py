@@ -20,9 +20,11 @@ from benchmarks.harness import Model, Yielded, commands, listed
 from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.embedding.depth import predict_and_try
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
+from phasewise.serving.embedding.lane import Lane
 from phasewise.serving.embedding.open_embedding import open_embedding
 from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
 from phasewise.serving.embedding.queues import Depth, DeviceQueue, QueueManager
+from phasewise.serving.embedding.worker_process import WorkerProcess
 from phasewise.serving.loaders import load_model
 
 ROUNDS = 3
@@ -52,14 +54,20 @@ async def depths(client: EmbeddingClient, tokens: int, slos_s: list[float]) -> l
 
 
 def dispatch_us(devices: int = 2, n: int = 20_000) -> float:
-    """Time that placing an input and letting it go again take, with queues half full."""
-    manager = QueueManager([DeviceQueue(f"cpu:{at}", 1, Depth(100, 10_000)) for at in range(devices)])
-    for _ in range(50 * devices):
+    """Time that an input's forecasts, its place, and letting it go again take, with queues half full."""
+    queues = [DeviceQueue(f"cpu:{at}", 1, Depth(100, 10_000)) for at in range(devices)]
+    worker = WorkerProcess.__new__(WorkerProcess)  # of a lane that never asks it
+    lanes = [Lane.over(queue, lambda: worker, worker, 1.0) for queue in queues]
+    manager = QueueManager(queues)
+    for _ in range(40 * devices):
         manager.place([75])
     began = time.perf_counter()
     for _ in range(n):
+        for lane in lanes:
+            lane.heed(1.0, 1.9)
         places = manager.place([75])
         assert places is not None
+        lanes[places[0]].end_of_all(1.0)
         manager.release(places[0], 75)
     return 1e6 * (time.perf_counter() - began) / n
 

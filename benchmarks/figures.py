@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.harness import Measure, commands
-from benchmarks.papers import sandwich, searches, sparamx, splitwise, windve
+from benchmarks.papers import sandwich, searches, sparamx, splitwise, windve, windve_devices
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ FIGURES = (
     Figure("Splitwise's own simulator beside ours", splitwise.splitwise_sim, ("cell", "requests")),
     Figure("Splitwise: fits of the machine types", splitwise.machine_types, ("model", "hardware", "field")),
     Figure("WindVE, Tables I to III, Figs. 5 and 6", windve.windve_tables, ("table", "devices")),
+    Figure("WindVE, Tables I and II in real time", windve_devices.windve_devices, ("table", "devices")),
     Figure("SparAMX, Table 2: sparse products", sparamx.sparse_products, ("layer", "contestant")),
 )
 

@@ -159,7 +159,7 @@ def show(yielded: Yielded, *, as_json: bool) -> int:
                 table.add(part)
     if as_json:
         print(json.dumps({"machine": machine(), "rows": rows, "remarks": remarks}, default=_plain))
-    return int(any(isinstance(one, Broken) for one in remarks))
+    return int(any(isinstance(remark, Broken) for remark in remarks))
 
 
 # ---- the command line ------------------------------------------------------------------------------------

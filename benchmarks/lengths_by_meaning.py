@@ -48,7 +48,7 @@ def lengths_by_meaning(
         found = report.calibration
         assert found is not None
         shares.append(found.mean_error_tokens / found.constant_error_tokens)
-        deviations.append(100 * max(abs(one - at / 10) for at, one in enumerate(found.coverage, 1)))
+        deviations.append(100 * max(abs(one - index / 10) for index, one in enumerate(found.coverage, 1)))
         gains.append(report.points_gained("memory of S3"))
         yield {
             "model": name,

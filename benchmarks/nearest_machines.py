@@ -1,42 +1,54 @@
 """Evaluations to 95 % of the final speed: begun with the nearest core's schedule, and cold.
 
     python benchmarks/nearest_machines.py [--triples 10]
+    python benchmarks/nearest_machines.py --recordings FOLDER     of record_searches.py, on any machine
 
-SIMULATED: there are no recordings of whole searches on three kinds of real cores yet. Each triple is three
-kinds of cores of a seeded cost model (tests/support/machines/landscapes.py): one, one like it (the same
-caches, all rates and edges within a fifth of it), and one that has nothing to do with them. Each in turn is
-new: the nearer of the other two, by what `tuner.nearest` compares, gives its winner for the same product.
-Final speed is that of the cold search's winner. Every evaluation counts, the default schedule's first.
+SIMULATED without --recordings: each triple is three kinds of cores of a seeded cost model
+(tests/support/machines/landscapes.py): one, one like it (the same caches, all rates and edges within a fifth
+of it), and one that has nothing to do with them. With it, each recording is a kind of core.
+Each in turn is new: the nearest of the others, by what `tuner.nearest` compares, gives its winner for the
+same product. Final speed is that of the cold search's winner. Every evaluation counts, the default
+schedule's first. `share` is of the sums: what a whole tuning run saves.
 """
 
 from __future__ import annotations
 
 import statistics
-from itertools import product
+from collections.abc import Sequence
+from itertools import groupby, product
+from pathlib import Path
 from typing import Annotated
 
 from typer import Option
 
 from benchmarks.harness import Yielded, commands
-from phasewise.kerneldb.records import Schedule
+from phasewise.kerneldb.records import Problem, Schedule
 from phasewise.tuner.nearest import CoreFacts, distance
+from phasewise.tuner.search.group import adopted
 from phasewise.tuner.search.model import model_schedule
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.sandwich import sandwich
 from phasewise.tuner.search.space import ScheduleSpace
 from tests.support.machines.landscapes import Evaluator, Landscape, space_of
+from tests.support.machines.recorded_searches import Recording, recordings_in
 
 ROWS = (1, 8, 64, 512)
 SHARE = 0.95
 
 
-def nearest_machines(triples: Annotated[int, Option(help="of kinds of cores")] = 10) -> Yielded:
+def nearest_machines(
+    triples: Annotated[int, Option(help="of kinds of cores")] = 10,
+    recordings: Annotated[Path | None, Option(help="folder of recorded searches")] = None,
+) -> Yielded:
+    if recordings is not None:
+        yield from replayed(recordings_in(recordings))
+        return
     for m, is_alike in product(ROWS, (True, False)):
         space = space_of(m)
         cold, warm = [], []
         for seed in range(triples):
             kinds = [Landscape(seed), Landscape(seed, unlike=0.2), Landscape(triples + seed)]
-            winners = {one: searched(one, space, []) for one in kinds}
+            winners = {kind: searched(kind, space, []) for kind in kinds}
             for new in kinds[:2] if is_alike else kinds[2:]:
                 donor = min((one for one in kinds if one != new), key=lambda one: far(new, one))
                 goal_ns = new.cost_ns(space.problem, winners[new][0]) / SHARE
@@ -52,6 +64,54 @@ def nearest_machines(triples: Annotated[int, Option(help="of kinds of cores")] =
             "share": f"{share:.2f}",
         }
     yield f"Medians over {triples} triples of simulated kinds of cores."
+
+
+def replayed(kinds: Sequence[Recording]) -> Yielded:
+    """A row for each new kind of core and number of rows, then one for all."""
+    counts_of_all = list[tuple[int, int]]()
+    for new in kinds:
+        donor = min((one for one in kinds if one is not new), key=lambda one: distance(new.facts, one.facts))
+        shared = [one for one in new.problems if all(one in kind.problems for kind in kinds)]
+        for m, problems in groupby(sorted(shared, key=lambda one: one.m), key=lambda one: one.m):
+            counts = [counted_on(new, donor, problem) for problem in problems]
+            cold, warm = zip(*counts, strict=True)
+            yield {
+                "new core": new.name,
+                "nearest": donor.name,
+                "m": m,
+                "products": len(counts),
+                "cold": sum(cold),
+                "from the nearest": sum(warm),
+                "share": f"{sum(warm) / sum(cold):.2f}",
+                "most": max(warm),
+            }
+            counts_of_all += counts
+    beyond = [(cold, warm) for cold, warm in counts_of_all if cold > 1]
+    yield f"All {len(counts_of_all)} products: {_told(counts_of_all)}"
+    yield f"The {len(beyond)} of them whose default schedule is slower than that: {_told(beyond)}"
+
+
+def _told(counts: Sequence[tuple[int, int]]) -> str:
+    cold, warm = (sum(column) for column in zip(*counts, strict=True))
+    return f"{warm} evaluations in place of {cold}, {warm / cold:.2f}"
+
+
+def counted_on(new: Recording, donor: Recording, problem: Problem) -> tuple[int, int]:
+    """Evaluations to SHARE of the final speed: cold, and from the donor's winner.
+
+    A winner that no search from the donor meets counts as all of its evaluations.
+    """
+    winner, cold = new.search(problem)
+    seed = adopted(donor.search(problem)[0], new.space(problem).kernels)
+    times = new.times(problem)
+    goal_ns = times[winner] / SHARE
+    warm = new.search(problem, [seed])[1]
+    return _first(times, cold, goal_ns), _first(times, warm, goal_ns)
+
+
+def _first(times: dict[Schedule, int], asked: Sequence[Schedule], goal_ns: float) -> int:
+    """As `count_to`."""
+    return next((number for number, one in enumerate(asked, 1) if times[one] <= goal_ns), len(asked))
 
 
 def searched(new: Landscape, space: ScheduleSpace, seeds: list[Schedule]) -> tuple[Schedule, list[Schedule]]:

@@ -70,8 +70,8 @@ def closed_loops() -> Iterator[Row]:
 def traces(names: list[str], n_requests: int) -> Iterator[Row]:
     for name, load, share in itertools.product(names, LOADS, SHARES):
         lengths = [
-            (min(one.prompt_tokens, MOST_PROMPT), min(one.output_tokens, MOST_ANSWER))
-            for one in load_trace(name, n_requests)
+            (min(arrival.prompt_tokens, MOST_PROMPT), min(arrival.output_tokens, MOST_ANSWER))
+            for arrival in load_trace(name, n_requests)
         ]
         work_s = sum(alone_s(n_prompt) + n_answer * DECODE_S[-1][1] / 32 for n_prompt, n_answer in lengths)
         draw = random.Random(name)

@@ -41,7 +41,7 @@ ANSWER_TOKENS = 16
 
 
 def prefill(n_tokens: int) -> Batch:
-    ids = tuple(at % 1000 + 10 for at in range(n_tokens))
+    ids = tuple(index % 1000 + 10 for index in range(n_tokens))
     return Batch("prefill", (SequenceSlice(ids, 0, 0, wants_logits=True),))
 
 

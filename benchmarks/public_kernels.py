@@ -140,19 +140,19 @@ def public_kernels(
 ) -> Yielded:
     n_all = n_raised = 0
     with in_folder() as empty:
-        for one in kernels(llama_cpp, llama2_c, xnnpack, Path(empty)):
+        for kernel in kernels(llama_cpp, llama2_c, xnnpack, Path(empty)):
             n_all += 1
             state = verdict = ""
             try:
-                text = raised(one)
+                text = raised(kernel)
                 n_raised += 1
                 state = f"{len(read(text).body)} statements"
-                if cases and one.described:
-                    verdict = compared(one, text, cases)
+                if cases and kernel.described:
+                    verdict = compared(kernel, text, cases)
             except UserKernelError as error:
-                line = " ".join(str(error).replace(str(one.file.parent) + "/", "").split())
+                line = " ".join(str(error).replace(str(kernel.file.parent) + "/", "").split())
                 state, verdict = (state, line) if _is_after(error) else (line, "")
-            row = {"project": one.project, "from": one.isa, "function": one.function}
+            row = {"project": kernel.project, "from": kernel.isa, "function": kernel.function}
             yield row | {"raised": state, "lowered": verdict}
     yield f"{n_raised} of {n_all} raised"
 

@@ -65,8 +65,8 @@ def random_bert(
         "vocab_size": VOCABULARY,
     }
     modules = [
-        {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for at, (kind, path) in enumerate(
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (kind, path) in enumerate(
             [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
         )
     ]

@@ -80,12 +80,12 @@ def receipts(model: Model, tokens: int = 500, rounds: Rounds = 5) -> Yielded:
         began = Seconds.now()
         verdicts = replay_receipts(found, given[:number])
         replays.append(Seconds.now().since(began, number))
-        assert all(one.is_confirmed for one in verdicts)
+        assert all(verdict.is_confirmed for verdict in verdicts)
     for name, values in (("without", times[False]), ("with", times[True]), ("replay", replays)):
         yield f"{name}: {', '.join(map(str, values))} s (of the CPU)"
-    for at, clock in enumerate(Seconds._fields):
+    for index, clock in enumerate(Seconds._fields):
         replay, without, with_one = (
-            min(one[at] for one in of) for of in (replays, times[False], times[True])
+            min(one[index] for one in of) for of in (replays, times[False], times[True])
         )
         yield f"{clock}: a replay takes {replay / without:.3f} of generating"
         yield f"{clock}: a receipt adds {with_one / without - 1:+.3f} to generating"

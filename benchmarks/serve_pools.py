@@ -141,7 +141,7 @@ class Watch:
 def prompts_of(replay: Replay, seed: int) -> list[tuple[int, ...]]:
     """Random, so that no beginning is shared."""
     rng = random.Random(seed)
-    return [tuple(rng.choices(range(*PLAIN_IDS), k=one.prompt_tokens)) for one in replay.trace]
+    return [tuple(rng.choices(range(*PLAIN_IDS), k=arrival.prompt_tokens)) for arrival in replay.trace]
 
 
 def run_policy(found: OpenModel, replay: Replay, policy: str, number: int, n_warm: int) -> PoolRun:
@@ -187,7 +187,7 @@ def _run_of(
         load.preemptions,
         load.pool.migrations if load.pool else 0,
         watch.n_failed,
-        sum(one.prompt_tokens for one in replay.trace),
+        sum(arrival.prompt_tokens for arrival in replay.trace),
         watch.prefill_tokens,
         watch.phase_s["prefill"],
         watch.phase_s["decode"],

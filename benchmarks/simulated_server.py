@@ -84,7 +84,7 @@ def timed_machine(model: str, threads: int, context: int) -> MachineType:
     size = replace(size, limits=replace(size.limits, prefix_reuse=False), kv=replace(size.kv, touched=True))
     schedules = opened_model.schedules
     with open_engine(opened_model.model, opened_model.plans, size, schedules=schedules) as opened:
-        steps = steps_of(timed_steps(opened))
+        steps = steps_of(timed_steps(opened, 2))
     kind = MachineType("here", steps, size.kv.slots, 0, 1, 1, Link(1e9))
     sizes = {"max_batch_tokens": size.limits.max_batch_tokens, "max_sequences": MAX_SEQUENCES}
     return replace(kind, **sizes, tpot_ms=size.tpot_ms)
@@ -99,9 +99,9 @@ def served(arrivals: list[Arrival], model: str, threads: int) -> dict[str, list[
         trace = Path(folder, "trace.csv")
         begin = datetime(2026, 1, 1, tzinfo=UTC)
         lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
-        for one in arrivals:
-            at = (begin + timedelta(seconds=one.at_s)).strftime("%Y-%m-%d %H:%M:%S.%f")
-            lines.append(f"{at},{one.prompt_tokens},{one.output_tokens}")
+        for arrival in arrivals:
+            at = (begin + timedelta(seconds=arrival.at_s)).strftime("%Y-%m-%d %H:%M:%S.%f")
+            lines.append(f"{at},{arrival.prompt_tokens},{arrival.output_tokens}")
         trace.write_text("\n".join(lines) + "\n", encoding="utf-8")
         command = [
             sys.executable,

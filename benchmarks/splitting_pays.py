@@ -44,10 +44,10 @@ def splitting_pays(
 ) -> Yielded:
     kind = replace(modelled(xml, link) if xml else timed(longest, link), tpot_ms=tpot_ms)
     lengths = [(one.prompt_tokens, one.output_tokens) for one in lengths_of(trace)]
-    lengths = [one for one in lengths if sum(one) <= longest]
+    lengths = [length for length in lengths if sum(length) <= longest]
     slo = TABLE_VI
     if tbt_only:
-        slo = Slo("tbt", tuple(one for one in TABLE_VI.bounds if one.metric == "tbt"), is_slowdown=True)
+        slo = Slo("tbt", tuple(bound for bound in TABLE_VI.bounds if bound.metric == "tbt"), is_slowdown=True)
     alone_s = mean_s(kind, lengths)
     yield f"{kind.name}, {trace}: {len(lengths)} lengths, {alone_s:.3g} s of one machine for each"
     designs = [Design("mixed", (("mixed", kind),)), Design("split", (("prompt", kind), ("token", kind)))]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import typer
@@ -153,7 +154,7 @@ class GroupedCommands(TyperGroup):
     """A command whose subcommands are listed under headings, in the order of `headings`."""
 
     headings: ClassVar[dict[str, dict[str, Any]]]
-    """By heading: subcommands by name, each a function or an app."""
+    """By heading: the names of subcommands."""
 
     def format_commands(self, _ctx: Any, formatter: Any) -> None:
         width = max(len(name) for names in self.headings.values() for name in names)
@@ -185,3 +186,38 @@ class CommandApp(typer.Typer):
             return declare(name, **{"short_help": first, **settings})(function)
 
         return declared
+
+
+class LazyCommands(Mapping[str, Any]):
+    """Commands by name, for click, each imported and made when it is asked for."""
+
+    def __init__(self, package: str, places: Mapping[str, str], hidden: Mapping[str, str]) -> None:
+        self._package = package
+        self._places = {**places, **hidden}
+        self._hidden = hidden
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            self._made[name] = self._command(name)
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def _command(self, name: str) -> Any:
+        module, _, attribute = self._places[name].partition(":")
+        found = getattr(importlib.import_module(f"{self._package}.{module}"), attribute)
+        alone = CommandApp()
+        alone.callback()(lambda: None)
+        if isinstance(found, CommandApp):
+            alone.add_typer(found, name=name)
+        else:
+            alone.command(name, hidden=name in self._hidden)(found)
+        return typer.main.get_group(alone).commands[name]

@@ -10,35 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from phasewise._version import __version__
-from phasewise.cli.command_app import CommandApp, GroupedCommands
-from phasewise.cli.commands import (
-    batch,
-    bench,
-    chat,
-    cluster,
-    config,
-    db,
-    doctor,
-    embed,
-    evaluate,
-    generate,
-    help_topic,
-    kernels,
-    merge,
-    models,
-    predict_len,
-    prefix,
-    prune,
-    quantise,
-    replay,
-    report,
-    serve,
-    topo,
-    tune_config,
-    tune_embed,
-    tune_kernels,
-)
-from phasewise.cli.commands.capacity import provision, simulate
+from phasewise.cli.command_app import CommandApp, GroupedCommands, LazyCommands
 from phasewise.cli.config_file import defaults_of, read_config
 from phasewise.cli.extras import absence_of
 from phasewise.cli.present import EXIT_INTERRUPTED, fail
@@ -46,62 +18,68 @@ from phasewise.cli.shortages import tell_shortages_in_one_line
 from phasewise.serving.errors import shortage_of
 from phasewise.workflows.config_file import config_path
 
-COMMANDS: dict[str, dict[str, Any]] = {
+COMMANDS: dict[str, dict[str, str]] = {
     "The first hour": {
-        "pull": models.pull,
-        "chat": chat.chat,
-        "serve": serve.serve,
-        "embed": embed.embed,
-        "tune-kernels": tune_kernels.tune_kernels,
-        "tune-config": tune_config.tune_config,
-        "bench": bench.app,
-        "doctor": doctor.doctor,
-        "topo": topo.topo,
-        "help": help_topic.help_topic,
+        "pull": "models:pull",
+        "chat": "chat:chat",
+        "serve": "serve:serve",
+        "embed": "embed:embed",
+        "tune-kernels": "tune_kernels:tune_kernels",
+        "tune-config": "tune_config:tune_config",
+        "bench": "bench:app",
+        "doctor": "doctor:doctor",
+        "topo": "topo:topo",
+        "help": "help_topic:help_topic",
     },
     "Models, texts and vectors": {
-        "models": models.app,
-        "generate": generate.generate,
-        "eval": evaluate.evaluate,
-        "batch": batch.batch,
-        "replay": replay.replay,
-        "tune-embed": tune_embed.tune_embed,
-        "predict-len": predict_len.app,
-        "prune": prune.prune,
-        "merge": merge.merge,
-        "quantise": quantise.quantise,
+        "models": "models:app",
+        "generate": "generate:generate",
+        "eval": "evaluate:evaluate",
+        "batch": "batch:batch",
+        "replay": "replay:replay",
+        "tune-embed": "tune_embed:tune_embed",
+        "predict-len": "predict_len:app",
+        "prune": "prune:prune",
+        "merge": "merge:merge",
+        "quantise": "quantise:quantise",
     },
     "Planning": {
-        "simulate": simulate.simulate,
-        "provision": provision.provision,
-        "cluster": cluster.app,
+        "simulate": "capacity.simulate:simulate",
+        "provision": "capacity.provision:provision",
+        "cluster": "cluster:app",
     },
     "What is kept, and sharing it": {
-        "db": db.app,
-        "prefix": prefix.app,
-        "report": report.report,
-        "config": config.app,
+        "db": "db:app",
+        "prefix": "prefix:app",
+        "report": "report:report",
+        "config": "config:app",
     },
     "Kernels of your own": {
-        "kernels": kernels.app,
+        "kernels": "kernels:app",
     },
 }
-"""By heading of `phasewise --help`, in the order of use."""
+"""By heading of `phasewise --help`, in the order of use: each command's module under `cli.commands`, and the
+function or app in it.
+"""
+OTHER_NAMES = {"run": "chat:chat"}
+"""Commands that no help lists."""
 
 
 class Commands(GroupedCommands):
-    """The root of the command line."""
+    """The root of the command line. A command's module is imported when it is run, or named in a help."""
 
     headings = COMMANDS
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: Any = LazyCommands(
+            "phasewise.cli.commands",
+            {name: where for group in COMMANDS.values() for name, where in group.items()},
+            OTHER_NAMES,
+        )
+
 
 app = CommandApp(name="phasewise", cls=Commands)
-app.command("run", hidden=True)(chat.chat)
-for _name, _command in (item for group in COMMANDS.values() for item in group.items()):
-    if isinstance(_command, CommandApp):
-        app.add_typer(_command, name=_name)
-    else:
-        app.command(_name)(_command)
 
 EXIT_FAILURE = 1
 STDOUT_ERRNOS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG)

@@ -231,7 +231,7 @@ KV_FORMATS: tuple[str, ...]
 GATES: dict[str, int]
 ACTIVATIONS: dict[str, int]
 
-def kv_slot_bytes(kv_format: str, head_dim: int) -> int: ...
+def kv_slot_bytes(kv_format: str, head_dim: int, latent: bool = False) -> int: ...
 def attend_one_head(
     q: _Floats,
     keys: _Floats,
@@ -372,6 +372,33 @@ class ProgramBuilder:
         bias: npt.NDArray[np.float32] | None = None,
         rows: _Rows = "every",
     ) -> None: ...
+    def attend_latent(
+        self,
+        layer: int,
+        from_at: int,
+        from_stride: int,
+        out: int,
+        out_stride: int,
+        queries: tuple[int, int, int, int],
+        vectors: tuple[int, int],
+        norm: npt.ArrayLike,
+        eps: float,
+        scale: float,
+        rows: _Rows = "every",
+        kind: int = 0,
+        cap: float = 0,
+    ) -> None: ...
+    def heads(
+        self,
+        packed: PackedWeight,
+        count: int,
+        from_at: int,
+        from_stride: int,
+        out: int,
+        out_stride: int,
+        step: int,
+        arithmetic: tuple[str | None, int] = (None, 1),
+    ) -> int: ...
     def set_schedules(self, op: int, part: int, ranges: _RowRanges, table: int = 0) -> None: ...
     def tap(self, packed: PackedWeight, rows: _Floats) -> None: ...
     def set_path(self, op: int, part: int, path: str | None, table: int = 0) -> None: ...
@@ -522,6 +549,7 @@ class KvMemory:
         head_dim: int,
         kv_slots: int,
         kv_format: str,
+        latent: bool = False,
     ) -> None: ...
     @property
     def n_layers(self) -> int: ...

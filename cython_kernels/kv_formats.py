@@ -11,6 +11,6 @@ KV_FORMATS: tuple[str, ...] = _native.KV_FORMATS
 every 32 numbers."""
 
 
-def kv_slot_bytes(kv_format: str, head_dim: int) -> int:
-    """Bytes of one position's key and value of one KV head."""
-    return int(_native.kv_slot_bytes(kv_format, head_dim))
+def kv_slot_bytes(kv_format: str, head_dim: int, latent: bool = False) -> int:
+    """Bytes of one position's key and value of one KV head; with latent attention one vector is both."""
+    return int(_native.kv_slot_bytes(kv_format, head_dim, latent))

@@ -11,6 +11,8 @@ enum {
     PW_CHUNK = 128,         /* positions that one step of attention covers; multiples of it, counted from position 0 */
     PW_MAX_HEAD_DIM = 256,
     PW_ROW_STRIDE = 272,    /* floats between rows of attention's scratch: a head or a padded chunk; no power of two */
+    PW_MAX_LATENT_DIM = 576, /* numbers of a latent vector */
+    PW_LATENT_STRIDE = 592, /* floats between such vectors in scratch; no power of two */
     PW_TILE_ROWS = 12,      /* most rows that any ISA's attention tile holds */
 };
 
@@ -48,14 +50,26 @@ static inline float pw_key_limit(int32_t head_dim) {
 
 /* One KV head of one layer. Keys lie in panels of 16 slots, [slot / 16][head_dim][16], so that a vector holds one
  * dimension of consecutive keys; values lie row by row, [slot][value_dim], value_dim = head_dim rounded up to 16. In
- * int4 and int16, elements stand in the place of dimensions: pw_kv_elements of each. */
+ * int4 and int16, elements stand in the place of dimensions: pw_kv_elements of each.
+ *
+ * Latent attention keeps one vector of head_dim numbers a slot in place of both, [slot][head_dim], in f32, f16 or bf16: it is
+ * the key of all query heads, and its first value_dim numbers are their value. */
 typedef struct {
     void *keys, *values;
     float *key_scales, *value_scales; /* [slot], where the format has scales; else NULL */
     int32_t format;                   /* pw_kv_format */
     int32_t head_dim;
     int32_t value_dim;
+    bool is_latent;
 } pw_kv_head;
+
+/* Elements of a slot among keys, and among values. */
+static inline int64_t pw_key_elements(const pw_kv_head *head) {
+    return head->is_latent ? 0 : pw_kv_elements(head->format, head->head_dim);
+}
+static inline int64_t pw_value_elements(const pw_kv_head *head) {
+    return pw_kv_elements(head->format, head->is_latent ? head->head_dim : head->value_dim);
+}
 
 static inline int64_t pw_value_dim(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
@@ -71,12 +85,22 @@ static inline pw_kv_head pw_kv_head_at(char *memory, int64_t slots, int32_t form
     int64_t value_dim = pw_value_dim(head_dim), bytes = pw_kv_element_bytes(format);
     char *values = memory + slots * pw_kv_elements(format, head_dim) * bytes;
     char *scales = values + slots * pw_kv_elements(format, value_dim) * bytes;
-    pw_kv_head head = {memory, values, NULL, NULL, format, head_dim, (int32_t)value_dim};
+    pw_kv_head head = {memory, values, NULL, NULL, format, head_dim, (int32_t)value_dim, false};
     if (pw_kv_has_scales(format)) {
         head.key_scales = (float *)(void *)scales;
         head.value_scales = head.key_scales + slots;
     }
     return head;
+}
+
+/* Latent vectors that begin at `memory`. */
+static inline pw_kv_head pw_latent_at(char *memory, int32_t format, int32_t head_dim, int32_t value_dim) {
+    pw_kv_head head = {memory, memory, NULL, NULL, format, head_dim, value_dim, true};
+    return head;
+}
+
+static inline bool pw_latent_can_be(int32_t format) {
+    return format == PW_KV_F32 || format == PW_KV_F16 || format == PW_KV_BF16;
 }
 
 /* Activations by name, in the order of their numbers: of the gate of a feed-forward layer before it multiplies
@@ -108,7 +132,8 @@ typedef struct {
 
 /* Rows of queries, all of one sequence. */
 typedef struct {
-    const float *q;     /* [rows][PW_ROW_STRIDE], rotated and scaled as scores are, then prepared (prepare_queries) */
+    const float *q;     /* [rows][PW_ROW_STRIDE], rotated and scaled as scores are, then prepared (prepare_queries); for
+                         * latent vectors [head_dim][rows], rows up to a multiple of 16 */
     const int64_t *first, *last; /* positions that each row sees, inclusive */
     int32_t rows;
     int32_t tile_rows; /* rows that are computed together, as far as an ISA can; 0: as it likes */
@@ -261,6 +286,12 @@ typedef struct {
      * many were written, min(k, n). `heap` and `index` hold k entries. */
     int64_t (*top_k)(int64_t n, const float *x, int64_t k, float *heap, int64_t *index);
 } pw_op_kernels;
+
+/* Floats of scratch for attend_chunk over latent vectors, for queries of so many rows: a tile of scores, vectors as float32,
+ * and their products with all queries. */
+static inline int64_t pw_latent_scratch(int64_t padded_rows) {
+    return (int64_t)PW_TILE_ROWS * PW_ROW_STRIDE + PW_CHUNK * (PW_LATENT_STRIDE + padded_rows);
+}
 
 /* Floats of scratch for attend_chunk: a tile of scores and a chunk of keys and values as float32. */
 static inline int64_t pw_attention_scratch(int32_t head_dim) {

@@ -127,19 +127,19 @@ def _type(field: dict[str, Any], schemas: dict[str, Any], depth: int = 0) -> str
     field = _resolved(field, schemas)
     options = field.get("anyOf") or field.get("oneOf")
     if options:
-        names = [_type(one, schemas, depth + 1) for one in options if one.get("type") != "null"]
+        names = [_type(option, schemas, depth + 1) for option in options if option.get("type") != "null"]
         return " or ".join(dict.fromkeys(names))
     if "const" in field:
         return f"`{field['const']}`"
     if "enum" in field:
-        return " or ".join(f"`{one}`" for one in field["enum"])
+        return " or ".join(f"`{option}`" for option in field["enum"])
     kind = field.get("type", "any")
     if kind == "array":
         most = f", at most {field['maxItems']:,}" if "maxItems" in field else ""
         return f"list of ({_type(field.get('items', {}), schemas, depth + 1)}){most}"
     if kind == "object" and field.get("properties") and depth < 3:
         inner = ", ".join(
-            f"`{name}`: {_type(one, schemas, depth + 2)}" for name, one in field["properties"].items()
+            f"`{name}`: {_type(option, schemas, depth + 2)}" for name, option in field["properties"].items()
         )
         return f"object ({inner})"
     low, high = field.get("minimum", field.get("exclusiveMinimum")), field.get("maximum")
@@ -180,12 +180,12 @@ def _errors() -> str:
 
 def _codes() -> set[tuple[str, int]]:
     """Every code with its status, as the sources of the server have them."""
-    found = set()
+    codes = set()
     for path in sorted(SOURCES.rglob("*.py")):
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
                 continue
-            code = next((one.value for one in call.keywords if one.arg == "code"), None)
+            code = next((keyword.value for keyword in call.keywords if keyword.arg == "code"), None)
             if call.func.id == "bad_request":
                 code, status = code or (call.args[2] if len(call.args) > 2 else None), 400
             elif call.func.id == "ApiError" and call.args and isinstance(call.args[0], ast.Constant):
@@ -193,8 +193,8 @@ def _codes() -> set[tuple[str, int]]:
             else:
                 continue
             if isinstance(code, ast.Constant) and isinstance(code.value, str):
-                found.add((code.value, status))
-    return found
+                codes.add((code.value, status))
+    return codes
 
 
 def _metrics() -> str:
@@ -206,10 +206,10 @@ def _metrics() -> str:
         "| metric | type | labels | |",
         "|---|---|---|---|",
     ]
-    for family in sorted(registry().collect(), key=lambda one: one.name):
+    for family in sorted(registry().collect(), key=lambda family: family.name):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = dict.fromkeys(name for sample in family.samples for name in sample.labels if name != "le")
-        cell = ", ".join(f"`{one}`" for one in labels)
+        cell = ", ".join(f"`{label}`" for label in labels)
         lines.append(f"| `{name}` | {family.type} | {cell} | {family.documentation.rstrip('.')} |")
     return "\n".join([*lines, ""])
 

@@ -55,14 +55,14 @@ def section(path: str, command: Any) -> str:
     context = typer.Context(command, info_name=path)
     usage = [re.sub(r"[{}]", "", piece) for piece in command.collect_usage_pieces(context)]
     lines = [f"## {path}", "", f"`{path} {' '.join(usage)}`", "", _paragraphs(command.help or "")]
-    shown = [one for one in command.params if one.name != "help"]
-    research = [one for one in shown if getattr(one, "hidden", False)]
-    rows = [_row(one, _names(one)) for one in shown if one not in research]
+    shown = [parameter for parameter in command.params if parameter.name != "help"]
+    research = [parameter for parameter in shown if getattr(parameter, "hidden", False)]
+    rows = [_row(parameter, _names(parameter)) for parameter in shown if parameter not in research]
     if rows:
         lines += ["", "| parameter | meaning | default | environment |", "|---|---|---|---|", *rows]
     if research:
         lines += ["", FOR_RESEARCH, "", "| line | meaning | default | environment |", "|---|---|---|---|"]
-        lines += [_row(one, _names(one).lstrip("-").replace("-", "_")) for one in research]
+        lines += [_row(parameter, _names(parameter).lstrip("-").replace("-", "_")) for parameter in research]
     return "\n".join(lines) + "\n"
 
 

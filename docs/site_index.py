@@ -21,8 +21,8 @@ PAGE = """<!doctype html>
 
 def versions(site: Path) -> list[str]:
     """The versions that have a folder, the newest first."""
-    found = [path.name for path in site.iterdir() if path.is_dir() and re.match(r"\d+\.\d+", path.name)]
-    return sorted(found, key=lambda name: [int(part) for part in re.findall(r"\d+", name)], reverse=True)
+    names = [path.name for path in site.iterdir() if path.is_dir() and re.match(r"\d+\.\d+", path.name)]
+    return sorted(names, key=lambda name: [int(part) for part in re.findall(r"\d+", name)], reverse=True)
 
 
 def write(site: Path) -> None:

@@ -70,7 +70,7 @@ class _Lowerer(LoweredExpressions):
 
     def _definitions(self) -> dict[str, str]:
         words = self._words
-        texts = {word.name: word.text for word in words.made.values()}
+        texts = {word.name: word.text for word in words.by_name.values()}
         calls_halves = any("from_f16(a[i])" in text or "to_f16(a[i])" in text for text in texts.values())
         types = sorted(words.types.values(), key=lambda of: (of.size, of.elem.name))
         return {

@@ -48,7 +48,7 @@ class Words:
 
     def __init__(self, target: IsaTarget) -> None:
         self._target = target
-        self.made: dict[str, Word] = {}
+        self.by_name: dict[str, Word] = {}
         self.types: dict[str, Vec] = {}
 
     def type(self, of: Vec) -> str:
@@ -63,11 +63,11 @@ class Words:
             dict.fromkeys(vec_name(shape) for shape in (result, *shapes) if isinstance(shape, Vec))
         )
         name = f"{key}_{operation}"
-        if name not in self.made:
+        if name not in self.by_name:
             of = [arg for arg in (result, *args) if isinstance(arg, Vec)]
             for shape in of:
                 self.type(shape)
-            self.made[name] = Word(name, self._text(name, operation, result, args), tuple(of))
+            self.by_name[name] = Word(name, self._text(name, operation, result, args), tuple(of))
         return name
 
     def paired(self, op: str, of: Vec, a: str, b: str) -> str:
@@ -80,7 +80,7 @@ class Words:
         """The name of the function that reduces a register to a number."""
         word, c = self.type(of), C_NAMES[of.elem.name]
         name = f"{word}_reduce_{op}_{order}"
-        if name in self.made:
+        if name in self.by_name:
             return name
         lines, register, lanes = [], "v", of.lanes
         while lanes > 1:
@@ -100,7 +100,7 @@ class Words:
             register, lanes = f"v{lanes // 2}", lanes // 2
         lines.append(f"    return {_last_lanes(op, register, lanes, of.elem, order)};")
         text = "\n".join([f"static inline {c} {name}({word} v) {{", *lines, "}"])
-        self.made[name] = Word(name, text, (of,))
+        self.by_name[name] = Word(name, text, (of,))
         return name
 
     def quads(self, part: Vec) -> str:
@@ -115,7 +115,7 @@ class Words:
         dot = self.make("dot_i16", part, (Vec(Scalar("i16"), 2 * part.lanes),) * 2)
         add = self.make("add", part, (part, part))
         word = self.type(part)
-        self.made.setdefault(
+        self.by_name.setdefault(
             name,
             Word(
                 name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sqlite3
 import stat
@@ -10,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -53,6 +55,8 @@ _STEPS_BETWEEN_LOOKS = 1_000_000
 
 STATEMENT_TIMEOUT_S = 120
 """Longest that a PostgreSQL server works on one statement of ours, where the URL names no other."""
+_NO_JIT = "-c jit=off"
+"""Compiling `queries.keys_by_seeking` took the server 5 s, running it less than one."""
 _CONNECT_TIMEOUT_S = 15
 _LIBPQ_DRIVERS = ("postgresql", "postgresql+psycopg", "postgresql+psycopg2")
 
@@ -63,11 +67,20 @@ MAX_REASON_CHARS = 160
 """Longest part of a driver's message that is shown: SQLite may quote the whole definition of a table."""
 
 
-def _json_of(value: Any) -> str:
-    """JSON text of a column. Of a list of whole numbers, which samples are, it is what Python prints."""
+def json_of(value: Any) -> str:
+    """JSON text of a column. Samples and conditions, which most are, need no encoder."""
     if isinstance(value, list | tuple) and set(map(type, value)) == {int}:
         return repr([*value])
+    if (
+        type(value) is dict
+        and set(map(type, value.values())) == {float}
+        and all(map(math.isfinite, value.values()))
+    ):
+        return "{" + ", ".join([f"{_quoted(name)}: {number!r}" for name, number in value.items()]) + "}"
     return json.dumps(value)
+
+
+_quoted = lru_cache(maxsize=1024)(json.dumps)
 
 
 def _json_or_none(text: str) -> Any:
@@ -83,7 +96,7 @@ def _json_or_none(text: str) -> Any:
 
 
 _DECODER = json.JSONDecoder()
-_JSON: dict[str, Any] = {"json_serializer": _json_of, "json_deserializer": _json_or_none}
+_JSON: dict[str, Any] = {"json_serializer": json_of, "json_deserializer": _json_or_none}
 
 
 def engine_for(location: Location, read_only: bool) -> Engine:
@@ -119,7 +132,8 @@ def _memory_engine() -> Engine:
 
 
 def server_limits(url: str) -> dict[str, Any]:
-    """Arguments of a PostgreSQL driver that end a statement, or an attempt to connect, that takes too long.
+    """Arguments of a PostgreSQL driver that end a statement, or an attempt to connect, that takes too long,
+    and that compile none.
 
     What the URL itself says of either holds instead. Empty for other kinds of servers and drivers.
     """
@@ -129,7 +143,7 @@ def server_limits(url: str) -> dict[str, Any]:
     asked = parsed.query.get("options", "")
     options = [asked] if isinstance(asked, str) else list(asked)
     limits: dict[str, Any] = {
-        "options": " ".join([f"-c statement_timeout={STATEMENT_TIMEOUT_S}s", *options]).strip()
+        "options": " ".join([f"-c statement_timeout={STATEMENT_TIMEOUT_S}s", _NO_JIT, *options]).strip()
     }
     if "connect_timeout" not in parsed.query:
         limits["connect_timeout"] = _CONNECT_TIMEOUT_S

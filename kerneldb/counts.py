@@ -52,6 +52,17 @@ class KeyCount:
 
 
 @dataclass(frozen=True)
+class TimedKey:
+    """A key that has measurements, and where these were taken."""
+
+    key: Key
+    is_verified: bool
+    """One or more were measured here."""
+    is_imported: bool
+    """One or more were imported."""
+
+
+@dataclass(frozen=True)
 class SignatureCount:
     """The number of rows of one kind of machine."""
 
@@ -102,17 +113,39 @@ def problems_by_id(session: Session) -> dict[int, Problem | RecordError]:
 
 def count_by_key(session: Session, report: Report, *where: ColumnElement[bool]) -> Iterator[KeyCount]:
     """Every key that has measurements, ordered by machine; one that breaks its bounds is reported."""
-    problems = problems_by_id(session)
     counts_by_key: dict[tuple[Any, ...], Counter[bool]] = {}
-    for *key, verified, count in session.execute(queries.counts_by_key(*where)):
-        counts_by_key.setdefault(tuple(key), Counter())[bool(verified)] += count
-    for (core, placement, abi, problem_id), counts in counts_by_key.items():
+    for *columns, verified, count in session.execute(queries.counts_by_key(*where)):
+        counts_by_key.setdefault(tuple(columns), Counter())[bool(verified)] += count
+    made_keys = _keys(session, report)
+    for key_columns, counts in counts_by_key.items():
+        key = made_keys(key_columns)
+        if key is not None:
+            yield KeyCount(key, counts[True], counts[False])
+
+
+def timed_keys(session: Session, report: Report, core_sig: str | None) -> Iterator[TimedKey]:
+    """As `count_by_key`, without the numbers: what it takes goes by keys, not by measurements."""
+    made_keys = _keys(session, report)
+    for *columns, is_verified, is_imported in session.execute(queries.keys_by_seeking(core_sig)):
+        key = made_keys(tuple(columns))
+        if key is not None:
+            yield TimedKey(key, bool(is_verified), bool(is_imported))
+
+
+def _keys(session: Session, report: Report) -> Callable[[tuple[Any, ...]], Key | None]:
+    """Makes a key of its columns; None for one that breaks its bounds, which is reported."""
+    problems = problems_by_id(session)
+
+    def made_key(columns: tuple[Any, ...]) -> Key | None:
+        core, placement, abi, problem_id = columns
         machine, problem = made(MachineKey, core, placement), problems.get(problem_id)
-        broken = [part for part in (machine, problem) if not isinstance(part, MachineKey | Problem)]
-        if broken:
-            report(f"timings of one problem are left out: {broken[0]}")
-            continue
-        yield KeyCount(Key(problem, machine, abi), counts[True], counts[False])  # type: ignore[arg-type]
+        if isinstance(machine, MachineKey) and isinstance(problem, Problem):
+            return Key(problem, machine, abi)
+        broken = problem if isinstance(machine, MachineKey) else machine
+        report(f"timings of one problem are left out: {broken}")
+        return None
+
+    return made_key
 
 
 def promoted_keys(session: Session, verified: bool, *where: ColumnElement[bool]) -> set[Key]:

@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
-from sqlalchemy import Column, Insert, Row, Table, bindparam, exists, insert, select, tuple_
+from sqlalchemy import JSON, Column, Connection, Insert, Row, Table, bindparam, exists, insert, select, tuple_
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -24,6 +24,7 @@ from phasewise.kerneldb.codec import (
     flattened,
     shared,
 )
+from phasewise.kerneldb.connect import json_of
 from phasewise.kerneldb.errors import RecordError
 from phasewise.kerneldb.models import (
     Base,
@@ -116,16 +117,16 @@ class SharedRecords:
         """Read what these rows name and is not known yet."""
         keyed = [(place, _kind_of(name)) for place, name in _keyed_places(KEPT[record], record)]
         for kind in {kind for _, kind in keyed}:
-            known = self._by_id[kind]
+            records = self._by_id[kind]
             places = [place for place, own in keyed if own is kind]
-            new = {row[place] for row in rows for place in places} - known.keys() - {None}
-            if len(known) + len(new) > MOST_SHARED:
-                known.clear()
+            new = {row[place] for row in rows for place in places} - records.keys() - {None}
+            if len(records) + len(new) > MOST_SHARED:
+                records.clear()
                 new = {row[place] for row in rows for place in places} - {None}
             model = ProblemRow if kind is Problem else ScheduleRow
             for some in batched(sorted(new), KEYS_AT_ONCE):
                 for number, *values in session.connection().execute(_by_ids(model), {"ids": some}):
-                    known[number] = made(kind, *values)
+                    records[number] = made(kind, *values)
 
     def record_of(self, record: type[T], row: AnyRow) -> T:
         """The record of a row of `narrow_rows_of`, of those that were learnt. RecordError as `record_of`."""
@@ -151,10 +152,10 @@ class SharedRecords:
 
         def read(row: AnyRow) -> object:
             number = row[place]
-            found = None if number is None else by_id.get(number)
-            if isinstance(found, RecordError):
-                raise found
-            return found
+            record = None if number is None else by_id.get(number)
+            if isinstance(record, RecordError):
+                raise record
+            return record
 
         return read
 
@@ -248,23 +249,45 @@ def add_measurements(session: Session, measurements: Sequence[Measurement]) -> N
     rows = []
     for measurement in measurements:
         columns = flattened(measurement)
-        columns["problem_id"] = problems[columns.pop("problem")]
-        columns["schedule_id"] = schedules[columns.pop("schedule")]
+        columns["problem_id"] = problems[id(columns.pop("problem"))]
+        columns["schedule_id"] = schedules[id(columns.pop("schedule"))]
         rows.append(columns)
-    session.connection().execute(insert(_table(MeasurementRow)), rows)
+    _insert(session.connection(), _table(MeasurementRow), rows)
+
+
+def _insert(connection: Connection, table: Table, rows: Sequence[dict[str, Any]]) -> None:
+    """Insert rows that have the same columns, by the driver: SQLAlchemy would look at each value of each."""
+    names, dialect = [*rows[0]], connection.dialect
+    columns: list[list[Any]] = [[row[name] for row in rows] for name in names]
+    for place, name in enumerate(names):
+        if isinstance(table.c[name].type, JSON):
+            columns[place] = [*map(json_of, columns[place])]
+    into = f"INSERT INTO {table.name} ({', '.join(names)})"
+    if dialect.name == "sqlite":
+        marks = ", ".join("?" * len(names))
+        connection.exec_driver_sql(f"{into} VALUES ({marks})", [*zip(*columns, strict=True)])
+    elif dialect.driver == "psycopg":  # one statement, and so one answer to wait for
+        arrays = ", ".join(f"%s::{table.c[name].type.compile(dialect)}[]" for name in names)
+        connection.exec_driver_sql(f"{into} SELECT * FROM unnest({arrays})", tuple(columns))
+    else:
+        connection.execute(insert(table), [*rows])
 
 
 def _ids_of(
     session: Session, model: type[ProblemRow | ScheduleRow], records: Iterable[Problem | Schedule]
-) -> dict[Problem | Schedule, int]:
-    """The ids of their rows, inserted where they are new."""
-    keys = {record: tuple(flattened(record).values()) for record in records}
+) -> dict[int, int]:
+    """The ids of their rows, inserted where they are new; by the `id` of each record.
+
+    Many of the records are the same object, which is looked at once.
+    """
+    by_identity = {id(record): record for record in records}
+    keys = {record: tuple(flattened(record).values()) for record in by_identity.values()}
     ids = _found_ids(session, model, [*keys.values()])
     new = [record for record, key in keys.items() if key not in ids]
     if new:
         _insert_new(session, model, new)
         ids |= _found_ids(session, model, [keys[record] for record in new])
-    return {record: ids[key] for record, key in keys.items()}
+    return {identity: ids[keys[record]] for identity, record in by_identity.items()}
 
 
 def _found_ids(
@@ -357,8 +380,9 @@ def missing_rows(session: Session, rows: Iterable[Shared], build: Build) -> Iter
             _content_of(row) for row in build(type(group[0]), stored) if row.origin.created_at_ms in instants
         }
         for row in group:
-            if _content_of(row) not in stored_contents:
-                stored_contents.add(_content_of(row))
+            n_stored = len(stored_contents)
+            stored_contents.add(_content_of(row))
+            if len(stored_contents) > n_stored:
                 yield row
 
 

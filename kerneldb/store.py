@@ -23,7 +23,7 @@ from sqlalchemy import Delete, Engine, delete, func, select, text
 from sqlalchemy.orm import Session
 
 from phasewise.kerneldb import connect, counts, queries, row_groups, summaries
-from phasewise.kerneldb.counts import Key, KeyCount, ProgramCount, StoreStats
+from phasewise.kerneldb.counts import Key, KeyCount, ProgramCount, StoreStats, TimedKey
 from phasewise.kerneldb.errors import (
     DatabaseFullError,
     DatabaseTooNewError,
@@ -241,6 +241,11 @@ class Store:
         with self._reading() as session:
             return [*counts.count_by_key(session, self._tell, *where)]
 
+    def timed_keys(self, core_sig: str | None = None) -> list[TimedKey]:
+        """The keys of `key_counts`, without counting: of one kind of core, or of all."""
+        with self._reading() as session:
+            return [*counts.timed_keys(session, self._tell, core_sig)]
+
     def promoted_keys(self, *, verified: bool = True, core_sig: str | None = None) -> set[Key]:
         """The keys of `promoted_measurements`: of one kind of core, or of all."""
         where = [] if core_sig is None else [PromotionRow.core_sig == core_sig]
@@ -454,14 +459,14 @@ class Store:
         """All rows of machines that are wanted, the rows of a key (`row_groups`) at a time, in key order."""
         with self._reading() as session:
             groups = row_groups.conditions(session, record, wanted, self._tell)
-        known, model = SharedRecords(), KEPT[record].model
+        shared, model = SharedRecords(), KEPT[record].model
         kind: Any = record
         for where in groups:
             with self._reading() as session:
                 query = narrow_rows_of(kind).where(*where).order_by(model.id)
                 rows: Sequence[AnyRow] = session.connection().execute(query).all()
-                known.learn(session, record, rows)
-            built = self._built(record, rows, known.record_of)
+                shared.learn(session, record, rows)
+            built = self._built(record, rows, shared.record_of)
             yield [row for row in built if wanted(row.origin.machine)]
 
     def stats(self) -> StoreStats:

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Protocol, TypeAlias
 
 from phasewise._words import counted
-from phasewise.kerneldb.counts import Key, KeyCount
+from phasewise.kerneldb.counts import Key, TimedKey
 from phasewise.kerneldb.records import (
     Comparison,
     MachineKey,
@@ -64,17 +64,14 @@ def standings(store: Store, core_sig: str | None = None) -> dict[Key, Preference
     of core.
     """
     in_use = store.promoted_keys()
-    reasons = {
-        key_count.key: _standing(key_count, key_count.key in in_use)
-        for key_count in store.key_counts(core_sig=core_sig)
-    }
+    reasons = {timed.key: _standing(timed, timed.key in in_use) for timed in store.timed_keys(core_sig)}
     return dict(sorted(reasons.items(), key=lambda item: order_of(item[0])))
 
 
-def _standing(key_count: KeyCount, in_use: bool) -> PreferenceReason:
+def _standing(timed: TimedKey, in_use: bool) -> PreferenceReason:
     if in_use:
         return PreferenceReason.IN_USE
-    return PreferenceReason.MEASURED if key_count.verified else PreferenceReason.IMPORTED
+    return PreferenceReason.MEASURED if timed.is_verified else PreferenceReason.IMPORTED
 
 
 def preferred(store: Store, reasons: Mapping[Key, PreferenceReason]) -> Iterator[Preferred]:

@@ -72,7 +72,9 @@ class Target:
         asked: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens}
         if self.is_chat:
             roles = ("user", "assistant")
-            asked["messages"] = [{"role": roles[at % 2], "content": text} for at, text in enumerate(turns)]
+            asked["messages"] = [
+                {"role": roles[index % 2], "content": text} for index, text in enumerate(turns)
+            ]
         else:
             asked["prompt"] = "".join(turns)
         return self._written(asked, streamed=True)

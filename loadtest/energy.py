@@ -25,9 +25,9 @@ class Energy(NamedTuple):
 
 def energy_in(metrics: str) -> Energy | None:
     """The energy in a text of Prometheus's form; None where it is not there."""
-    found = dict(_PHASE.findall(metrics))
+    joules = dict(_PHASE.findall(metrics))
     try:
-        energy = Energy(*(float(found[phase]) for phase in Energy._fields))
+        energy = Energy(*(float(joules[phase]) for phase in Energy._fields))
     except (KeyError, ValueError):
         return None
     return energy if all(math.isfinite(joules) for joules in energy) else None

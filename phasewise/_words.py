@@ -1,5 +1,5 @@
-"""Numbers in sentences and tables: plurals, shares, multiples and digits by one set of rules; and the word
-that was meant.
+"""Numbers in sentences and tables: plurals, shares, multiples and digits by one set of rules; the word that
+was meant; the reason of an error.
 """
 
 from __future__ import annotations
@@ -46,6 +46,12 @@ def meant(word: str, names: Iterable[str]) -> str:
     near = begun if 0 < len(begun) <= MOST_MEANT else difflib.get_close_matches(word.lower(), written, n=1)
     *others, last = [written[name] for name in near] or [""]
     return f"; did you mean {', '.join(others)}{' or ' if others else ''}{last}?" if last else ""
+
+
+def reason_of(error: BaseException) -> str:
+    """The words of an error behind a path that is named already: the system's, without number and path."""
+    words: str | None = getattr(error, "strerror", None)
+    return words or str(error)
 
 
 def counted(count: int, singular: str, several: str | None = None) -> str:

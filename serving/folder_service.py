@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -23,17 +22,16 @@ from phasewise.serving.http.routes.hangup import on_hangup
 from phasewise.serving.http.transport.connections import Connections
 from phasewise.serving.http.transport.listening import Address
 from phasewise.serving.http.transport.server import HttpServer, Service
-from phasewise.serving.processes.headroom import allocator_headroom
 from phasewise.serving.service import (
-    LAST_STEP_S,
     SWITCH_INTERVAL_S,
     OtherModel,
     ServiceSettings,
     gauges_of,
+    leave,
     observers_of,
     opened_beside,
     reopened_files,
-    settled,
+    run_to_the_end,
 )
 
 
@@ -141,19 +139,13 @@ def run_folder_service(
         hang_up = on_hangup(reopened_files(lines, settings, log), app.state.keys, settings.read_keys)
         service = Service(app, client, life, connections, report, hang_up)
         server = HttpServer(service, address, settings.tls)
-        stack.enter_context(allocator_headroom())
-        stack.enter_context(settled())
-        host.start()
-        try:
-            server.run()
-        finally:
-            stopped = host.stop(LAST_STEP_S)
-            if stopped:
-                shelf.close()
-                client.close()
-    if not stopped:
-        address.__exit__()
-        os._exit(0)  # a step cannot be interrupted, and no client waits for it any more
+
+        def close() -> None:
+            shelf.close()
+            client.close()
+
+        stopped = run_to_the_end(server, host, close)
+    leave(address, stopped)
 
 
 def _shelf(folder: ModelFolder, bench: _Bench, report: Callable[[str], None]) -> ModelShelf:

@@ -183,20 +183,31 @@ def run_service(
             partial(batches.begin, app),
         )
         server = HttpServer(service, address, settings.tls)
-        stack.enter_context(allocator_headroom())
-        stack.enter_context(settled())
+        stopped = run_to_the_end(server, host, client.close)
+    if host.lost is not None:
+        raise host.lost
+    leave(address, stopped)
+
+
+def run_to_the_end(server: HttpServer, host: EngineHost, close: Callable[[], None]) -> bool:
+    """Serve until a signal; then `close`, unless the last step takes too long: False."""
+    with allocator_headroom(), settled():
         host.start()
         try:
             server.run()
         finally:
             stopped = host.stop(LAST_STEP_S)
             if stopped:
-                client.close()
-    if host.lost is not None:
-        raise host.lost
+                close()
+    return stopped
+
+
+def leave(address: Address, stopped: bool) -> None:
+    """End the process where its engine has not stopped: a step cannot be interrupted, and no client waits for
+    it any more."""
     if not stopped:
         address.__exit__()
-        os._exit(0)  # a step cannot be interrupted, and no client waits for it any more
+        os._exit(0)
 
 
 def observers_of(model: OtherModel, log: LengthLog | None, stack: ExitStack) -> Iterator[LengthObserver]:

@@ -116,7 +116,7 @@ def machine_of(wheel: Path) -> str:
 
 
 def main() -> None:
-    wheel, model, scratch = (Path(one).resolve() for one in sys.argv[1:4])
+    wheel, model, scratch = (Path(word).resolve() for word in sys.argv[1:4])
     scratch.mkdir(parents=True, exist_ok=True)
     for suite in sys.argv[4:] or SUITES:
         check(suite, wheel, model, scratch)

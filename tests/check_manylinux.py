@@ -147,7 +147,7 @@ def check_emulated(wheel: Path, machine: str, pip: Path, scratch: Path) -> None:
 
 
 def main() -> None:
-    dist, scratch = (Path(one).resolve() for one in sys.argv[1:3])
+    dist, scratch = (Path(word).resolve() for word in sys.argv[1:3])
     machines = sys.argv[3:] or list(ELF_MACHINES)
     dist.mkdir(parents=True, exist_ok=True)
     scratch.mkdir(parents=True)

@@ -54,7 +54,7 @@ def surroundings(home: Path, path: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    wheel, scratch = (Path(one).resolve() for one in sys.argv[1:3])
+    wheel, scratch = (Path(word).resolve() for word in sys.argv[1:3])
     wheels, tools, path = scratch / "wheels", scratch / "tools" / "bin", scratch / "path"
     path.mkdir(parents=True)
     (path / "python3").symlink_to(sys.executable)

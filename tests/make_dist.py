@@ -61,7 +61,7 @@ def reproducible_sdist(python: Path, tree: Path, out: Path) -> Path:
         tarfile.open(path) as made,
         tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as again,
     ):
-        for member in sorted(made.getmembers(), key=lambda one: one.name):
+        for member in sorted(made.getmembers(), key=lambda member: member.name):
             member.mtime, member.uid, member.gid, member.uname, member.gname = epoch_s(), 0, 0, "", ""
             member.pax_headers = {}
             again.addfile(member, made.extractfile(member) if member.isfile() else None)
@@ -89,7 +89,7 @@ def digests(dist: Path) -> str:
 
 
 def main() -> None:
-    dist, scratch = (Path(one).resolve() for one in sys.argv[1:3])
+    dist, scratch = (Path(word).resolve() for word in sys.argv[1:3])
     os.environ["SOURCE_DATE_EPOCH"] = str(epoch_s())
     if any(dist.glob("*")):
         sys.exit(f"{dist} is not empty: the digests would name what another release left there")

@@ -373,6 +373,67 @@ def test_folders_can_be_read_at_a_glance() -> None:
     assert not {folder: n for folder, n in sizes.items() if n > MOST_FILES}
 
 
+MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 600, 80, 12
+NO_NAMES = frozenset({"one", "found", "at", "known", "made", "gone"})
+"""Words that say nothing of what a value is."""
+
+
+def test_modules_are_short() -> None:
+    """No source of the product has more than 600 lines."""
+    lengths = {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n")
+        for room in ROOMS
+        for path in (ROOT / room).rglob("*")
+        if path.suffix in SUFFIXES and path.name != "_native.c"
+    }
+    assert not {name: n for name, n in lengths.items() if n > MOST_LINES}
+
+
+def _functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def test_functions_are_short_and_have_few_parameters() -> None:
+    """80 lines and 12 parameters; typer needs a parameter for each option of a command."""
+    broken = []
+    for module, path in SOURCES:
+        for function in _functions(path):
+            args = function.args
+            n_parameters = len(args.posonlyargs) + len(args.args) + len(args.kwonlyargs)
+            n_lines = (function.end_lineno or 0) - function.lineno + 1
+            is_wide = n_parameters > MOST_PARAMETERS and not _under(module, "cli.commands")
+            if is_wide or n_lines > MOST_FUNCTION_LINES:
+                broken.append(f"{module}.{function.name}: {n_lines} lines, {n_parameters} parameters")
+    assert not broken
+
+
+def _assigned(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Names that values get, with their lines: variables, parameters, captures, fields, attributes."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=str(name), ctx=ast.Store()) | ast.arg(arg=str(name)):
+                yield name, node.lineno
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                yield name, node.lineno
+            case ast.ExceptHandler(name=str(name)) | ast.Attribute(attr=str(name), ctx=ast.Store()):
+                yield name, node.lineno
+            case _:
+                pass
+
+
+def test_values_have_names_of_what_they_hold() -> None:
+    """None is called one, found, at, known, made or gone."""
+    broken = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for _, path in SOURCES
+        for name, line in _assigned(ast.parse(path.read_text(encoding="utf-8")))
+        if name in NO_NAMES
+    ]
+    assert not broken
+
+
 def test_every_folder_of_serving_and_cluster_has_a_row() -> None:
     """Each says what it may import, and every row is a folder or a file that is there."""
     folders = {
@@ -394,9 +455,9 @@ def test_rooms_of_serving_are_layers() -> None:
     rows = [row for row in MAY_IMPORT if row.startswith("serving.")]
     broken = [
         f"{row} may import {target}"
-        for at, row in enumerate(rows)
+        for index, row in enumerate(rows)
         for target in MAY_IMPORT[row]
-        if target.startswith("serving.") and not any(_under(target, below) for below in rows[: at + 1])
+        if target.startswith("serving.") and not any(_under(target, below) for below in rows[: index + 1])
     ]
     assert not broken
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise._files import check_writable, cut_broken_line, write_file
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.source import SourceFile
+from phasewise.workflows.embed.run import lines_of
+from phasewise.workflows.errors import WorkflowError
+from phasewise.workflows.evaluate.texts import read_text
 from tests.support.tiers import examples
 from tests.test_architecture import SOURCES
 
@@ -88,9 +93,9 @@ def test_a_file_that_exists_keeps_everything_but_its_content(
         if has_twin:
             os.link(real, where / "twin")
         path = real
-        for at in range(n_links):
-            link = where / f"link{at}"
-            link.symlink_to(os.path.relpath(path, where) if at % 2 else path)
+        for index in range(n_links):
+            link = where / f"link{index}"
+            link.symlink_to(os.path.relpath(path, where) if index % 2 else path)
             path = link
         before, there = seen(path, is_same_inode=has_twin), names(where)
         check_writable(path)
@@ -339,3 +344,17 @@ def test_no_module_writes_files_in_another_way() -> None:
     }
 
     assert found == set(OTHER_WRITERS)
+
+
+@pytest.mark.parametrize("read", [SourceFile, read_text, lines_of], ids=lambda read: read.__name__)
+@pytest.mark.parametrize(
+    ("name", "reason"), [("none", "No such file or directory"), ("", "directory|regular")]
+)
+def test_what_cannot_be_read_is_told_in_the_systems_words(
+    tmp_path: Path, read: Callable[[Path], object], name: str, reason: str
+) -> None:
+    with pytest.raises((ModelError, WorkflowError), match=reason) as caught:
+        read(tmp_path / name)
+
+    assert str(tmp_path / name) in str(caught.value)
+    assert "Errno" not in str(caught.value)

@@ -11,6 +11,7 @@ from typing import Any
 from phasewise._files import read_input
 from phasewise._places import user_folder
 from phasewise._toml import parse_toml
+from phasewise._words import reason_of
 from phasewise.workflows.errors import UsageError, WorkflowError
 
 _TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
@@ -42,7 +43,7 @@ def read_toml(path: Path) -> dict[str, Any]:
             raise WorkflowError(f"PHASEWISE_CONFIG names {path}, which is not there") from None
         return {}
     except (OSError, ValueError) as error:
-        raise WorkflowError(f"config file {path} cannot be read: {error}") from error
+        raise WorkflowError(f"config file {path} cannot be read: {reason_of(error)}") from error
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def plans(structures: int = 20, first_seed: int = 0, ablation: bool = True) -> Y
     """
     machines = [planted.kunpeng(), planted.epyc()]
     seeds = range(first_seed, first_seed + structures)
-    subjects = [(one, phase) for one in machines for phase in PHASES]
+    subjects = [(machine, phase) for machine in machines for phase in PHASES]
     for one, phase in [*subjects, *((planted.random_structure(seed), "decode") for seed in seeds)]:
         cost = planted.step_cost(one.evaluator(), phase)
         oracle = brute_force(one.space, cost)

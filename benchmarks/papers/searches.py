@@ -126,8 +126,8 @@ class Arena:
         """The few fastest of all candidates, after a race of the fastest ones."""
         every, costs = list(self.space.schedules()), {}
         Random(0).shuffle(every)
-        for at in range(0, len(every), HEAT):
-            heat = every[at : at + HEAT]
+        for start in range(0, len(every), HEAT):
+            heat = every[start : start + HEAT]
             times = self.rounds([self.default, *heat], HEAT_ROUNDS)
             beside = np.median(times[:, 1:] / times[:, :1], axis=0)
             costs.update(zip(heat, map(float, beside), strict=True))

@@ -15,7 +15,7 @@ def main() -> None:
     with running(llama_cpp(program, Path(model), embeddings=True), 16, 512, threads) as url:
 
         def embed(_phase: str, tokens: int, texts: int) -> int:
-            given = [[1000 + (at * tokens + j) % 20000 for j in range(tokens)] for at in range(texts)]
+            given = [[1000 + (index * tokens + j) % 20000 for j in range(tokens)] for index in range(texts)]
             body = json.dumps({"input": given, "encoding_format": "base64"}).encode()
             asked = urllib.request.Request(f"{url}/v1/embeddings", body, {"Content-Type": "application/json"})
             vectors: list[object] = []

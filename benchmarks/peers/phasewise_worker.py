@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def inputs(tokens: int, texts: int) -> list[Tokens]:
-    return [Tokens([1000 + (at * tokens + j) % 20000 for j in range(tokens)]) for at in range(texts)]
+    return [Tokens([1000 + (index * tokens + j) % 20000 for j in range(tokens)]) for index in range(texts)]
 
 
 if __name__ == "__main__":

@@ -70,10 +70,10 @@ def embed(
     inputs = _texts(texts or [], file)
     is_canonical = arithmetic == "canonical"
     with open_embedder(model, weight_format, threads, note, is_canonical=is_canonical) as opened:
-        found, n_tokens = opened.vectors(
+        computed, n_tokens = opened.vectors(
             inputs, truncate=truncate, dimensions=dimensions, input_type=input_type
         )
-        vectors = in_precision(found, encoding_format)
+        vectors = in_precision(computed, encoding_format)
         if output == "npy":
             _write_npy(vectors)
         elif output == "csv":
@@ -84,7 +84,7 @@ def embed(
                 {
                     "model": opened.model.name,
                     "format": opened.model.format,
-                    "dimensions": found.shape[1],
+                    "dimensions": computed.shape[1],
                     "encoding_format": encoding_format,
                     "prompt_tokens": n_tokens,
                     "vectors": [[_shown(number) for number in vector] for vector in vectors.tolist()],

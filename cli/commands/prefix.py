@@ -95,18 +95,19 @@ def list_(paths: PathsArgument, as_json: JsonOption = False) -> None:
     """Say what packs and folders hold, by model and arithmetic."""
     from phasewise.workflows.prefix.kept import list_prefixes
 
-    found = list_prefixes(paths)
+    prefixes = list_prefixes(paths)
     if as_json:
-        print_json({"prefixes": [one.to_json() for one in found]})
+        print_json({"prefixes": [prefix.to_json() for prefix in prefixes]})
         return
-    for one in found:
+    for prefix in prefixes:
+        model = on_one_line(prefix.model or "a model that it does not name")
         say(
-            f"{on_one_line(one.path)} {one.id}: {on_one_line(one.model or 'a model that it does not name')}, "
-            f"{counted(one.n_tokens, 'token')}, {_mib(one.n_bytes)}"
+            f"{on_one_line(prefix.path)} {prefix.id}: {model}, "
+            f"{counted(prefix.n_tokens, 'token')}, {_mib(prefix.n_bytes)}"
         )
-        form, arithmetic = on_one_line(one.kv_format or "?"), on_one_line(one.arithmetic or "?")
+        form, arithmetic = on_one_line(prefix.kv_format or "?"), on_one_line(prefix.arithmetic or "?")
         say(f"  keys and values in {form}, arithmetic {arithmetic}")
-    if not found:
+    if not prefixes:
         note("nothing is kept there")
 
 
@@ -121,14 +122,14 @@ def verify(paths: PathsArgument, as_json: JsonOption = False) -> None:
 
     checked = verify_prefixes(paths)
     if as_json:
-        print_json({"checked": [one.to_json() for one in checked]})
+        print_json({"checked": [prefix.to_json() for prefix in checked]})
     else:
-        for one in checked:
-            for name in one.damaged:
+        for prefix in checked:
+            for name in prefix.damaged:
                 say(f"damaged: {on_one_line(name)}")
-            n_whole = max(0, one.n_records - len(one.damaged))
-            say(f"{on_one_line(one.path)}: {counted(n_whole, 'record')} whole, {len(one.damaged)} damaged")
-    if any(one.damaged for one in checked):
+            whole = counted(max(0, prefix.n_records - len(prefix.damaged)), "record")
+            say(f"{on_one_line(prefix.path)}: {whole} whole, {len(prefix.damaged)} damaged")
+    if any(prefix.damaged for prefix in checked):
         sys.exit(EXIT_DAMAGED)
 
 

@@ -221,8 +221,8 @@ _COMING = option_set(
         metavar="DIR",
     ),
     models_memory=opt(
-        "most memory of all loaded models, weights and KV caches together; the least recently used one goes "
-        "first [default: three quarters of the free memory]",
+        "most memory of all loaded models, with KV caches, scratch and vocabularies; the least recently "
+        "used one goes first [default: three quarters of the free memory]",
         "--models-memory",
         parser=parse_bytes,
         envvar="PHASEWISE_MODELS_MEMORY",

@@ -407,9 +407,9 @@ class Front:
                 self._drop(attempt)
                 outs.append(failed.to_failure(attempt.request.request_id))
         progress = tuple(
-            one._replace(request_id=self._attempts[one.request_id].request.request_id)
-            for one in told.progress
-            if one.request_id in self._attempts
+            prompt._replace(request_id=self._attempts[prompt.request_id].request.request_id)
+            for prompt in told.progress
+            if prompt.request_id in self._attempts
         )
         self._deliver(Delivery(tuple(outs), told.stats, self._load(), progress=progress))
 
@@ -527,8 +527,8 @@ class Front:
 
 def _together_ns(times_ns: Sequence[float]) -> float:
     """Time a token of those that compute prompts at the same time; 0: none has computed one."""
-    known = [one for one in times_ns if one > 0]
-    return 1 / sum(1 / one for one in known) if known else 0.0
+    positive_ns = [time_ns for time_ns in times_ns if time_ns > 0]
+    return 1 / sum(1 / time_ns for time_ns in positive_ns) if positive_ns else 0.0
 
 
 def _expected_tokens(request: Submit) -> int:

@@ -22,16 +22,19 @@ cdef class KvMemory:
     cdef object kept
 
     def __cinit__(self, memory, int64_t offset, int32_t n_layers, int32_t n_kv_heads, int32_t head_dim,
-                  int64_t kv_slots, str kv_format):
+                  int64_t kv_slots, str kv_format, bint latent=False):
         cdef unsigned char[::1] view = memory
         cdef pw_shape *shape = &self.memory.shape
-        if min(n_layers, n_kv_heads) < 1 or not 2 <= head_dim <= PW_MAX_HEAD_DIM or head_dim % 2:
+        cdef int32_t most = PW_MAX_LATENT_DIM if latent else PW_MAX_HEAD_DIM
+        if min(n_layers, n_kv_heads) < 1 or not 2 <= head_dim <= most or head_dim % 2:
             raise ValueError(f"{n_layers} layers of {n_kv_heads} KV heads of {head_dim} dimensions")
         if not 0 < kv_slots <= 1 << 30 or kv_slots % 16:
             raise ValueError(f"{kv_slots} KV slots: a multiple of 16 expected")
-        shape.n_layers, shape.n_kv_heads, shape.head_dim = n_layers, n_kv_heads, head_dim
+        shape.n_layers, shape.n_kv_heads, shape.head_dim, shape.latent = n_layers, n_kv_heads, head_dim, latent
         self.memory.room.kv_slots = kv_slots
         self.memory.room.kv_format = kv_format_code(kv_format)
+        if latent and not pw_latent_can_be(self.memory.room.kv_format):
+            raise ValueError(f"latent vectors in {kv_format}: f32, f16 or bf16 expected")
         needed = n_layers * pw_kv_wire_bytes(&self.memory, kv_slots)
         if offset < 0 or offset % 64 or needed > view.shape[0] - offset:
             raise ValueError(f"keys and values of {needed} bytes from byte {offset} of {view.shape[0]}")
@@ -67,8 +70,8 @@ cdef class KvMemory:
     def copy_to(self, KvMemory target not None, int64_t layer, int64_t from_slot, int64_t to_slot, int64_t n_slots):
         """Copy slots of a layer to another memory of the same shape and format."""
         mine, theirs = self.memory.shape, target.memory.shape
-        if (mine.n_layers, mine.n_kv_heads, mine.head_dim, self.memory.room.kv_format) != (
-                theirs.n_layers, theirs.n_kv_heads, theirs.head_dim, target.memory.room.kv_format):
+        if (mine.n_layers, mine.n_kv_heads, mine.head_dim, mine.latent, self.memory.room.kv_format) != (
+                theirs.n_layers, theirs.n_kv_heads, theirs.head_dim, theirs.latent, target.memory.room.kv_format):
             raise ValueError("the two memories hold keys and values of different shapes")
         self._check(layer, from_slot, n_slots, self.wire_bytes(n_slots))
         target._check(layer, to_slot, n_slots, self.wire_bytes(n_slots))

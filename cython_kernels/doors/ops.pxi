@@ -30,6 +30,7 @@ cdef extern from "ops.h" nogil:
     enum:
         PW_CHUNK
         PW_MAX_HEAD_DIM
+        PW_MAX_LATENT_DIM
         PW_ROW_STRIDE
         PW_GATES
         PW_ACTIVATIONS
@@ -107,6 +108,9 @@ cdef extern from "ops.h" nogil:
 
     int64_t pw_attention_scratch(int32_t head_dim)
     int64_t pw_kv_slot_bytes(int32_t format, int64_t head_dim)
+    int64_t pw_kv_elements(int32_t format, int64_t n)
+    int64_t pw_kv_element_bytes(int32_t format)
+    bint pw_latent_can_be(int32_t format)
     pw_kv_head pw_kv_head_at(char *memory, int64_t slots, int32_t format, int32_t head_dim)
 
 
@@ -373,9 +377,25 @@ cdef int32_t kv_format_code(str name) except -1:
     return KV_FORMATS.index(name)
 
 
-def kv_slot_bytes(str kv_format, int64_t head_dim):
-    """Bytes of one slot of a KV head."""
-    return pw_kv_slot_bytes(kv_format_code(kv_format), head_dim)
+cdef int check_latent(int32_t latent, int32_t n_kv_heads, int32_t head_dim, int32_t kv_format) except -1:
+    """Of latent attention: one KV head, vectors of head_dim numbers whose first `latent` are values."""
+    if n_kv_heads != 1 or latent < PW_PANEL or latent % PW_PANEL or not latent < head_dim <= PW_MAX_LATENT_DIM:
+        raise ProgramError(f"{n_kv_heads} latent vectors of {head_dim} numbers, values of {latent}: one of up to "
+                           f"{PW_MAX_LATENT_DIM}, values a multiple of {PW_PANEL} can run")
+    if head_dim % 2 or not pw_latent_can_be(kv_format):
+        raise ProgramError(f"latent vectors of {head_dim} numbers in {KV_FORMATS[kv_format]}: an even number in f32, f16 or"
+                           " bf16 can run")
+    return 0
+
+
+def kv_slot_bytes(str kv_format, int64_t head_dim, bint latent=False):
+    """Bytes of one slot of a KV head; with latent attention that is one vector."""
+    cdef int32_t code = kv_format_code(kv_format)
+    if not latent:
+        return pw_kv_slot_bytes(code, head_dim)
+    if not pw_latent_can_be(code):
+        raise ProgramError(f"latent attention keeps f32, f16 or bf16, not {kv_format}: leave --kv-format out")
+    return pw_kv_elements(code, head_dim) * pw_kv_element_bytes(code)
 
 
 def attend_one_head(q, keys, values, first, last, table, str kv_format="f32", float cap=0, slopes=None, positions=None):

@@ -5,206 +5,6 @@ from libc.math cimport sqrt
 from phasewise.cython_kernels.division import columns as _columns
 
 
-cdef extern from "program/program.h" nogil:
-    enum:
-        PW_MAX_PARTS
-        PW_MAX_EXPERTS
-        PW_SCHEDULE_TABLES
-        PW_MAX_ROW_RANGES
-
-    ctypedef enum pw_opcode:
-        PW_EMBED
-        PW_LINEAR
-        PW_ATTEND
-        PW_ADJUST
-        PW_ROUTE
-        PW_EXPERTS
-        PW_COMBINE
-        PW_CONVOLVE
-        PW_STATE_GATES
-        PW_RECUR
-        PW_GATE_ROWS
-
-    ctypedef enum pw_source:
-        PW_FROM_ROWS
-        PW_FROM_NORM
-        PW_FROM_GATE
-        PW_FROM_ACTIVATION
-
-    ctypedef enum pw_rows:
-        PW_EVERY_ROW
-        PW_GATHERED_ROWS
-        PW_LOGIT_ROWS
-
-    ctypedef struct pw_row_range:
-        int64_t last_rows
-        bint tuned
-        pw_schedule schedule
-
-    ctypedef struct pw_part:
-        pw_weight weight
-        int64_t column
-
-    ctypedef struct pw_column_share:
-        pw_weight weight
-        int64_t column
-
-    ctypedef struct pw_experts:
-        int32_t count, chosen, normalised
-        int64_t n
-
-    ctypedef struct pw_choice:
-        bint logistic
-        int32_t groups, chosen_groups, group_best
-        float scale
-        const float *bias
-
-    ctypedef struct pw_state_op:
-        int64_t at, second, second_stride, query_at, key_at, value_at
-        int32_t taps, heads, groups, key_dim, value_dim
-        const float *weights
-        const float *rates
-        const float *offsets
-        const float *skips
-        const float *query_scale
-        const float *key_scale
-        float least, most
-        bint gates_rows, silu, erases, norm_first, one_gate, tiled
-
-    ctypedef struct pw_op:
-        int32_t code, source, epilogue
-        int32_t rows, n_parts
-        pw_part parts[PW_MAX_PARTS]
-        pw_column_share shares[PW_SCHEDULE_TABLES][PW_MAX_PARTS]
-        int64_t k, out_stride, in_stride, residual, residual_stride
-        int64_t in_at "in"
-        int64_t out_at "out"
-        const float *norm
-        float eps, scale, cap
-        int32_t gate
-        const float *bias
-        const float *norm_bias
-        const float *positions
-        const float *segments
-        int32_t layer, kind
-        const float *q_norm
-        const float *k_norm
-        const float *sinks
-        const float *slopes
-        const float *growth
-        int64_t n_growth, growth_span
-        pw_experts experts
-        pw_choice choice
-        float *tap
-        pw_state_op state
-
-    ctypedef struct pw_attention_kind:
-        int64_t window
-        int32_t half
-        double *inv_freq
-        double magnitude
-
-    ctypedef struct pw_shape:
-        int32_t n_layers, n_heads, n_kv_heads, head_dim
-        int64_t hidden, ffn, vocab
-        float norm_eps
-
-    ctypedef struct pw_capacity:
-        int64_t kv_slots, ring_slots, max_tokens, max_slices, max_logit_rows, state_places
-        int32_t kv_format, max_threads
-
-    ctypedef struct pw_slice:
-        int64_t first_row, n_rows, start, slot_base, first_run, n_runs, second, ring_base, ring_slots, adapter, state
-        int64_t first_keep, n_keeps
-
-    ctypedef struct pw_keep:
-        int64_t n_rows, place
-
-    ctypedef struct pw_step:
-        int64_t n_tokens, n_slices, n_logit_rows
-        int32_t *tokens
-        int64_t *logit_rows
-        pw_slice *slices
-        int32_t *runs
-        pw_keep *keeps
-
-    ctypedef struct pw_division:
-        int32_t ranks, own_threads
-
-    ctypedef struct pw_program:
-        pw_shape shape
-        pw_capacity capacity
-        pw_division divisions[PW_SCHEDULE_TABLES]
-        int32_t rank, n_ranks
-        long patience_ns
-        char *shared
-        char *kv
-        pw_group *group
-        int32_t n_ops, n_kinds
-        pw_op *ops
-        int64_t arena_floats, logits, outputs, n_positions
-        bint bidirectional
-        pw_step step
-        float *arena
-        int64_t kv_bytes, state_floats
-
-    pw_program *pw_program_open(pw_shape shape, pw_capacity capacity)
-    int32_t pw_program_kind(pw_program *program, pw_attention_kind kind)
-    void pw_program_close(pw_program *program)
-    bint pw_program_add(pw_program *program, const pw_op *op)
-    void pw_program_path(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t path)
-    bint pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
-                             const pw_row_range *ranges)
-    pw_division pw_division_of(int32_t ranks, const int32_t *threads, int32_t rank)
-    int64_t pw_runs_each(const pw_capacity *room)
-    int64_t pw_layer_head_bytes(const pw_program *program, int64_t layer)
-    pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head)
-    int64_t pw_program_kv_bytes(const pw_program *program)
-    int64_t pw_program_bytes(const pw_program *program)
-    int64_t pw_program_shared_bytes(const pw_program *program)
-    enum:
-        PW_PROGRESS_LAYERS
-
-    long long pw_progress_of(pw_program *program)
-    bint pw_program_seal(pw_program *program, char *shared, char *kv)
-    bint pw_program_schedule_attention(pw_program *program, int32_t table, int32_t count, const pw_row_range *ranges)
-    int pw_program_touch(pw_program *program, pw_team *team)
-
-
-cdef extern from "program/attend.h" nogil:
-    pw_schedule pw_default_attention(const pw_shape *shape, int64_t tokens, int64_t chunks, int threads)
-
-
-cdef extern from "program/executor.h" nogil:
-    enum:
-        PW_RUN_GROUP_FAILED
-        PW_RUN_LATE
-        PW_RUN_MISFIT
-
-    const char *pw_program_check(pw_program *program, int threads, int32_t table)
-    int pw_program_run(pw_program *program, pw_team *team, int32_t table)
-
-
-cdef extern from "program/move_kv.h" nogil:
-    int pw_program_copy_states(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t places)
-    int pw_program_copy_kv(pw_program *program, pw_team *team, int64_t source, int64_t target, int64_t slots)
-
-
-cdef extern from "program/orders.h" nogil:
-    enum:
-        PW_OBSERVED_THREADS
-        PW_SERVED
-        PW_SERVE_ORPHANED
-
-    void pw_orders_open(pw_program *program)
-    bint pw_orders_fit(const pw_program *program, const char *shared)
-    int pw_orders_run(pw_program *program, pw_team *team, int32_t table, pw_team *resting)
-    void pw_orders_stop(pw_program *program)
-    int pw_orders_serve(pw_program *program, pw_team **teams)
-    const int32_t *pw_orders_observed(const pw_program *program, int32_t table, int32_t rank)
-    int64_t pw_orders_misplaced(const pw_program *program, int32_t table, int32_t rank)
-
-
 cdef dict SOURCES = {
     "rows": PW_FROM_ROWS, "norm": PW_FROM_NORM, "gate": PW_FROM_GATE, "activation": PW_FROM_ACTIVATION,
 }
@@ -240,7 +40,7 @@ def default_attention(shape, int64_t tokens, int64_t positions, int threads):
 
     shape: as for a Program. What its numbers mean: Program.set_attention_schedules.
     """
-    cdef pw_shape s = shape
+    cdef pw_shape s = {"latent": 0, **shape}
     return fields_of(pw_default_attention(&s, tokens, (positions + PW_CHUNK - 1) // PW_CHUNK, threads))
 
 
@@ -251,7 +51,7 @@ cdef class ProgramBuilder:
     inv_freq is float64 [head_dim / 2]; with shape's `window` (0: none) it is attention's kind 0, and `kind` adds others.
     Offsets count floats from the arena's start; rows of an op are `stride` floats apart.
 
-    shape may also have `outputs`, numbers of an output row (else `vocab`), and `bidirectional`: whether tokens see
+    shape may also have `latent`, the numbers of a value of latent attention (attend_latent), `outputs`, numbers of an output row (else `vocab`), and `bidirectional`: whether tokens see
     those after them; then every slice is a whole sequence.
 
     division: how the steps of each table are divided over ranks, and which rank this process is (None: one rank
@@ -265,9 +65,13 @@ cdef class ProgramBuilder:
     cdef bint has_segments
 
     def __cinit__(self, shape, capacity, inv_freq, division=None, double patience_s=60.0, double magnitude=1.0):
-        cdef pw_shape s = shape
+        cdef pw_shape s = {"latent": 0, **shape}
         cdef pw_capacity c = {"ring_slots": 0, "state_places": 0, **capacity, "kv_format": kv_format_code(capacity["kv_format"])}
-        if not 2 <= s.head_dim <= PW_MAX_HEAD_DIM or s.head_dim % 2:
+        if s.latent:
+            check_latent(s.latent, s.n_kv_heads, s.head_dim, c.kv_format)
+            if division is not None:
+                raise ProgramError("latent attention runs on one rank")
+        elif not 2 <= s.head_dim <= PW_MAX_HEAD_DIM or s.head_dim % 2:
             raise ProgramError(
                 f"attention heads of {s.head_dim} dimensions: even numbers up to {PW_MAX_HEAD_DIM} are supported")
         if min(s.n_layers, s.n_heads, s.n_kv_heads, s.hidden, s.ffn, s.vocab) < 1 or s.n_heads % s.n_kv_heads:
@@ -458,7 +262,7 @@ cdef class ProgramBuilder:
         pw_program_path(self.program, table, op, part, path_number(path))
 
     cdef int _check_part(self, int32_t op, int32_t part, int32_t table) except -1:
-        if not (0 <= op < self.program.n_ops and self.program.ops[op].code in (PW_LINEAR, PW_EXPERTS)
+        if not (0 <= op < self.program.n_ops and self.program.ops[op].code in (PW_LINEAR, PW_EXPERTS, PW_HEADS)
                 and 0 <= part < self.program.ops[op].n_parts and 0 <= table < PW_SCHEDULE_TABLES):
             raise ProgramError(f"there is no weight {part} in a linear op {op}, or no table {table} of schedules")
         return 0
@@ -504,6 +308,56 @@ cdef class ProgramBuilder:
         op.q_norm = self._optional(q_norm, shape.head_dim, "query norm weights")
         op.k_norm = self._optional(k_norm, shape.head_dim, "key norm weights")
         self._add(&op, [], columns, shape.n_heads * shape.head_dim)
+
+    def attend_latent(self, int32_t layer, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
+                      queries, vectors, norm, double eps, double scale, rows="every", int32_t kind=0, double cap=0):
+        """Attention over latent vectors, whose first `latent` numbers are what is read of them.
+
+        from_at: of each head `latent` numbers, what meets those; the outputs are as many. queries (offset, stride, step,
+        at): of each head, `step` numbers after the one before, the pairs from number `at` on, which meet the others.
+        vectors (offset, stride): of a row its vector, before the norm of its first numbers (weights, eps) and the turn
+        of its pairs. rows, kind, scale and cap: as for `attend`.
+        """
+        cdef pw_op op = _op_of(PW_ATTEND, rows, from_at, from_stride, out, out_stride)
+        cdef pw_shape *shape = &self.program.shape
+        op.layer, op.kind, op.cap, op.scale, op.eps = layer, kind, cap, scale, eps
+        if not 0 <= layer < shape.n_layers or not 0 <= kind < self.program.n_kinds or not shape.latent:
+            raise ProgramError(f"layer {layer} of {shape.n_layers}, kind {kind} of {self.program.n_kinds}")
+        pairs = 2 * self.program.kinds[kind].half
+        if pairs != shape.head_dim - shape.latent:
+            raise ProgramError(f"{pairs} turned numbers of {shape.head_dim - shape.latent} behind the latent ones")
+        op.latent.query, op.latent.query_stride, op.latent.step, op.latent.at = queries
+        op.latent.vector, op.latent.vector_stride = vectors
+        op.latent.norm = self._vector(norm, shape.latent, "norm weights")
+        tokens = self.program.capacity.max_tokens
+        if op.latent.at < 0 or op.latent.step < op.latent.at + pairs:
+            raise ProgramError(f"{pairs} turned numbers from number {op.latent.at} of {op.latent.step}")
+        self._reserve(op.latent.query, op.latent.query_stride, tokens, op.latent.step * shape.n_heads)
+        self._reserve(op.latent.vector, op.latent.vector_stride, tokens, shape.head_dim)
+        self._add(&op, [], shape.n_heads * shape.latent, shape.n_heads * shape.latent)
+
+    def heads(self, packed, int32_t count, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
+              int64_t step, arithmetic=(None, 1)):
+        """Products by head: numbers [step h, step h + k) of a row times the weight of head h. Returns the op's number.
+
+        packed: the heads' weights one below the other, each of whole panels.
+        """
+        cdef pw_op op = _op_of(PW_HEADS, "every", from_at, from_stride, out, out_stride)
+        cdef int table
+        n = packed.n // count if count > 0 else 0
+        if n < 1 or packed.n % count or n % PW_PANEL or step < packed.k:
+            raise ProgramError(f"{count} heads of {n} outputs, {step} inputs apart: outputs a multiple of {PW_PANEL} can run")
+        if self.division is not None:
+            raise ProgramError("products by head run on one rank")
+        path, k_parts = arithmetic
+        op.n_parts, op.k = 1, packed.k
+        op.heads.count, op.heads.step, op.heads.n = count, step, n
+        op.parts[0].weight = weight_view(packed, path, k_parts)
+        one = _columns(packed, 0, n // PW_PANEL)
+        for table in range(PW_SCHEDULE_TABLES):
+            op.shares[table][0].weight = weight_view(one, path, k_parts)
+        self._add(&op, [packed], step * (count - 1) + packed.k, packed.n)
+        return self.program.n_ops - 1
 
     def adjust(self, int64_t width, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride, norm=None,
                bias=None, double cap=0, bint add=False, rows="every", residual=None, eps=None):

@@ -39,9 +39,9 @@ typedef struct {
 
 typedef void (*attend_function)(int64_t steps, const float *a, const matrix *b, float *c, int64_t c_stride);
 
-/* c[r][column] = sum over k of a[r][k] * b[k][column]; rows of a are PW_ROW_STRIDE floats apart. */
-PW_INLINE void attend_product(const int rows, const int panels, const int format, int64_t steps, const float *a,
-                              const matrix *b, float *c, int64_t c_stride) {
+/* c[r][column] = sum over k of a[r][k] * b[k][column]; rows of a are a_stride floats apart. */
+PW_INLINE void attend_product(const int rows, const int panels, const int format, const int a_stride, int64_t steps,
+                              const float *a, const matrix *b, float *c, int64_t c_stride) {
     enum { PER_PANEL = PW_PANEL / LANES };
     const int64_t bytes = pw_kv_element_bytes(format), asked = PW_PANEL * panels * bytes;
     vf sum[ATTEND_ROWS][ATTEND_PANELS * PER_PANEL];
@@ -56,7 +56,7 @@ PW_INLINE void attend_product(const int rows, const int panels, const int format
         PW_UNROLL for (int v = 0; v < panels * PER_PANEL; ++v)
             x[v] = v_load_stored(data + (v / PER_PANEL * panel_step + v % PER_PANEL * LANES) * bytes, format);
         PW_UNROLL for (int r = 0; r < rows; ++r) {
-            vf factor = v_set1(a[r * PW_ROW_STRIDE + k]);
+            vf factor = v_set1(a[r * a_stride + k]);
             PW_UNROLL for (int v = 0; v < panels * PER_PANEL; ++v) sum[r][v] = v_fma(factor, x[v], sum[r][v]);
         }
     }
@@ -67,7 +67,7 @@ PW_INLINE void attend_product(const int rows, const int panels, const int format
 #define ATTEND(ROWS, PANELS, FORMAT)                                                                           \
     static void attend_##ROWS##_##PANELS##_##FORMAT(int64_t steps, const float *a, const matrix *b, float *c,  \
                                                     int64_t c_stride) {                                        \
-        attend_product(ROWS, PANELS, PW_KV_##FORMAT, steps, a, b, c, c_stride);                                \
+        attend_product(ROWS, PANELS, PW_KV_##FORMAT, PW_ROW_STRIDE, steps, a, b, c, c_stride);                 \
     }
 #define ATTEND_FORMATS(ROWS, PANELS) \
     ATTEND(ROWS, PANELS, F32) ATTEND(ROWS, PANELS, F16) ATTEND(ROWS, PANELS, BF16)
@@ -138,6 +138,7 @@ static void attend_tile(const pw_kv_head *head, const pw_queries *queries, int r
 }
 
 #include "families/attention/pairs.c"
+#include "families/attention/latent.c"
 
 /* ---- chunks ----------------------------------------------------------------------------------------------------- */
 
@@ -209,6 +210,10 @@ void ISA(attend_chunk)(const pw_kv_head *head, const pw_queries *queries, int64_
     int64_t bytes = pw_kv_element_bytes(head->format);
     for (int row = 0; row < queries->rows; ++row) all = seen_by_either(all, seen_by_row(queries, row, chunk));
     int most = queries->tile_rows > 0 && queries->tile_rows < ATTEND_ROWS ? queries->tile_rows : ATTEND_ROWS;
+    if (head->is_latent) {
+        attend_chunk_latent(head, queries, most, all, chunk, origin, scratch, out);
+        return;
+    }
     if (pw_kv_has_scales(head->format)) {
         attend_chunk_pairs(head, queries, most, all, chunk, origin, scratch, out);
         return;

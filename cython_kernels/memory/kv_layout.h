@@ -9,9 +9,23 @@
 /* The model's numbers that ops share. */
 typedef struct {
     int32_t n_layers, n_heads, n_kv_heads, head_dim;
+    int32_t latent; /* numbers of a value of latent attention, a multiple of 16, head_dim being those of a key; 0: keys and
+                     * values are of their own */
     int64_t hidden, ffn, vocab;
     float norm_eps;
 } pw_shape;
+
+/* Bytes of one slot of a KV head of such a model. */
+static inline int64_t pw_slot_bytes_of(const pw_shape *shape, int32_t format) {
+    if (shape->latent) return pw_kv_elements(format, shape->head_dim) * pw_kv_element_bytes(format);
+    return pw_kv_slot_bytes(format, shape->head_dim);
+}
+
+/* The KV head whose `slots` slots begin at `memory`. */
+static inline pw_kv_head pw_kv_head_in_memory(const pw_shape *shape, char *memory, int64_t slots, int32_t format) {
+    if (shape->latent) return pw_latent_at(memory, format, shape->head_dim, shape->latent);
+    return pw_kv_head_at(memory, slots, format, shape->head_dim);
+}
 
 typedef struct {
     int64_t kv_slots;        /* multiple of 16 */
@@ -61,15 +75,15 @@ static inline int64_t pw_chunk_slot(const int32_t *runs, const pw_slice *slice, 
 
 /* Bytes of one KV head of one layer that keeps every position. */
 static inline int64_t pw_kv_head_bytes(const pw_shape *shape, const pw_capacity *room) {
-    return room->kv_slots * pw_kv_slot_bytes(room->kv_format, shape->head_dim);
+    return room->kv_slots * pw_slot_bytes_of(shape, room->kv_format);
 }
 
 /* A KV head in memory that `kv` begins, where no layer keeps rings. */
 static inline pw_kv_head pw_kv_head_in(char *kv, const pw_shape *shape, const pw_capacity *room, int64_t layer,
                                        int64_t kv_head) {
     int64_t heads_before = layer * shape->n_kv_heads + kv_head;
-    return pw_kv_head_at(kv + heads_before * pw_kv_head_bytes(shape, room), room->kv_slots, room->kv_format,
-                         shape->head_dim);
+    char *begin = kv + heads_before * pw_kv_head_bytes(shape, room);
+    return pw_kv_head_in_memory(shape, begin, room->kv_slots, room->kv_format);
 }
 
 #endif

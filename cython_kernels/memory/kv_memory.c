@@ -14,8 +14,8 @@ static int areas_of(const pw_kv_memory *memory, int64_t layer, int64_t kv_head, 
     pw_kv_head head = pw_kv_head_in(memory->kv, &memory->shape, &memory->room, layer, kv_head);
     int64_t bytes = pw_kv_element_bytes(head.format);
     int count = 0;
-    found[count++] = (area){head.keys, pw_kv_elements(head.format, head.head_dim) * bytes};
-    found[count++] = (area){head.values, pw_kv_elements(head.format, head.value_dim) * bytes};
+    found[count++] = (area){head.keys, pw_key_elements(&head) * bytes};
+    found[count++] = (area){head.values, pw_value_elements(&head) * bytes};
     if (head.key_scales) found[count++] = (area){(char *)head.key_scales, sizeof(float)};
     if (head.value_scales) found[count++] = (area){(char *)head.value_scales, sizeof(float)};
     return count;

@@ -10,13 +10,13 @@
 
 typedef struct {
     char *kv;
-    pw_shape shape;   /* n_layers, n_kv_heads and head_dim are read */
+    pw_shape shape;   /* n_layers, n_kv_heads, head_dim and latent are read */
     pw_capacity room; /* kv_slots and kv_format are read */
 } pw_kv_memory;
 
 /* Bytes of `slots` slots of one layer on the wire. */
 static inline int64_t pw_kv_wire_bytes(const pw_kv_memory *memory, int64_t slots) {
-    return memory->shape.n_kv_heads * slots * pw_kv_slot_bytes(memory->room.kv_format, memory->shape.head_dim);
+    return memory->shape.n_kv_heads * slots * pw_slot_bytes_of(&memory->shape, memory->room.kv_format);
 }
 
 void pw_kv_to_wire(const pw_kv_memory *memory, int64_t layer, int64_t slot, int64_t slots, char *wire);

@@ -181,11 +181,32 @@ static void turned_head(const attending *a, int64_t row, int64_t column, const f
     if (turned > 0) ops->rope(kind->half, &turn, x, out);
 }
 
+/* The latent vector of a row, normalised, and its pairs turned. */
+static void store_latent(const attending *a, int64_t row) {
+    const pw_program *program = a->run->program;
+    const pw_op_kernels *ops = &a->run->kernels->ops;
+    const pw_latent_op *latent = &a->op->latent;
+    const pw_attention_kind *kind = &program->kinds[a->op->kind];
+    const int64_t *slots = program->layers[a->op->layer].in_rings ? program->step.ring_places : program->step.slots;
+    const float *vector = program->arena + latent->vector + row * latent->vector_stride;
+    int64_t at = row * kind->half;
+    pw_turn turn = {program->cosines[kind->angles] + at, program->sines[kind->angles] + at, 1.0f};
+    pw_kv_head head = pw_kv_head_of(program, a->op->layer, 0);
+    float x[PW_MAX_LATENT_DIM];
+    ops->rmsnorm(head.value_dim, vector, latent->norm, a->op->eps, x);
+    ops->rope(kind->half, &turn, vector + head.value_dim, x + head.value_dim);
+    ops->store_value(&head, slots[row], x);
+}
+
 static void store_row(const attending *a, int64_t row, int64_t kv_head) {
     const pw_program *program = a->run->program;
     const pw_shape *shape = &program->shape;
     const pw_op_kernels *ops = &a->run->kernels->ops;
     float x[PW_MAX_HEAD_DIM];
+    if (shape->latent) {
+        store_latent(a, row);
+        return;
+    }
     pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
     const int64_t *slots = program->layers[a->op->layer].in_rings ? program->step.ring_places : program->step.slots;
     int64_t slot = slots[row], dim = shape->head_dim;
@@ -201,6 +222,35 @@ static float query_factor(const pw_op *op, int64_t position) {
     return op->scale * op->growth[step < op->n_growth ? step : op->n_growth - 1];
 }
 
+/* A query of latent attention: what meets the vectors, and its pairs turned, times the scale of scores. */
+static void latent_query(const attending *a, int64_t row, int32_t head, float *x) {
+    const pw_program *program = a->run->program;
+    const pw_op_kernels *ops = &a->run->kernels->ops;
+    const pw_latent_op *latent = &a->op->latent;
+    const pw_attention_kind *kind = &program->kinds[a->op->kind];
+    int64_t at = row * kind->half, dim = program->shape.latent;
+    pw_turn turn = {program->cosines[kind->angles] + at, program->sines[kind->angles] + at, a->op->scale};
+    memcpy(x, program->arena + a->op->in + row * a->op->in_stride + head * dim, sizeof(float) * (size_t)dim);
+    ops->scale(dim, a->op->scale, x);
+    ops->rope(kind->half, &turn,
+              program->arena + latent->query + row * latent->query_stride + head * latent->step + latent->at, x + dim);
+}
+
+/* A query as column n of those of a piece. */
+static void load_query(const attending *a, int64_t row, int32_t head, int32_t n, int64_t padded) {
+    const pw_program *program = a->run->program;
+    const pw_shape *shape = &program->shape;
+    if (!shape->latent) {
+        float *q = a->work.q + (int64_t)n * PW_ROW_STRIDE;
+        turned_head(a, row, (int64_t)head * shape->head_dim, a->op->q_norm,
+                    query_factor(a->op, program->step.positions[row]), q);
+        return;
+    }
+    float x[PW_MAX_LATENT_DIM];
+    latent_query(a, row, head, x);
+    for (int32_t i = 0; i < shape->head_dim; ++i) a->work.q[i * padded + n] = x[i];
+}
+
 /* The queries of rows [first, first + tokens) of a slice that share a KV head. */
 static pw_queries load_queries(const attending *a, const pw_slice *slice, int64_t first, int64_t tokens,
                                int64_t kv_head) {
@@ -208,18 +258,20 @@ static pw_queries load_queries(const attending *a, const pw_slice *slice, int64_
     int64_t row = slice->first_row + first, end = slice->start + slice->n_rows - 1;
     const pw_shape *shape = &program->shape;
     int32_t group = pw_group_of(shape), n = 0;
+    int64_t padded = (tokens * group + PW_PANEL - 1) / PW_PANEL * PW_PANEL;
+    if (shape->latent && padded > tokens * group)
+        memset(a->work.q, 0, sizeof(float) * (size_t)(padded * shape->head_dim));
     for (int64_t token = row; token < row + tokens; ++token)
         for (int32_t i = 0; i < group; ++i, ++n) {
-            float *q = a->work.q + (int64_t)n * PW_ROW_STRIDE;
+            load_query(a, token, (int32_t)kv_head * group + i, n, padded);
             int64_t position = program->step.positions[token];
-            float factor = query_factor(a->op, position);
-            turned_head(a, token, (kv_head * group + i) * shape->head_dim, a->op->q_norm, factor, q);
             a->work.last[n] = last_seen(program, a->op->kind, position, end);
             a->work.first[n] = first_seen(program, a->op->kind, position);
             a->work.positions[n] = position;
             a->work.slopes[n] = a->op->slopes ? a->op->slopes[kv_head * group + i] : 0.0f;
         }
-    a->run->kernels->ops.prepare_queries(program->capacity.kv_format, shape->head_dim, n, a->work.q);
+    if (!shape->latent)
+        a->run->kernels->ops.prepare_queries(program->capacity.kv_format, shape->head_dim, n, a->work.q);
     return (pw_queries){.q = a->work.q, .first = a->work.first, .last = a->work.last, .rows = n,
                         .tile_rows = program->step.tile_rows, .cap = a->op->cap,
                         .slopes = a->op->slopes ? a->work.slopes : NULL, .positions = a->work.positions};
@@ -227,12 +279,11 @@ static pw_queries load_queries(const attending *a, const pw_slice *slice, int64_
 
 static void finish_rows(const attending *a, int64_t row, int64_t tokens, int64_t kv_head) {
     const pw_shape *shape = &a->run->program->shape;
-    int32_t group = pw_group_of(shape), n = 0;
+    int32_t group = pw_group_of(shape), n = 0, dim = shape->latent ? shape->latent : shape->head_dim;
     for (int64_t token = row; token < row + tokens; ++token)
         for (int32_t i = 0; i < group; ++i, ++n) {
-            float *out = a->run->program->arena + a->op->out + token * a->op->out_stride +
-                         (kv_head * group + i) * shape->head_dim;
-            a->run->kernels->ops.finish(shape->head_dim, a->work.into.sum[n],
+            float *out = a->run->program->arena + a->op->out + token * a->op->out_stride + (kv_head * group + i) * dim;
+            a->run->kernels->ops.finish(dim, a->work.into.sum[n],
                                         a->work.into.values + (int64_t)n * pw_value_dim_of(shape), out);
         }
 }
@@ -256,7 +307,7 @@ static const void *keys_of(const attending *a, const pw_slice *slice, int64_t ch
     const pw_program *program = a->run->program;
     pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
     int64_t panel = pw_chunk_slot_in(program, a->op->layer, slice, chunk) / PW_PANEL;
-    int64_t elements = pw_kv_elements(head.format, head.head_dim);
+    int64_t elements = pw_key_elements(&head);
     return (const char *)head.keys + panel * PW_PANEL * elements * pw_kv_element_bytes(head.format);
 }
 

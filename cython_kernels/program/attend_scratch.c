@@ -15,10 +15,10 @@ static int64_t carve(const pw_shape *shape, float *memory, pw_attend_scratch *w)
     w->last = (int64_t *)(memory + at), at += 2 * padded;
     w->positions = (int64_t *)(memory + at), at += 2 * padded;
     w->slopes = memory + at, at += padded;
-    w->q = memory + at, at += rows * PW_ROW_STRIDE;
+    w->q = memory + at, at += shape->latent ? padded * shape->head_dim : rows * PW_ROW_STRIDE;
     w->part = (pw_partial){memory + at, memory + at + padded, memory + at + 2 * padded}, at += 2 * padded + values;
     w->into = (pw_partial){memory + at, memory + at + padded, memory + at + 2 * padded}, at += 2 * padded + values;
-    w->chunk = memory + at, at += pw_attention_scratch(shape->head_dim);
+    w->chunk = memory + at, at += shape->latent ? pw_latent_scratch(padded) : pw_attention_scratch(shape->head_dim);
     return at;
 }
 

@@ -14,7 +14,9 @@ typedef struct {
 
 /* Query heads that share a KV head; floats of a stored value; the most tokens of one block of queries. */
 static inline int32_t pw_group_of(const pw_shape *shape) { return shape->n_heads / shape->n_kv_heads; }
-static inline int32_t pw_value_dim_of(const pw_shape *shape) { return (int32_t)pw_value_dim(shape->head_dim); }
+static inline int32_t pw_value_dim_of(const pw_shape *shape) {
+    return shape->latent ? shape->latent : (int32_t)pw_value_dim(shape->head_dim);
+}
 int64_t pw_block_tokens(const pw_shape *shape);
 
 /* Floats of one thread's scratch. */

@@ -181,6 +181,7 @@ static void run_ops(void *context, int member) {
         if (op->code == PW_ROUTE) pw_run_route(run, op, member);
         if (op->code == PW_EXPERTS) pw_run_experts(run, op, member);
         if (op->code == PW_COMBINE) pw_run_combine(run, op, member);
+        if (op->code == PW_HEADS) pw_run_heads(run, op, member);
         if (op->code == PW_CONVOLVE) pw_run_convolve(run, op, member);
         if (op->code == PW_STATE_GATES) pw_run_state_gates(run, op, member);
         if (op->code == PW_RECUR) pw_run_recur(run, op, member);

@@ -7,4 +7,8 @@
 void pw_run_embed(pw_run *run, const pw_op *op, int member);
 void pw_run_linear(pw_run *run, const pw_op *op, int member);
 
+/* Products by head (pw_heads, heads.c): every head of every row of a step, on one rank. A row's result depends on that row
+ * alone. */
+void pw_run_heads(pw_run *run, const pw_op *op, int member);
+
 #endif

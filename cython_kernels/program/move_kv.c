@@ -21,7 +21,7 @@ static void move_rows(const moving *move, void *rows, int64_t row_bytes) {
 /* One element of keys: 16 of them lie side by side, then comes the next panel. */
 static void move_element(const pw_kv_head *head, pw_slots from, int64_t target, int64_t element, char *line) {
     int64_t bytes = pw_kv_element_bytes(head->format), slots = from.end - from.begin;
-    int64_t panel = 16 * pw_kv_elements(head->format, head->head_dim);
+    int64_t panel = 16 * pw_key_elements(head);
     char *keys = (char *)head->keys + element * 16 * bytes;
     for (int pass = 0; pass < 2; ++pass) /* out of the cache, then back into it: the ranges may overlap */
         for (int64_t done = 0, run; done < slots; done += run) {
@@ -34,14 +34,14 @@ static void move_element(const pw_kv_head *head, pw_slots from, int64_t target, 
 }
 
 static void move_keys(const pw_kv_head *head, pw_slots from, int64_t target, char *line) {
-    int64_t elements = pw_kv_elements(head->format, head->head_dim);
+    int64_t elements = pw_key_elements(head);
     for (int64_t element = 0; element < elements; ++element) move_element(head, from, target, element, line);
 }
 
 /* Whole panels at once where both ranges begin with one; what is left of the last panel must not be overwritten by the
  * others before it is moved, nor overwrite them. */
 static void move_panels(const moving *move, const pw_kv_head *head, char *line) {
-    int64_t slot_bytes = pw_kv_elements(head->format, head->head_dim) * pw_kv_element_bytes(head->format);
+    int64_t slot_bytes = pw_key_elements(head) * pw_kv_element_bytes(head->format);
     int64_t whole = move->slots / 16 * 16;
     pw_slots rest = {move->source + whole, move->source + move->slots};
     char *keys = head->keys;
@@ -52,7 +52,7 @@ static void move_panels(const moving *move, const pw_kv_head *head, char *line) 
 
 static void move_head(const moving *move, const pw_kv_head *head, char *line) {
     pw_slots all = {move->source, move->source + move->slots};
-    move_rows(move, head->values, pw_kv_elements(head->format, head->value_dim) * pw_kv_element_bytes(head->format));
+    move_rows(move, head->values, pw_value_elements(head) * pw_kv_element_bytes(head->format));
     if (head->key_scales) move_rows(move, head->key_scales, sizeof(float));
     if (head->value_scales) move_rows(move, head->value_scales, sizeof(float));
     if (move->source % 16 || move->target % 16) move_keys(head, all, move->target, line);

@@ -244,14 +244,15 @@ static void measure_rows(const pw_program *program, int64_t *row_bytes, int64_t 
     for (int32_t i = 0; i < program->n_ops; ++i) {
         const pw_op *op = &program->ops[i];
         if (op->code == PW_ADJUST || op->code == PW_GATE_ROWS) *row_floats = larger(*row_floats, op->k);
-        if (op->code != PW_LINEAR && op->code != PW_EXPERTS) continue;
+        if (op->code != PW_LINEAR && op->code != PW_EXPERTS && op->code != PW_HEADS) continue;
+        int64_t heads = op->code == PW_HEADS ? op->heads.count : 1; /* all of a row are prepared side by side */
         int64_t read = op->code == PW_EXPERTS && op->source == PW_FROM_GATE ? 2 * op->k : op->k; /* with biases added */
         *row_floats = larger(*row_floats, pw_padded_k(read));
         for (int32_t table = 0; table < PW_SCHEDULE_TABLES; ++table)
             for (int32_t form = 0; form < op->preparations[table].count; ++form)
                 for (int isa = 0; isa < pw_usable_count(); ++isa)
                     *row_bytes = larger(
-                        *row_bytes, pw_usable(isa)->gemm.row_bytes(&op->preparations[table].forms[form], op->k));
+                        *row_bytes, heads * pw_usable(isa)->gemm.row_bytes(&op->preparations[table].forms[form], op->k));
     }
     *row_bytes = aligned(*row_bytes);
 }

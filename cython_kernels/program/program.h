@@ -32,7 +32,7 @@ enum {
 
 typedef enum {
     PW_EMBED, PW_LINEAR, PW_ATTEND, PW_ADJUST, PW_ROUTE, PW_EXPERTS, PW_COMBINE,
-    PW_CONVOLVE, PW_STATE_GATES, PW_RECUR, PW_GATE_ROWS, /* state/run_state.h */
+    PW_HEADS, PW_CONVOLVE, PW_STATE_GATES, PW_RECUR, PW_GATE_ROWS, /* state/run_state.h */
 } pw_opcode;
 
 /* What a product reads: rows as they are, rows normalised, gate(first half) * second half of a row, or act(row + bias). */
@@ -108,6 +108,21 @@ typedef struct {
     pw_low_rank_target targets[PW_MAX_TARGETS];
 } pw_low_rank;
 
+/* Products by head: of each row, numbers [step h, step h + k) times the weight of head h, to [n h, n h + n). The weights are
+ * one stack, head below head, whole panels each. */
+typedef struct {
+    int32_t count;
+    int64_t step, n;
+} pw_heads;
+
+/* Latent attention: `in` has of each head what meets the first numbers of latent vectors. */
+typedef struct {
+    int64_t query, query_stride; /* rows of queries; of each head, */
+    int64_t step, at;            /* `step` after the one before, the pairs that are turned begin at number `at` */
+    int64_t vector, vector_stride; /* rows of latent vectors before their norm, and of their pairs */
+    const float *norm;           /* [latent] */
+} pw_latent_op;
+
 /* What ops of layers with a state have of their own (state/run_state.h). */
 typedef struct {
     int64_t at;                    /* floats of a sequence's state before this op's */
@@ -150,6 +165,8 @@ typedef struct {
     int64_t n_growth, growth_span;
     pw_experts experts;                   /* of PW_ROUTE, PW_EXPERTS and PW_COMBINE */
     pw_choice choice;                     /* of PW_ROUTE */
+    pw_heads heads;                       /* of PW_HEADS */
+    pw_latent_op latent;                  /* of PW_ATTEND, where the shape is latent */
     pw_low_rank *low_rank;                /* linear: [PW_MAX_ADAPTERS] (low_rank.h), owned; NULL: no adapter changes it */
     float *tap;                           /* linear: rows [][k] as they enter the product are copied here; NULL: not */
     pw_state_op state;
@@ -322,14 +339,14 @@ int pw_program_touch(pw_program *program, pw_team *team);
 
 /* Bytes of one KV head of a layer. */
 static inline int64_t pw_layer_head_bytes(const pw_program *program, int64_t layer) {
-    return program->layers[layer].slots * pw_kv_slot_bytes(program->capacity.kv_format, program->shape.head_dim);
+    return program->layers[layer].slots * pw_slot_bytes_of(&program->shape, program->capacity.kv_format);
 }
 
 /* A KV head of the sealed program. */
 static inline pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head) {
     const pw_layer_kv *own = &program->layers[layer];
-    return pw_kv_head_at(program->kv + own->offset + kv_head * pw_layer_head_bytes(program, layer), own->slots,
-                         program->capacity.kv_format, program->shape.head_dim);
+    char *begin = program->kv + own->offset + kv_head * pw_layer_head_bytes(program, layer);
+    return pw_kv_head_in_memory(&program->shape, begin, own->slots, program->capacity.kv_format);
 }
 
 /* Slot of the first position of a chunk, in a layer. */

@@ -58,7 +58,7 @@ def _create_timing() -> None:
     op.create_table(
         "user_kernel_timing",
         _column("id", ROW_ID),
-        *(_column(*one) for one in _KEY),
+        *(_column(*column) for column in _KEY),
         _column("samples_ns", sa.JSON(), "raw samples, a list in the order taken"),
         _column("estimate_ns", sa.BigInteger(), "robust estimate over samples_ns"),
         _column("conditions", sa.JSON(), "name to number: what the timer noticed around it"),
@@ -74,7 +74,7 @@ def _create_promotion() -> None:
     op.create_table(
         "user_kernel_promotion",
         _column("id", ROW_ID),
-        *(_column(*one) for one in _KEY),
+        *(_column(*column) for column in _KEY),
         _column("incumbent", sa.JSON(), "compared with; pairs as above"),
         _column("gain", sa.Double(), "incumbent's time / candidate's time"),
         _column("gain_low", sa.Double(), "of the confidence interval"),

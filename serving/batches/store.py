@@ -121,10 +121,10 @@ class BatchStore:
 
     def file(self, owner: str, file_id: str) -> StoredFile:
         """BatchStoreError where there is none of this owner's."""
-        found = self._files("id = ? AND owner = ?", (file_id, owner))
-        if not found:
+        files = self._files("id = ? AND owner = ?", (file_id, owner))
+        if not files:
             raise BatchStoreError("missing", f"there is no file {file_id[:80]!r} of yours here")
-        return found[0]
+        return files[0]
 
     def files(self, owner: str) -> list[StoredFile]:
         """The newest first."""
@@ -181,10 +181,10 @@ class BatchStore:
 
     def batch(self, owner: str, batch_id: str) -> StoredBatch:
         """BatchStoreError where there is none of this owner's."""
-        found = self._batches("id = ? AND owner = ?", (batch_id, owner))
-        if not found:
+        batches = self._batches("id = ? AND owner = ?", (batch_id, owner))
+        if not batches:
             raise BatchStoreError("missing", f"there is no batch {batch_id[:80]!r} of yours here")
-        return found[0]
+        return batches[0]
 
     def batches(self, owner: str) -> list[StoredBatch]:
         """The newest first."""
@@ -294,9 +294,9 @@ class BatchStore:
     def _drop_strays(self) -> None:
         """Files whose writing was cut off."""
         with self._transaction() as db:
-            known = {name for (name,) in db.execute("SELECT id FROM files")}
+            file_ids = {name for (name,) in db.execute("SELECT id FROM files")}
         for path in self._folder.glob("file-*"):
-            if path.name not in known:
+            if path.name not in file_ids:
                 path.unlink(missing_ok=True)
 
 
@@ -306,7 +306,10 @@ def disk_refuses(folder: Path, error: Exception) -> BatchStoreError:
 
 
 class NewFile:
-    """A file on its way to the disk. OSError and BatchStoreError where there is no room."""
+    """A file on its way to the disk. OSError and BatchStoreError where there is no room.
+
+    It may be dropped while another thread writes a piece.
+    """
 
     def __init__(self, store: BatchStore, *, is_counted: bool = True) -> None:
         """is_counted: False for answers that are counted already."""
@@ -314,18 +317,22 @@ class NewFile:
         self.n_bytes = self.n_taken = 0
         self._store = store
         self._is_counted = is_counted
+        self._lock = threading.Lock()
         self._path = store.path_of(self.id)
         self._file = open(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")  # noqa: SIM115
 
     def write(self, part: bytes) -> None:
-        if self._is_counted:
-            self._store.take(len(part))
-            self.n_taken += len(part)
-        self.n_bytes += len(part)
-        try:
-            self._file.write(part)
-        except OSError as error:
-            raise disk_refuses(self._path.parent, error) from None
+        with self._lock:
+            if self._file.closed:
+                return
+            if self._is_counted:
+                self._store.take(len(part))
+                self.n_taken += len(part)
+            self.n_bytes += len(part)
+            try:
+                self._file.write(part)
+            except OSError as error:
+                raise disk_refuses(self._path.parent, error) from None
 
     def finish(self) -> None:
         try:
@@ -336,6 +343,7 @@ class NewFile:
             raise disk_refuses(self._path.parent, error) from None
 
     def drop(self) -> None:
-        self._file.close()
-        self._path.unlink(missing_ok=True)
-        self._store.give_back(self.n_taken)
+        with self._lock:
+            self._file.close()
+            self._path.unlink(missing_ok=True)
+            self._store.give_back(self.n_taken)

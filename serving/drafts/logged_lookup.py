@@ -47,9 +47,6 @@ class Looked(NamedTuple):
             raise ValueError("more drafts were right than there were")
         return cls(matched, right)
 
-    def __len__(self) -> int:
-        return len(self.matched)
-
 
 def looked_up(prompt: Sequence[int], answer: Sequence[int]) -> Looked:
     """What lookup had for each token of `answer`; nothing for a sequence that is too long to look through."""
@@ -58,11 +55,11 @@ def looked_up(prompt: Sequence[int], answer: Sequence[int]) -> Looked:
     repeats = Repeats()
     repeats.extend((*prompt, answer[0]))
     matched, right = [0], [0]
-    for at in range(1, len(answer)):
+    for index in range(1, len(answer)):
         drafts = repeats.following(MOST_DRAFTED)
         matched.append(repeats.n_matched)
-        right.append(_n_alike(drafts, answer[at : at + MOST_DRAFTED]))
-        repeats.push(answer[at])
+        right.append(_n_alike(drafts, answer[index : index + MOST_DRAFTED]))
+        repeats.push(answer[index])
     return Looked(tuple(matched), tuple(right))
 
 
@@ -79,9 +76,9 @@ class LoggedAnswer(NamedTuple):
     looked: Looked
     token_ids: Sequence[int] = ()
 
-    def token(self, at: int) -> int:
+    def token(self, index: int) -> int:
         """The token at this place of the answer."""
-        return self.token_ids[at] if at < len(self.token_ids) else 0
+        return self.token_ids[index] if index < len(self.token_ids) else 0
 
 
 class _Again:
@@ -94,8 +91,8 @@ class _Again:
 
     def read(self, sequence: LiveSequence) -> None:
         matched, right = self._answer.looked
-        for at in range(self._at, min(len(sequence.generated), len(matched))):
-            saw_after(self._agreement, matched[at], right=right[at] > 0)
+        for index in range(self._at, min(len(sequence.generated), len(matched))):
+            saw_after(self._agreement, matched[index], right=right[index] > 0)
         self._at = len(sequence.generated)
 
     def chances(self, most: int) -> list[float]:

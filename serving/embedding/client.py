@@ -1,9 +1,12 @@
 """Requests for vectors through the queues of all devices. Everything here runs on one event loop.
 
-A request is placed whole, or refused (`queues`). Each device has a line of inputs that wait, in which clients
-take turns (`turns`), and sends its worker batches of them, two at a time, so that the worker never waits for
-the front. When a worker dies, the inputs of its batches wait again, once; what fails a second time is an
-error. The process is started again, as often as `Restarts` allows.
+A request is placed whole, or refused (`queues`). Each device (`lane`) has a line of inputs that wait, in
+which clients take turns (`turns`), and sends its worker batches of them, two at a time, so that the worker
+never waits for the front. What cannot be answered within a promised time, by the forecast of its device and
+the errors of late (`lateness`), is refused when it comes, or at last before it is sent to the worker.
+
+When a worker dies, the inputs of its batches wait again, once; what fails a second time is an error. The
+process is started again, as often as `Restarts` allows.
 """
 
 from __future__ import annotations
@@ -11,167 +14,63 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 from phasewise._words import counted
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.encoder.pooling import check_numbers
-from phasewise.serving.embedding.pace import DevicePace, LearntDepth
+from phasewise.serving.embedding.lane import Input, Lane, LaneState, SentBatch, Start, Worker
+from phasewise.serving.embedding.pace import KEPT
 from phasewise.serving.embedding.protocol import Floats, inputs_to_bytes
-from phasewise.serving.embedding.queues import UNLIMITED, Depth, DeviceQueue, QueueManager
+from phasewise.serving.embedding.queues import Depth, QueueManager
 from phasewise.serving.embedding.turns import InputTurns
 from phasewise.serving.engine.engine_host import EngineState
 from phasewise.serving.errors import QueueFull, RanksError, ServingError, StepFailed, Stopping
-from phasewise.serving.processes.restarts import Restarts
 
 log = logging.getLogger(__name__)
 
-BATCHES_AHEAD = 2
-BATCH_TOKENS = 2048
-BATCH_INPUTS = 64
-FIRST_DEPTH = Depth(BATCHES_AHEAD * BATCH_INPUTS, BATCHES_AHEAD * BATCH_TOKENS)
-"""The depth of an accelerator that has none, until its first batch has ended."""
-LEAST_PATIENCE_S = {"accelerator": 8.0, "cpu": 60.0}
-"""A worker on a CPU may have to wait for other programs; an accelerator is its worker's own."""
-FIRST_PATIENCE_S = 120.0
 MOST_TRIES = 2
-WRITING = 0.2
-"""The share of the promised time that is kept for reading and writing, and for batches that take longer."""
 _LONGEST_RETRY_S = 60
 _RATE_OF_LAST = 64
 
 
-class Worker(Protocol):
-    """One device's worker process (`worker_process`), or a stand-in."""
-
-    async def attach(self) -> None: ...
-    async def embed(self, body: bytes) -> Floats: ...
-    async def lost(self) -> None: ...
-    def end_now(self) -> None: ...
-    def kill(self) -> None: ...
-    def close(self) -> None: ...
-
-
-Start = Callable[[], Worker]
-"""A worker that is ready; blocks while it starts. RanksError where it cannot."""
-
-
-@dataclass(eq=False, slots=True)
-class _Input:
-    """One input on its way."""
-
-    tokens: Tokens
-    answer: asyncio.Future[Floats]
-    owner: str = ""
-    """The client that it came from."""
-    end_s: float = math.inf
-    """When its answer would be later than promised; what a lost worker had is answered at any time."""
-    tries: int = 0
-
-    @property
-    def size(self) -> int:
-        return len(self.tokens.ids)
-
-    @property
-    def wanted(self) -> bool:
-        return not self.answer.done()
-
-
-@dataclass(eq=False, slots=True)
-class _Lane:
-    """The inputs that wait for one device."""
-
-    queue: DeviceQueue
-    start: Start
-    worker: Worker
-    pace: DevicePace
-    learnt: LearntDepth | None
-    """None where the plan has a depth, or the device is a CPU."""
-    waiting: InputTurns[_Input] = field(default_factory=InputTurns)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    restarts: Restarts = field(default_factory=Restarts)
-    running: dict[asyncio.Task[None], tuple[float, int]] = field(default_factory=dict)
-    """The batches that the worker has: when they were sent, and their tokens."""
-    free_at_s: float = 0.0
-    """When the worker was last known to have ended a batch."""
-    n_batches: int = 0
-    n_inputs: int = 0
-    n_restarts: int = 0
-
-    @classmethod
-    def over(cls, queue: DeviceQueue, start: Start, worker: Worker, slo_s: float) -> _Lane:
-        learns = queue.is_accelerator and queue.depth == UNLIMITED
-        learnt = LearntDepth(FIRST_DEPTH) if learns else None
-        if learnt is not None:
-            queue.depth = learnt.depth
-        return cls(queue, start, worker, DevicePace(slo_s, queue.depth.tokens), learnt)
-
-    @property
-    def computing_tokens(self) -> int:
-        """Tokens of the batches that the worker has."""
-        return sum(tokens for _, tokens in self.running.values())
-
-    @property
-    def patience_s(self) -> float:
-        """Time after which a worker that does not answer is ended."""
-        least_s = LEAST_PATIENCE_S["accelerator" if self.queue.is_accelerator else "cpu"]
-        return self.pace.patience_s(self.computing_tokens, least_s, FIRST_PATIENCE_S)
-
-    def heed(self, s_per_token: float) -> None:
-        """Hold from now on what a device of this speed computes in time."""
-        if self.learnt is not None:
-            self.queue.depth = self.learnt.depth_at(s_per_token)
-        else:
-            self.queue.share = self.pace.share_at(s_per_token)
-
-    def heed_unfinished(self, now_s: float) -> None:
-        """A batch that takes longer than those of late tells so before it ends."""
-        if self.running:
-            sent_s, tokens = next(iter(self.running.values()))
-            self.heed(self.pace.unfinished(tokens, now_s - max(sent_s, self.free_at_s)))
-
-
 @dataclass(frozen=True)
-class LaneState:
-    """The state of one device for /metrics."""
+class Asker:
+    """The sender of a request. `arrived_s`: when its last bytes came, by the event loop's clock; None: now.
 
-    name: str
-    is_up: bool
-    inputs: int
-    tokens: int
-    depth: Depth
-    """The most that it may hold now."""
-    n_batches: int
-    n_inputs: int
-    n_restarts: int
+    `at_end` is given what to call once the answer has been written; by itself it calls at once.
+    """
+
+    name: str = ""
+    arrived_s: float | None = None
+    at_end: Callable[[Callable[[], None]], None] = lambda call: call()
 
 
 class EmbeddingClient:
     """`workers`: for each queue what starts its worker, and the worker that has been started.
 
-    `slo_s`: what the queues' depths promise. Where devices are slower than that, less is held (`pace`).
+    `slo_s`: the promised time of an answer; None: there is none.
     """
 
     def __init__(
         self, manager: QueueManager, workers: Sequence[tuple[Start, Worker]], slo_s: float | None = None
     ) -> None:
         self._manager = manager
+        self._slo_s = math.inf if slo_s is None else slo_s
         self._lanes = [
-            _Lane.over(queue, start, worker, math.inf if slo_s is None else slo_s)
+            Lane.over(queue, start, worker, self._slo_s)
             for queue, (start, worker) in zip(manager.queues, workers, strict=True)
         ]
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._live: set[_Input] = set()
+        self._live: set[Input] = set()
         self._held: dict[str, Depth] = {}
         """The inputs of each client in progress."""
         self._n_answers = 0
         self._ends: deque[tuple[float, int]] = deque(maxlen=_RATE_OF_LAST)
-        self._promised_s = math.inf if slo_s is None else slo_s * (1 - WRITING)
         self._stopping = False
         self.on_lost: Callable[[], None] = lambda: None
         """Called once no device can embed any more."""
@@ -201,26 +100,17 @@ class EmbeddingClient:
         return self._n_answers
 
     def lanes(self) -> list[LaneState]:
-        return [
-            LaneState(
-                lane.queue.name,
-                lane.queue.is_up,
-                lane.queue.inputs,
-                lane.queue.tokens,
-                lane.queue.depth.scaled(lane.queue.share),
-                lane.n_batches,
-                lane.n_inputs,
-                lane.n_restarts,
-            )
-            for lane in self._lanes
-        ]
+        now_s = self._now_s()
+        return [LaneState.of(lane, now_s) for lane in self._lanes]
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin on this loop."""
-        for index in range(len(self._lanes)):
-            self._tasks.append(
-                loop.create_task(self._run(index), name=f"phasewise-{self._lanes[index].queue.name}")
-            )
+        self._loop = loop
+        for index, lane in enumerate(self._lanes):
+            self._tasks.append(loop.create_task(self._run(index), name=f"phasewise-{lane.queue.name}"))
+
+    def _now_s(self) -> float:
+        return 0.0 if self._loop is None else self._loop.time()
 
     def end_everything(self) -> None:
         """Tell every request in progress that the server is stopping."""
@@ -236,51 +126,50 @@ class EmbeddingClient:
 
     # ---- requests ----------------------------------------------------------------------------------------
 
-    def refuse_if_full(self, owner: str = "") -> None:
+    def refuse_if_full(self, asker: Asker) -> None:
         """QueueFull where not even an input of one token has room now: nothing need be cut into tokens
         first.
         """
-        if any(queue.has_room(1) for queue in self._manager.queues) or self._is_owed(owner, Depth(1, 1)):
-            return
-        raise self._full()
+        now_s = self._now_s()
+        end_s = self._heed(asker, now_s)
+        is_free = any(queue.has_room(1) for queue in self._manager.queues)
+        if now_s > end_s or not (is_free or self._is_owed(asker.name, Depth(1, 1))):
+            raise self._full()
 
-    async def embed(
-        self, inputs: Sequence[Tokens], owner: str = "", arrived_s: float | None = None
-    ) -> list[Floats]:
-        """A vector for each input. QueueFull: busy, for one input as for many, also where the device has
-        become so slow that what has been accepted would be late; RanksError, StepFailed, Stopping.
+    async def embed(self, inputs: Sequence[Tokens], asker: Asker = Asker()) -> list[Floats]:
+        """A vector for each input. QueueFull: busy, for one input as for many, also where they would be
+        answered later than promised; RanksError, StepFailed, Stopping.
 
-        owner: the client that they come from. Clients take turns, and each may have an equal part of all
-        depths in progress, whatever the others have. arrived_s: when the request did (`time.monotonic`);
-        None: now.
+        Clients take turns, and each may have an equal part of all depths in progress, whatever the others
+        have. The promised time counts from the arrival of a request. An idle device takes what it gets.
         """
         if self._stopping:
             raise Stopping("the server is stopping")
         if self.state == "lost":
             raise RanksError("no device can embed any more; start the server again")
-        now_s = time.monotonic()
-        for lane in self._lanes:
-            lane.heed_unfinished(now_s)
+        now_s = self._now_s()
+        end_s = self._heed(asker, now_s)
         sizes = [len(tokens.ids) for tokens in inputs]
         wanted = Depth(len(sizes), sum(sizes))
-        places = self._manager.place(sizes, is_owed=self._is_owed(owner, wanted))
+        if now_s > end_s:
+            raise self._full()
+        places = self._manager.place(sizes, is_owed=self._is_owed(asker.name, wanted))
         if places is None:
             raise self._full()
         loop = asyncio.get_running_loop()
-        end_s = (now_s if arrived_s is None else arrived_s) + self._promised_s
-        if not self._manager.are_within_depths(places):
-            end_s = math.inf
-        placed = [_Input(tokens, loop.create_future(), owner, end_s) for tokens in inputs]
+        ends_s = {place: self._end_on(place, places.count(place), now_s, end_s) for place in set(places)}
+        placed = [
+            Input(tokens, loop.create_future(), asker.name, ends_s[place])
+            for tokens, place in zip(inputs, places, strict=True)
+        ]
         self._live.update(placed)
-        self._held[owner] = self._held.get(owner, Depth(0, 0)) + wanted
+        self._held[asker.name] = self._held.get(asker.name, Depth(0, 0)) + wanted
         self._n_answers += 1
         for pending, place in zip(placed, places, strict=True):
-            self._lanes[place].waiting.join(pending)
+            self._join(pending, place, now_s)
             pending.answer.add_done_callback(self._forgetting(pending))
-        for place in set(places):
-            self._lanes[place].news.set()
         try:
-            return await asyncio.gather(*(pending.answer for pending in placed))
+            vectors = await asyncio.gather(*(pending.answer for pending in placed))
         finally:
             self._n_answers -= 1
             for pending in placed:
@@ -288,13 +177,44 @@ class EmbeddingClient:
                     pending.answer.cancel()
                 elif not pending.answer.cancelled():
                     pending.answer.exception()  # the caller knows it already from the first of them
+        asker.at_end(lambda: self._answered(placed))
+        return vectors
+
+    def _heed(self, asker: Asker, now_s: float) -> float:
+        """When this client's request is to be answered; devices hold what they compute by then."""
+        arrived_s = now_s if asker.arrived_s is None else asker.arrived_s
+        end_s = arrived_s + self._slo_s * (1 - KEPT)
+        for lane in self._lanes:
+            lane.heed(now_s, end_s)
+        return end_s
+
+    def _end_on(self, place: int, n_inputs: int, now_s: float, end_s: float) -> float:
+        """When so many inputs, which have been placed there, are late: what an idle device has taken though
+        it takes longer never is.
+        """
+        lane = self._lanes[place]
+        is_alone = lane.queue.inputs == n_inputs
+        return math.inf if is_alone and lane.end_of_all(now_s) > end_s else end_s
+
+    def _join(self, pending: Input, place: int, now_s: float) -> None:
+        """The input waits for this device, behind all others of its client."""
+        lane = self._lanes[place]
+        pending.place, pending.placed_end_s = place, lane.end_of_all(now_s)
+        lane.waiting.join(pending)
+        lane.news.set()
+
+    def _answered(self, placed: Sequence[Input]) -> None:
+        """The answer with the vectors of these inputs has been written."""
+        writing_s = self._now_s() - max(pending.computed_s for pending in placed)
+        for pending in placed:
+            self._lanes[pending.place].answered(pending, writing_s)
 
     def retry_after_s(self) -> int:
         """Until what is in progress has been computed, at the speed of late."""
         if len(self._ends) < 2:
             return 1
         tokens = sum(size for _, size in self._ends)
-        spent_s = max(1e-3, time.monotonic() - self._ends[0][0])
+        spent_s = max(1e-3, self._now_s() - self._ends[0][0])
         return max(1, min(_LONGEST_RETRY_S, math.ceil(self._manager.tokens * spent_s / max(1, tokens))))
 
     def _full(self) -> QueueFull:
@@ -305,7 +225,7 @@ class EmbeddingClient:
             after_s,
         )
 
-    def _forgetting(self, pending: _Input) -> Callable[[asyncio.Future[Floats]], None]:
+    def _forgetting(self, pending: Input) -> Callable[[asyncio.Future[Floats]], None]:
         def forget(_answer: asyncio.Future[Floats]) -> None:
             self._live.discard(pending)
             self._held[pending.owner] -= Depth(1, pending.size)
@@ -352,10 +272,11 @@ class EmbeddingClient:
         batches: set[asyncio.Task[None]] = set()
         try:
             while not lost.done():
-                while len(batches) < BATCHES_AHEAD and (batch := self._next_batch(index)):
+                await lane.company()
+                while len(batches) < lane.batches_ahead and (batch := self._next_batch(index)):
                     batches.add(self._begin(index, batch))
                 news = asyncio.ensure_future(lane.news.wait())
-                waited = {lost, news, *batches} if len(batches) < BATCHES_AHEAD else {lost, *batches}
+                waited = {lost, news, *batches} if len(batches) < lane.batches_ahead else {lost, *batches}
                 done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
                 news.cancel()
                 lane.news.clear()
@@ -365,48 +286,45 @@ class EmbeddingClient:
             if batches:
                 await asyncio.wait(batches)
 
-    def _next_batch(self, index: int) -> list[_Input]:
+    def _next_batch(self, index: int) -> list[Input]:
         """The first that wait, as many as make a good batch; those that are no longer wanted are let go."""
         lane = self._lanes[index]
-        batch: list[_Input] = []
+        batch: list[Input] = []
         tokens = 0
         if not lane.waiting:
             self._take_over(index)
-        while lane.waiting and len(batch) < BATCH_INPUTS:
+        now_s, most, end_s = self._now_s(), lane.most_in_batch, math.inf
+        while lane.waiting and len(batch) < most.inputs:
             pending = lane.waiting.head
-            if batch and tokens + pending.size > BATCH_TOKENS:
+            with_it = tokens + pending.size
+            is_late = lane.is_late(with_it, now_s, min(end_s, pending.end_s)) and not pending.tries
+            if batch and (is_late or with_it > most.tokens):
                 break
             lane.waiting.take()
-            if (
-                pending.wanted
-                and not pending.tries
-                and self._is_late(lane, tokens + pending.size, pending.end_s)
-            ):
+            if pending.wanted and is_late:
+                lane.refused(pending, now_s)
                 pending.answer.set_exception(self._full())
             if not pending.wanted:
                 self._manager.release(index, pending.size)
                 continue
             batch.append(pending)
-            tokens += pending.size
+            tokens, end_s = with_it, min(end_s, pending.end_s)
         return batch
 
-    def _is_late(self, lane: _Lane, tokens: int, end_s: float) -> bool:
-        """True if a batch of `tokens` tokens would end after `end_s`. False for an idle worker."""
-        if not lane.running:
-            return False
-        return time.monotonic() + lane.pace.s_per_token * (lane.computing_tokens + tokens) > end_s
-
-    def _begin(self, index: int, batch: list[_Input]) -> asyncio.Task[None]:
-        lane, n_tokens = self._lanes[index], sum(pending.size for pending in batch)
-        task = asyncio.ensure_future(self._compute(index, batch, n_tokens))
-        lane.running[task] = time.monotonic(), n_tokens
+    def _begin(self, index: int, batch: list[Input]) -> asyncio.Task[None]:
+        lane, now_s = self._lanes[index], self._now_s()
+        lane.n_batches += 1
+        n_tokens = sum(pending.size for pending in batch)
+        for pending in batch:
+            pending.batch, pending.sent_end_s = lane.n_batches, lane.end_of(n_tokens, now_s)
+        running = SentBatch(now_s, n_tokens)
+        task = asyncio.ensure_future(self._compute(index, batch, running))
+        lane.running[task] = running
         task.add_done_callback(lane.running.pop)
         return task
 
-    async def _compute(self, index: int, batch: list[_Input], n_tokens: int) -> None:
+    async def _compute(self, index: int, batch: list[Input], running: SentBatch) -> None:
         lane = self._lanes[index]
-        lane.n_batches += 1
-        sent_s = time.monotonic()
         try:
             vectors = await self._embedded(lane, batch)
             if len(vectors) != len(batch):
@@ -422,19 +340,14 @@ class EmbeddingClient:
         except ServingError as error:
             self._fail(batch, index, error)
             return
-        lane.n_inputs += len(batch)
-        began_s, lane.free_at_s = max(sent_s, lane.free_at_s), time.monotonic()
-        if lane.learnt is not None:
-            lane.learnt.computed(len(batch), n_tokens)
-        lane.pace.computed(n_tokens, lane.free_at_s - began_s)
-        lane.heed(lane.pace.s_per_token)
+        lane.computed(batch, running, self._now_s())
         for pending, vector in zip(batch, vectors, strict=True):
             self._manager.release(index, pending.size)
-            self._ends.append((time.monotonic(), pending.size))
+            self._ends.append((lane.free_at_s, pending.size))
             if pending.wanted:
                 _answer(pending, vector)
 
-    async def _embedded(self, lane: _Lane, batch: list[_Input]) -> Floats:
+    async def _embedded(self, lane: Lane, batch: list[Input]) -> Floats:
         """Vectors of a batch. RanksError where the worker is lost, or hangs and is ended."""
         body, patience_s = inputs_to_bytes([pending.tokens for pending in batch]), lane.patience_s
         try:
@@ -444,7 +357,7 @@ class EmbeddingClient:
                 f"the embedding worker of {lane.queue.name} did not answer for {patience_s:.0f} s"
             ) from error
 
-    def _again(self, index: int, batch: list[_Input], error: RanksError) -> None:
+    def _again(self, index: int, batch: list[Input], error: RanksError) -> None:
         """Inputs of a lost batch wait again, in front and once; what was lost twice is an error."""
         lane = self._lanes[index]
         for pending in reversed(batch):
@@ -456,30 +369,29 @@ class EmbeddingClient:
 
     def _move_waiting(self, index: int) -> None:
         """Move the inputs that wait for a device that is down to others with room; the rest waits for it."""
-        lane, staying = self._lanes[index], InputTurns[_Input]()
+        lane, staying = self._lanes[index], InputTurns[Input]()
         while lane.waiting:
             pending = lane.waiting.take()
             place = self._manager.move(index, pending.size)
             if place is None:
                 staying.join(pending)
             else:
-                self._lanes[place].waiting.join(pending)
-                self._lanes[place].news.set()
+                self._join(pending, place, self._now_s())
         lane.waiting = staying
 
     def _take_over(self, index: int) -> None:
         """Give an accelerator with room what waits for CPUs because it had none."""
-        rank, n_moved = self._lanes[index].queue.rank, 0
+        own = self._lanes[index]
+        rank, most, n_moved = own.queue.rank, own.most_in_batch.inputs, 0
         for other, lane in enumerate(self._lanes):
-            while lane.queue.rank > rank and lane.waiting and n_moved < BATCH_INPUTS:
+            while lane.queue.rank > rank and lane.waiting and n_moved < most:
                 place = self._manager.move(other, lane.waiting.head.size)
                 if place is None:
                     break
-                self._lanes[place].waiting.join(lane.waiting.take())
-                self._lanes[place].news.set()
+                self._join(lane.waiting.take(), place, self._now_s())
                 n_moved += 1
 
-    def _fail(self, inputs: Iterable[_Input], index: int, error: ServingError) -> None:
+    def _fail(self, inputs: Iterable[Input], index: int, error: ServingError) -> None:
         for pending in list(inputs):
             self._manager.release(index, pending.size)
             if pending.wanted:
@@ -487,9 +399,9 @@ class EmbeddingClient:
         if inputs is self._lanes[index].waiting:
             self._lanes[index].waiting = InputTurns()
 
-    async def _start_again(self, lane: _Lane) -> bool:
+    async def _start_again(self, lane: Lane) -> bool:
         loop = asyncio.get_running_loop()
-        while not self._stopping and (pause_s := lane.restarts.pause_s(time.monotonic())) is not None:
+        while not self._stopping and (pause_s := lane.restarts.pause_s(self._now_s())) is not None:
             await asyncio.sleep(pause_s)
             with suppress(OSError):
                 lane.worker.kill()
@@ -503,7 +415,7 @@ class EmbeddingClient:
         return False
 
 
-def _answer(pending: _Input, vector: Floats) -> None:
+def _answer(pending: Input, vector: Floats) -> None:
     """Other inputs of the batch have vectors of their own: one that has none fails alone."""
     try:
         check_numbers(vector)

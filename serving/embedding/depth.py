@@ -124,12 +124,11 @@ async def stress(seconds: Measure, slo_s: float, guess: int) -> int:
 
 
 def admission_depth(line: LatencyLine, slo_s: float, tokens_each: float, margin: float) -> Depth:
-    """The number of inputs that a server holds so that all of it is answered within the SLO. `line`: by
-    tokens.
+    """The number of inputs that come at once and are all answered within the SLO. `line`: by tokens.
 
-    An input may find a batch begun: it waits for that batch and then for its own, so that beta counts twice.
-    margin: the share of the SLO kept for what the line does not know.
+    An input that finds a batch begun has less room, by when that batch ends (`lane`). margin: the share of
+    the SLO kept for what the line does not know.
     """
-    tokens = line.largest_within(slo_s * (1 - margin) - line.beta_s)
+    tokens = line.largest_within(slo_s * (1 - margin))
     inputs = math.floor(tokens / tokens_each) if tokens_each > 0 else tokens
     return Depth(max(1, inputs), max(1, tokens))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from phasewise.serving.embedding.client import LaneState
+from phasewise.serving.embedding.lane import LaneState
 
 
 class EmbeddingMetrics(Collector):

@@ -9,9 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
-from phasewise.serving.embedding.client import EmbeddingClient, Start
+from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.embedding.devices import Command, rank_of
 from phasewise.serving.embedding.encoder.input_tokens import EncoderText
+from phasewise.serving.embedding.lane import Start
 from phasewise.serving.embedding.plan import EmbeddingPlan
 from phasewise.serving.embedding.queues import DeviceQueue, QueueManager
 from phasewise.serving.embedding.worker import WorkerSpec
@@ -102,7 +103,8 @@ def open_embedding(
         raise
     plan = plan.only(lambda instance: instance.device in ready)
     queues = [
-        DeviceQueue(instance.device, rank_of(instance.device), instance.depth) for instance in plan.instances
+        DeviceQueue(instance.device, rank_of(instance.device), instance.depth, batch_s=instance.batch_s)
+        for instance in plan.instances
     ]
     client = EmbeddingClient(QueueManager(queues), list(ready.values()), plan.slo_s)
     return OpenEmbedding(model, EncoderText(model), plan, client)

@@ -1,9 +1,9 @@
-"""The share of its depth that a device may use, from the times of its recent batches. It reads no clock: the
-caller gives seconds.
+"""The time that a device takes for what it holds, and the depth of one that no plan knows. No clock is read:
+the caller gives seconds.
 
 A depth is measured while nothing else runs. A server's front, its clients and other programs share the cores,
-so that a device may be slower than its depth assumes: what waits would break the promise. All that a device
-holds is computed one token after the other, so an input waits for at most the tokens that are held.
+so that a device may be slower than its depth assumes. All that a device holds is computed one token after
+the other, so an input ends once all that is held has been computed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from phasewise.serving.embedding.queues import Depth
 
 RECENT_BATCHES = 16
 LAST_BATCHES = 3
-"""A device that has become slower holds less after `LAST_BATCHES` batches; one that has become faster holds
-more after `RECENT_BATCHES`.
+"""A device that has become slower counts as slower after `LAST_BATCHES` batches; one that has become faster
+counts as faster after `RECENT_BATCHES`.
 """
-LEAST_TOKENS = 512
-"""A batch of fewer tokens counts as this many: its time says little of batches under load."""
+LEAST_TOKENS = 128
+"""Batches of fewer tokens together count as this many: their time says little of batches under load."""
+KEPT = 0.1
+"""The share of a promised time that is kept for the client: its network and its reading."""
 MARGIN = 0.3
-"""The share of the SLO that is kept for HTTP, text and the batch that is under way."""
-LEAST_SHARE = 0.02
+"""The share of the promised time that a learnt depth leaves unused."""
 UNPROMISED_S = 1.0
 """The time within which an accelerator computes what it holds where no plan promises one: what would wait
 longer goes to the CPU.
@@ -32,50 +33,53 @@ OVERDUE = 20
 
 
 class DevicePace:
-    """One device's share. `slo_s`: the promise, inf for none; `depth_tokens`: what may be held where nothing
-    else runs.
+    """One device's. `batch_s`: what a batch takes beside its tokens, by the plan. `planned_s_per_token`: what
+    a token takes by the plan, where nothing else runs; 0: no plan.
     """
 
-    def __init__(self, slo_s: float, depth_tokens: int) -> None:
-        self._most_s = slo_s * (1 - MARGIN)
-        self._depth_tokens = depth_tokens
+    def __init__(self, batch_s: float = 0.0, planned_s_per_token: float = 0.0) -> None:
+        self.batch_s = batch_s
+        self.planned_s_per_token = planned_s_per_token
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT_BATCHES)
-        self.s_per_token = 0.0
-        """Recent time per token, in seconds; 0 before the first batch."""
+        self.s_per_token = planned_s_per_token
+        """Recent time per token, in seconds; 0 where nothing is known."""
 
-    def computed(self, tokens: int, seconds: float) -> float:
-        """The share of the depth to use from now on, after a batch that took `seconds` by itself."""
-        self._recent.append((max(tokens, LEAST_TOKENS), seconds))
+    @property
+    def is_known(self) -> bool:
+        """True once a batch has ended."""
+        return bool(self._recent)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A batch of `tokens` took `seconds` by itself."""
+        self._recent.append((tokens, max(0.0, seconds - self.batch_s)))
         all_recent = list(self._recent)
-        self.s_per_token = max(_s_per_token(all_recent), _s_per_token(all_recent[-LAST_BATCHES:]))
-        return self.share_at(self.s_per_token)
-
-    def share_at(self, s_per_token: float) -> float:
-        """The share of the depth that is computed within the promise at this time per token."""
-        if s_per_token <= 0:
-            return 1.0
-        return min(1.0, max(LEAST_SHARE, self._most_s / s_per_token / self._depth_tokens))
+        self.s_per_token = max(
+            self.planned_s_per_token, _s_per_token(all_recent), _s_per_token(all_recent[-LAST_BATCHES:])
+        )
 
     def unfinished(self, tokens: int, elapsed_s: float) -> float:
         """Time per token, where a batch of `tokens` has been computed for `elapsed_s` and has not ended."""
-        return max(self.s_per_token, elapsed_s / max(tokens, LEAST_TOKENS))
+        return max(self.s_per_token, (elapsed_s - self.batch_s) / max(tokens, LEAST_TOKENS))
 
-    def patience_s(self, tokens: int, least_s: float, first_s: float) -> float:
-        """Time until a worker that has `tokens` tokens and does not answer is held to be lost.
+    def patience_s(self, batches: Sequence[int], least_s: float, first_s: float) -> float:
+        """Time until a worker that has batches of so many tokens and does not answer is held to be lost.
 
         least_s: at the least. first_s: before any batch.
         """
-        return max(least_s, OVERDUE * self.s_per_token * tokens) if self.s_per_token else first_s
+        if not self.is_known:
+            return first_s
+        return max(least_s, OVERDUE * (self.batch_s * len(batches) + self.s_per_token * sum(batches)))
 
 
 class LearntDepth:
     """The depth of an accelerator that no plan knows, from its first batches on (section IV-B2, equation 11).
 
-    `first`: before any batch has ended.
+    `first`: before any batch has ended. `within_s`: the time in which it is to compute what it holds.
     """
 
-    def __init__(self, first: Depth) -> None:
+    def __init__(self, first: Depth, within_s: float) -> None:
         self.depth = first
+        self._within_s = within_s * (1 - MARGIN)
         self._sizes: deque[tuple[int, int]] = deque(maxlen=RECENT_BATCHES)
 
     def computed(self, inputs: int, tokens: int) -> None:
@@ -83,13 +87,13 @@ class LearntDepth:
         self._sizes.append((inputs, tokens))
 
     def depth_at(self, s_per_token: float) -> Depth:
-        """Inputs and tokens that are computed within UNPROMISED_S, of inputs as long as those of late."""
+        """Inputs and tokens that are computed in time, of inputs as long as those of late."""
         if s_per_token > 0 and self._sizes:
-            held_tokens = UNPROMISED_S * (1 - MARGIN) / s_per_token
+            held_tokens = self._within_s / s_per_token
             tokens_each = sum(tokens for _, tokens in self._sizes) / sum(inputs for inputs, _ in self._sizes)
             self.depth = Depth(max(1, int(held_tokens / tokens_each)), max(1, int(held_tokens)))
         return self.depth
 
 
 def _s_per_token(batches: Sequence[tuple[int, float]]) -> float:
-    return sum(seconds for _, seconds in batches) / sum(tokens for tokens, _ in batches)
+    return sum(seconds for _, seconds in batches) / max(LEAST_TOKENS, sum(tokens for tokens, _ in batches))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phasewise._places import user_folder
-from phasewise._words import counted, number
+from phasewise._words import counted, number, reason_of
 from phasewise.serving.embedding.queues import UNLIMITED, Depth
 from phasewise.serving.errors import ServingError
 
@@ -25,11 +25,14 @@ MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Instance:
-    """One device's worker. `device`: "cpu:0", "cuda:0", "exec:0"; a plan never holds a command."""
+    """One device's worker. `device`: "cpu:0", "cuda:0", "exec:0"; a plan never holds a command. `batch_s`:
+    what a batch takes beside its tokens.
+    """
 
     device: str
     cores: tuple[int, ...]
     depth: Depth = UNLIMITED
+    batch_s: float = 0.0
 
     @property
     def is_cpu(self) -> bool:
@@ -100,7 +103,7 @@ def load_plan(path: Path, allowed: frozenset[int]) -> EmbeddingPlan | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise ServingError(f"the embedding plan {path} cannot be read: {error}") from error
+        raise ServingError(f"the embedding plan {path} cannot be read: {reason_of(error)}") from error
     try:
         if fields["schema_version"] != SCHEMA_VERSION:
             raise ValueError(f"schema version {fields['schema_version']!r:.20}")
@@ -125,6 +128,7 @@ def plan_of(fields: Any, source: str) -> EmbeddingPlan:
             _text(instance["device"]),
             tuple(_whole(core, 0) for core in instance["cores"]),
             Depth(_whole(instance["depth"]["inputs"], 1), _whole(instance["depth"]["tokens"], 1)),
+            _seconds(instance.get("batch_s", 0.0)),
         )
         for instance in fields["instances"]
     )
@@ -146,3 +150,9 @@ def _whole(value: Any, least: int) -> int:
     if type(value) is not int or not least <= value <= 1 << 40:
         raise ValueError(f"a number {value!r:.40}")
     return value
+
+
+def _seconds(value: Any) -> float:
+    if not isinstance(value, (int, float)) or not 0 <= value < 1e6:
+        raise ValueError(f"a time {value!r:.40}")
+    return float(value)

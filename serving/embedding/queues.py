@@ -4,8 +4,8 @@ in, decisions out.
 A device's queue holds what it was given and has not answered, computed or waiting. Devices of a lower rank
 (the accelerators) are filled first; what they cannot hold goes to those of the next rank (the CPU's
 instances); what no device can hold is refused. Among devices of one rank the emptiest is next. With one
-accelerator and one CPU this is the paper's algorithm; `heterogeneous` false leaves only the devices of the
-lowest rank.
+accelerator and one CPU this is the paper's algorithm; without the CPU's queues it is the paper's without its
+heterogeneous switch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class DeviceQueue:
     is_gone: bool = False
     """True if there is no hope for another worker."""
     share: float = 1.0
-    """The part of its depth that may be used now (`pace`)."""
+    """The part of its depth that may be used now (`lane`)."""
+    batch_s: float = 0.0
+    """The time that a batch takes beside its tokens, as measured."""
     inputs: int = 0
     tokens: int = 0
 
@@ -76,8 +78,6 @@ class QueueManager:
     """Places inputs, and forgets them once they are answered. `check` holds after every call."""
 
     queues: Sequence[DeviceQueue]
-    heterogeneous: bool = True
-    n_refused: int = 0
 
     def place(self, sizes: Sequence[int], *, is_owed: bool = False) -> list[int] | None:
         """A device for each input of a request, by its tokens; None: busy, and nothing is placed.
@@ -99,13 +99,7 @@ class QueueManager:
             self.release(index, tokens)
         if (self.inputs == 0 or is_owed) and not all(queue.is_gone for queue in self.queues):
             return self._spread(sizes)
-        self.n_refused += len(sizes)
         return None
-
-    def are_within_depths(self, places: Sequence[int]) -> bool:
-        """True if these queues hold no more than they should."""
-        own = [self.queues[index] for index in set(places)]
-        return all(queue.inputs <= queue.depth.inputs and queue.tokens <= queue.depth.tokens for queue in own)
 
     def release(self, index: int, tokens: int) -> None:
         """An input of this device has been answered, or is no longer wanted."""
@@ -147,14 +141,11 @@ class QueueManager:
 
     def _device_for(self, tokens: int) -> int | None:
         """The emptiest with room among those of the lowest rank that has any."""
-        lowest = min(queue.rank for queue in self.queues)
         any_up = any(queue.is_up for queue in self.queues)
         candidates = [
             (queue.rank, queue.load, index)
             for index, queue in enumerate(self.queues)
-            if queue.has_room(tokens)
-            and queue.is_up == any_up
-            and (self.heterogeneous or queue.rank == lowest)
+            if queue.has_room(tokens) and queue.is_up == any_up
         ]
         return min(candidates)[2] if candidates else None
 

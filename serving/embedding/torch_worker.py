@@ -27,6 +27,8 @@ from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.models.encoding import Embedding
 
 _ADAPTER = "adapter_config.json"
+STEP_TOKENS = 1 << 16
+"""The most tokens, padding included, that are computed at once: they bound the memory of a large batch."""
 
 
 class TorchEmbedder:
@@ -61,7 +63,17 @@ class TorchEmbedder:
         self._takes_segments = "token_type_ids" in signature(self._model.forward).parameters
 
     def embed(self, inputs: Sequence[Tokens]) -> Floats:
-        """float32 [inputs, width]; inputs are padded at their end to the longest."""
+        """float32 [inputs, width]; inputs are padded at their end to the longest, STEP_TOKENS at a time."""
+        steps, step, longest = list[list[Tokens]](), list[Tokens](), 0
+        for tokens in inputs:
+            longest = max(longest, len(tokens.ids))
+            if step and (len(step) + 1) * longest > STEP_TOKENS:
+                steps.append(step)
+                step, longest = [], len(tokens.ids)
+            step.append(tokens)
+        return np.concatenate([self._computed(each) for each in (*steps, step)])
+
+    def _computed(self, inputs: Sequence[Tokens]) -> Floats:
         torch = self._torch
         longest = max(len(tokens.ids) for tokens in inputs)
         ids = torch.full((len(inputs), longest), self._pad, dtype=torch.long)

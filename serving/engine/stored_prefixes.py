@@ -25,7 +25,7 @@ _OF_THE_NEWEST = 0.2
 
 def shape_of(kv: KvShape) -> RecordShape:
     """The size of records of such keys and values."""
-    return RecordShape(kv.n_layers, kv.n_kv_heads * kv_slot_bytes(kv.kv_format, kv.head_dim))
+    return RecordShape(kv.n_layers, kv.n_kv_heads * kv_slot_bytes(kv.kv_format, kv.head_dim, kv.latent))
 
 
 class StoredPrefixes:
@@ -69,8 +69,8 @@ class StoredPrefixes:
         if not (computed or wanted):
             return
         rows = self._ranks.kv_share.memory
-        for one in computed:
-            self._store.keep(one, rows, self._token_s)
+        for beginning in computed:
+            self._store.keep(beginning, rows, self._token_s)
         for request_id, token_ids, space, placement in wanted:
             self._store.restore(Restored(request_id, token_ids, space, placement, rows))
 

@@ -186,13 +186,16 @@ def _unread_bytes(model: PackedModel, name: str, n_sequences: int) -> int:
 def _uses(model: PackedModel, name: str) -> int:
     """The number of times that one row is multiplied by a weight of `PackedModel.products`."""
     experts = model.config.experts
+    if model.one_head(name) is not None:
+        return model.config.n_heads
     return experts.chosen if experts is not None and name.endswith(STACKS) else 1
 
 
 def _attention_flops(config: ModelConfig, workload: Workload) -> int:
     n = workload.n_prompt + workload.n_gen
     scores = n * workload.n_depth + n * (n + 1) // 2  # causal: position i sees i + 1 keys
-    return 4 * scores * config.n_heads * config.head_dim * len(config.attention_layers)
+    values = config.head_dim if config.latent is None else config.latent.kv_rank
+    return 2 * scores * config.n_heads * (config.head_dim + values) * len(config.attention_layers)
 
 
 def streamed_bytes(model: PackedModel, workload: Workload, kv_bytes_per_slot: int) -> float:

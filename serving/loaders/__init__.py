@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from phasewise._words import reason_of
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.fetching.resolve import Located, cache_root, locate
 from phasewise.serving.loaders.packed_file import read_packed, versions, write_packed
@@ -107,7 +108,7 @@ def _identity(located: Located, weight_format: str) -> str:
     try:
         stats = [(path.name, path.stat()) for path in located.files()]
     except OSError as error:
-        raise ModelError(f"{located.path} cannot be read: {error}") from error
+        raise ModelError(f"{located.path} cannot be read: {reason_of(error)}") from error
     seen = [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
     return "\n".join([versions(), weight_format, str(located.path.resolve()), *seen])
 

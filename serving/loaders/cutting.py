@@ -16,6 +16,7 @@ from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families import Names, OtherForm, TensorCut
 from phasewise.serving.loaders.forms import Rows
+from phasewise.serving.loaders.latent_tensors import latent_tensors
 from phasewise.serving.loaders.source import RowReader, SourceTensor, take_rows
 from phasewise.serving.models.packed_model import ModelConfig
 
@@ -47,6 +48,9 @@ def our_tensors(
         return
     if isinstance(ours, OtherForm):
         yield stem + ours.name, _in_other_form(tensor, ours)
+        return
+    if not isinstance(ours, TensorCut):
+        yield from latent_tensors(stem, tensor, ours, shapes, turns or {}, what)
         return
     if ours.turns:
         yield from _parts_in_turns(stem, tensor, ours, shapes, what, (turns or {}).get(ours.turns, 1))
@@ -157,8 +161,8 @@ def negated_exponential(numbers: np.ndarray) -> np.ndarray:
     """-e^x of each number, correctly rounded: libraries differ, and an answer's bits depend on it."""
     with localcontext() as context:
         context.prec = 40
-        found = [-float(Decimal(float(x)).exp()) if -200 <= x <= 80 else math.nan for x in numbers.flat]
-    return np.array(found, np.float32).reshape(numbers.shape)
+        negated = [-float(Decimal(float(x)).exp()) if -200 <= x <= 80 else math.nan for x in numbers.flat]
+    return np.array(negated, np.float32).reshape(numbers.shape)
 
 
 def _rows_of(tensor: SourceTensor, first: int, count: int, every: int) -> SourceTensor:

@@ -17,6 +17,8 @@ FUSED = {
     "gate_up": ("gate", "up"),
     "state_qkv": ("state_q", "state_k", "state_v"),
     "state_ba": ("state_b", "state_a"),
+    "q_kv_a": ("q", "kv_a"),
+    "q_a_kv_a": ("q_a", "kv_a"),
 }
 BIASES = ("q_bias", "k_bias", "v_bias")
 STACKED = {  # of experts, one below the other
@@ -72,6 +74,8 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
         "v": (config.kv_rows, config.hidden),
         "o": (config.hidden, config.q_rows),
     }
+    if config.latent is not None:
+        attention = config.latent.weight_shapes(config.n_heads, config.hidden)
     if config.gated_attention:
         attention["attn_gate"] = (config.q_rows, config.hidden)
     for i in range(config.n_layers):
@@ -151,7 +155,7 @@ def _expert_vectors(config: ModelConfig, layer: int) -> dict[str, int]:
 
 
 def _attention_vectors(config: ModelConfig, has_bias: bool) -> dict[str, int]:
-    layer: dict[str, int] = {}
+    layer: dict[str, int] = {} if config.latent is None else config.latent.vector_lengths()
     if config.qk_norm:
         whole = config.whole_qk_norm
         layer |= {
@@ -246,6 +250,8 @@ def plan_weights(source: ModelSource, weight_format: str) -> list[WeightPlan]:
 def _fused_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     """Names of a layer's fused weights, experts' apart, in the order in which a pass reads them."""
     mixing: tuple[str, ...] = ("qkv", "attn_gate", "o") if config.gated_attention else ("qkv", "o")
+    if config.latent is not None:
+        mixing = (*config.latent.fused_names, "o")
     if config.state is not None and config.keeps_state(layer):
         mixing = (*config.state.fused_names, "o")
     if not config.ffn_of(layer):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+from phasewise._words import reason_of
 from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.cython_kernels.packing import Array, QuantRows
 from phasewise.serving.errors import ModelError
@@ -38,7 +39,7 @@ class SourceFile:
                 raise ModelError(f"{path} is not a regular file")
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except (OSError, ValueError) as error:
-            raise ModelError(f"{path} cannot be opened: {error}") from error
+            raise ModelError(f"{path} cannot be opened: {reason_of(error)}") from error
         self.size = os.fstat(self._fd).st_size
 
     def read(self, offset: int, length: int) -> bytes:
@@ -51,7 +52,7 @@ class SourceFile:
                     raise ModelError(f"{self.path} ends at byte {offset + len(data)}: the file is cut short")
                 data += more
         except OSError as error:
-            raise ModelError(f"{self.path} cannot be read: {error}") from error
+            raise ModelError(f"{self.path} cannot be read: {reason_of(error)}") from error
         return data
 
     def real_path(self) -> Path:
@@ -59,7 +60,7 @@ class SourceFile:
         try:
             return Path(os.readlink(f"/proc/self/fd/{self._fd}"))
         except OSError as error:
-            raise ModelError(f"{self.path} cannot be followed: {error}") from error
+            raise ModelError(f"{self.path} cannot be followed: {reason_of(error)}") from error
 
     def close(self) -> None:
         os.close(self._fd)

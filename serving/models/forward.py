@@ -20,6 +20,8 @@ from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.experts import STACKS, Experts
+from phasewise.serving.models.latent import LATENT_KV_FORMATS
+from phasewise.serving.models.latent_program import LatentRows, add_latent_ops, latent_parts, latent_widths
 from phasewise.serving.models.linears import Linears, Parts, Place, PlacedProduct, Rows, with_default_path
 from phasewise.serving.models.norms import add_final_norm, add_layer_norm, stream_eps
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig, PackedModel, Vector
@@ -97,9 +99,11 @@ def _lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationAre
     rows, pairs = max(tokens, logit_rows), experts.chosen if experts else 1
     hidden_stride = rounded(config.hidden)
     widths = state_widths(config)
-    own_stride, gates_stride = rounded(widths.own), rounded(widths.gates)
-    qkv_stride = rounded(max(config.q_rows + 2 * config.kv_rows, widths.products))
-    mixed_stride = rounded(max(config.q_rows, widths.mixed))
+    latent, plain = latent_widths(config), 0 if config.latent else config.q_rows
+    own_stride = rounded(max(widths.own, latent.queries))
+    gates_stride = rounded(max(widths.gates, latent.absorbed))
+    qkv_stride = rounded(max(plain + 2 * config.kv_rows, widths.products, latent.products))
+    mixed_stride = rounded(max(plain, widths.mixed, latent.mixed))
     gate_up_stride = rounded(config.n_into_ffn * config.ffn)
     router_stride = rounded(experts.count if experts else 0)
     shared = tokens * hidden_stride
@@ -143,12 +147,19 @@ EXACT_KINDS = ("f32", "f16")
 
 def resolve_kv_format(model: PackedModel, kv_format: str = AUTO) -> str:
     """`auto` is f32 where every weight of the layers is multiplied in f32, so that nothing is rounded; else
-    int16.
+    int16, or f16 of latent vectors. ModelError for a format that those cannot have.
     """
+    latent = model.config.latent is not None
+    if latent and kv_format not in (AUTO, *LATENT_KV_FORMATS):
+        raise ModelError(
+            f"{model.name} keeps latent vectors, which cannot be {kv_format}: --kv-format"
+            f" {', '.join(LATENT_KV_FORMATS[:-1])} or {LATENT_KV_FORMATS[-1]} can"
+        )
     if kv_format != AUTO:
         return kv_format
     layers = (weight for name, weight in model.weights.items() if name.startswith("layers."))
-    return "f32" if all(weight.kind in EXACT_KINDS for weight in layers) else "int16"
+    rounded_to = "f16" if latent else "int16"
+    return "f32" if all(weight.kind in EXACT_KINDS for weight in layers) else rounded_to
 
 
 def kv_bytes_per_slot(model: PackedModel, kv_format: str = AUTO) -> int:
@@ -160,7 +171,9 @@ def kv_bytes_by_reach(model: PackedModel, kv_format: str = AUTO) -> tuple[int, i
     """The same of the layers that see every position, and of those with a window."""
     config = model.config
     try:
-        per_head = kv_slot_bytes(resolve_kv_format(model, kv_format), config.head_dim)
+        per_head = kv_slot_bytes(
+            resolve_kv_format(model, kv_format), config.head_dim, config.latent is not None
+        )
     except KernelError as error:
         raise ModelError(f"{model.name}: {error}") from error
     layers = config.attention_layers
@@ -265,6 +278,7 @@ def _shape(config: ModelConfig) -> dict[str, int | float]:
         "ffn": config.ffn,
         "vocab": config.vocab_size,
         "norm_eps": config.norm_eps,
+        "latent": 0 if config.latent is None else config.latent.kv_rank,
     }
 
 
@@ -321,6 +335,8 @@ class _Layer:
     def add(self) -> None:
         if self.config.keeps_state(self.layer):
             self._add_state()
+        elif self.config.latent is not None:
+            self._add_latent()
         else:
             self._add_attention()
         experts = self.config.experts_of(self.layer)
@@ -419,6 +435,21 @@ class _Layer:
 
         add_state_ops(self.linears.program, add_product, self.model, self.name, rows)
         self._add_out(None)
+
+    def _add_latent(self) -> None:
+        arena, kind = self.arena, self.config.kinds.index(self.config.kind_of(self.layer))
+        values = arena.gates, arena.gates_stride
+        places = LatentRows(
+            (arena.qkv, arena.qkv_stride),
+            (arena.own, arena.own_stride),
+            values,
+            (arena.mixed, arena.mixed_stride),
+        )
+        rows: Rows = "gathered" if self.last else "every"
+        parts = latent_parts(self.model, self.name)
+        self.linears.add(parts, self._reads("attn_norm"), self.stream, places.products)
+        add_latent_ops(self.linears, self.model, self.name, places, self.kept_as, kind, rows)
+        self._add_back("o", {"source": "rows"}, values, "attn_post_norm", None, rows)
 
     def _add_out(self, bias: str | None) -> None:
         """The product that leads from what the first half of a layer has mixed back to the stream."""
@@ -538,6 +569,8 @@ def schedule_attention(
     division: Division | None,
 ) -> None:
     kv_heads = model.config.n_kv_heads
+    if tuned_attention(model, capacity.kv_format) is None:
+        return
     for table, lookup in enumerate(lookups):
         own = kv_heads if division is None else division.heads(kv_heads, table)
         if own:
@@ -557,6 +590,11 @@ def attention_problem(
     own = config.n_kv_heads if kv_heads is None else kv_heads
     stored = resolve_kv_format(model, kv_format)
     return stored, config.q_rows // config.n_kv_heads * own, config.head_dim * own
+
+
+def tuned_attention(model: PackedModel, kv_format: str = AUTO) -> tuple[str, int, int] | None:
+    """The same where attention's schedules are tuned: not over latent vectors, whose default cut is kept."""
+    return None if model.config.latent is not None else attention_problem(model, kv_format=kv_format)
 
 
 def weight_of(model: PackedModel, name: str) -> PackedWeight:

@@ -94,6 +94,23 @@ class Linears:
                 self._schedule(op, 0, table, lookup, expert)
                 self._place(op, 0, table, expert)
 
+    def add_heads(
+        self,
+        count: int,
+        stack: PackedWeight,
+        head: PackedWeight,
+        source: Place,
+        target: Place,
+        step: int,
+    ) -> None:
+        """Program.heads; the schedules are those of one head's weight on one thread."""
+        arithmetic = self._arithmetic(head)
+        op = self.program.heads(stack, count, *source, *target, step, arithmetic=arithmetic)
+        for table, lookup in enumerate(self.lookups):
+            if not self._own_path(op, 0, table, lookup, head):
+                self._schedule(op, 0, table, lookup, head)
+                self._place(op, 0, table, head)
+
     def _place(self, op: int, part: int, table: int, weight: PackedWeight | None) -> None:
         if weight is not None:
             self.placed.append(PlacedProduct(op, part, table, weight, self._arithmetic(weight)))

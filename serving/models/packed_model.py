@@ -22,6 +22,8 @@ from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.encoding import MOST_POSITIONS, Embedding, Encoder, encoder_to_json
 from phasewise.serving.models.experts import STACKS, Experts, experts_from_json, experts_to_json
+from phasewise.serving.models.latent import STACKS as HEAD_STACKS
+from phasewise.serving.models.latent import LatentAttention, latent_from_json, latent_to_json
 from phasewise.serving.models.low_rank import Adapter
 from phasewise.serving.models.mapped_file import MappedFile
 from phasewise.serving.models.query_growth import QueryGrowth
@@ -242,6 +244,8 @@ class ModelConfig:
     """True if the products of feed-forward layers without a gate have biases."""
     query_growth: QueryGrowth | None = None
     """The growth of queries with their positions."""
+    latent: LatentAttention | None = None
+    """Attention over one vector of each token; `head_dim` are then the vector's numbers, in one KV head."""
 
     def __post_init__(self) -> None:
         for name, largest in LARGEST.items():
@@ -274,7 +278,18 @@ class ModelConfig:
         self._check_form()
         if self.state is not None:
             self.state.check(self.n_layers)
+        if self.latent is not None:
+            self._check_latent(self.latent)
         self._check_tokens()
+
+    def _check_latent(self, latent: LatentAttention) -> None:
+        latent.check(self.n_kv_heads, self.head_dim)
+        if self.state or self.sinks or self.qk_norm or self.out_bias or self.gated_attention:
+            raise ModelError(
+                "latent attention beside states, sinks, norms of heads, biases or gates cannot run"
+            )
+        if any(kind.rope is None or kind.rope.dim != latent.rope_dim for kind in self.kinds):
+            raise ModelError(f"latent attention turns {latent.rope_dim} numbers of every layer, no others")
 
     def _check_kind(self, kind: LayerKind) -> None:
         if kind.window is not None and (type(kind.window) is not int or not 1 <= kind.window <= 1 << 30):
@@ -374,7 +389,9 @@ class ModelConfig:
     @property
     def turns(self) -> dict[str, int]:
         """Runs of rows in which tensors hold several of ours (`loaders.families.family.TensorCut`)."""
-        return {"n_heads": self.n_heads, "groups": 1 if self.state is None else max(self.state.groups, 1)}
+        groups = 1 if self.state is None else max(self.state.groups, 1)
+        turned = 0 if self.latent is None else self.latent.rope_dim
+        return {"n_heads": self.n_heads, "groups": groups, "turned": turned}
 
     @property
     def state_bytes(self) -> int:
@@ -441,7 +458,17 @@ class PackedModel:
         """The arrays that products read, by name: of a stack of experts the first one's weight, elsewhere
         the weight.
         """
-        return {name: self.one_expert(name) or weight for name, weight in self.weights.items()}
+        return {
+            name: self.one_expert(name) or self.one_head(name) or weight
+            for name, weight in self.weights.items()
+        }
+
+    def one_head(self, name: str) -> PackedWeight | None:
+        """The first head's weight of a stack of latent attention; None where `name` is no such stack."""
+        if self.config.latent is None or not name.endswith(HEAD_STACKS):
+            return None
+        stack = self.weights[name]
+        return columns(stack, 0, stack.n // self.config.n_heads // PANEL)
 
     def one_expert(self, name: str) -> PackedWeight | None:
         """The first expert's weight of a stack; None where `name` is no stack."""
@@ -457,7 +484,7 @@ class PackedModel:
         return columns(stack, 0, stack.n // experts.count // PANEL)
 
 
-USUAL = {"gated": True, "state": None, "query_growth": None} | dict.fromkeys(
+USUAL = {"gated": True, "state": None, "latent": None, "query_growth": None} | dict.fromkeys(
     ("gated_attention", "last_row_scores", "layer_norms", "norm_biases", "parallel", "ffn_biases"), False
 )
 """What most models have or lack: `config_to_json` does not mention it."""
@@ -472,6 +499,8 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     for name, usual in USUAL.items():
         if fields[name] == usual:
             del fields[name]
+    if config.latent is not None:
+        fields["latent"] = latent_to_json(config.latent)
     if config.state is not None:
         fields["state"] = state_to_json(config.state)
     if config.query_growth is not None:
@@ -496,6 +525,7 @@ def config_from_json(fields: Mapping[str, Any]) -> ModelConfig:
     values["state"] = state_from_json(values.get("state"))
     growth = values.get("query_growth")
     values["query_growth"] = None if growth is None else QueryGrowth(**growth)
+    values["latent"] = latent_from_json(values.get("latent"))
     values["encoder"] = None if values["encoder"] is None else Encoder(**values["encoder"])
     values["eos_token_ids"] = tuple(values["eos_token_ids"])
     rope = _rope_from_json(values.pop("rope"))

@@ -9,25 +9,18 @@ the pool within, whatever its policy.
 from __future__ import annotations
 
 from phasewise.serving.pools.arena import Arena, Block, aligned
-from phasewise.serving.pools.contract import Demand, Grant, KvPool, Move, Placement, PoolStats, Rings
+from phasewise.serving.pools.contract import Demand, Grant, KvPool, Placement, Rings
+from phasewise.serving.pools.wrapped import WrappedPool
 
 
-class RingedPool:
+class RingedPool(WrappedPool):
     """A KvPool over another one, whose placements have rings."""
 
     def __init__(self, pool: KvPool, rings: Rings) -> None:
-        self._pool = pool
+        super().__init__(pool)
         self._rings = rings
         self._arena = Arena(rings.n_slots)
         self._blocks: dict[str, Block] = {}
-
-    @property
-    def n_slots(self) -> int:
-        return self._pool.n_slots
-
-    @property
-    def longest(self) -> int:
-        return self._pool.longest
 
     @property
     def rings(self) -> Rings:
@@ -47,41 +40,16 @@ class RingedPool:
             self._arena.give(block)
             return None
         self._blocks[owner] = block
-        return self._ringed_grant(owner, grant)
-
-    def grow(self, owner: str, n_positions: int) -> Grant | None:
-        grant = self._pool.grow(owner, n_positions)
-        return None if grant is None else self._ringed_grant(owner, grant)
+        return self._dressed_grant(owner, grant)
 
     def release(self, owner: str, answer_tokens: int | None = None) -> None:
         self._pool.release(owner, answer_tokens)
         self._arena.give(self._blocks.pop(owner))
 
-    def pin(self, owner: str) -> None:
-        self._pool.pin(owner)
-
-    def unpin(self, owner: str) -> None:
-        self._pool.unpin(owner)
-
-    def placements(self) -> dict[str, Placement]:
-        return {owner: self._ringed(owner, placement) for owner, placement in self._pool.placements().items()}
-
-    def stats(self) -> PoolStats:
-        return self._pool.stats()
-
     def check(self) -> None:
         self._pool.check()
         self._arena.check(self._blocks.values())
 
-    def refresh(self) -> bool:
-        return self._pool.refresh()
-
-    def _ringed_grant(self, owner: str, grant: Grant) -> Grant:
-        moves = tuple(
-            Move(move.owner, self._ringed(move.owner, move.placement), move.copy) for move in grant.moves
-        )
-        return Grant(self._ringed(owner, grant.placement), moves)
-
-    def _ringed(self, owner: str, placement: Placement) -> Placement:
+    def _dressed(self, owner: str, placement: Placement) -> Placement:
         block = self._blocks[owner]
         return placement._replace(ring=(self._rings.first_slot + block.base, block.n_slots))

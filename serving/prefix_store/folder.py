@@ -124,13 +124,13 @@ class PrefixFolder:
         """Remove what is worth least, until so much more fits. OSError where it does not at all."""
         step = self.limit_bytes // _SCANS
         if self._n_bytes is None or self._n_unseen >= step or self._n_bytes + n_bytes > self.limit_bytes:
-            found = dict(self.kept())
-            self._n_bytes, self._n_unseen = sum(block.n_bytes for block in found.values()), 0
+            blocks = dict(self.kept())
+            self._n_bytes, self._n_unseen = sum(block.n_bytes for block in blocks.values()), 0
             if self._n_bytes + n_bytes > self.limit_bytes:
                 # A little more than now, so that not every block looks through the folder.
-                for name in to_leave(found, max(0, self.limit_bytes - max(n_bytes, 2 * step))):
+                for name in to_leave(blocks, max(0, self.limit_bytes - max(n_bytes, 2 * step))):
                     self.remove(name)
-                    self._n_bytes -= found[name].n_bytes
+                    self._n_bytes -= blocks[name].n_bytes
                     self.n_evicted += 1
         if n_bytes > self.limit_bytes:
             raise OSError(errno.ENOSPC, f"a block of {counted(n_bytes, 'byte')} exceeds the folder's limit")

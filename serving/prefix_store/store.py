@@ -82,13 +82,13 @@ def summed(counts: Sequence[StoreCounts]) -> StoreCounts | None:
     """The counts of several stores over one folder; None where there are none."""
     if not counts:
         return None
-    refused = sum((Counter(one.refused) for one in counts), Counter[str]())
+    refused = sum((Counter(count.refused) for count in counts), Counter[str]())
     numbers = {
-        name: sum(getattr(one, name) for one in counts)
+        name: sum(getattr(count, name) for count in counts)
         for name in StoreCounts._fields
         if name not in ("refused", "bytes_kept")
     }
-    return StoreCounts(**numbers, bytes_kept=max(one.bytes_kept for one in counts), refused=dict(refused))
+    return StoreCounts(**numbers, bytes_kept=max(count.bytes_kept for count in counts), refused=dict(refused))
 
 
 @dataclass(slots=True, eq=False)
@@ -201,10 +201,10 @@ class PrefixStore:
         if not self._restored:
             return []
         with self._changed:
-            taken = [one for one in self._restored if not one.is_cancelled]
+            taken = [restored for restored in self._restored if not restored.is_cancelled]
             self._restored.clear()
-            for one in taken:
-                self._reading.pop(one.request_id, None)
+            for restored in taken:
+                self._reading.pop(restored.request_id, None)
             return taken
 
     def cancel(self, request_id: str) -> None:
@@ -278,25 +278,25 @@ class PrefixStore:
             self._on_restored()
 
     def _fill(self, restored: Restored, buffer: memoryview) -> None:
-        for found in self._found(restored.token_ids[:-1], restored.space):
+        for location in self._found(restored.token_ids[:-1], restored.space):
             try:
-                n_bytes = found.read_into(buffer)
-                rows, _ = read_record(found.naming, self.shape, found.block, buffer[:n_bytes])
+                n_bytes = location.read_into(buffer)
+                rows, _ = read_record(location.naming, self.shape, location.block, buffer[:n_bytes])
             except FileNotFoundError:
                 return  # evicted meanwhile
             except (BadRecord, OSError) as error:
-                self._not_believed(found, error)
+                self._not_believed(location, error)
                 return
             self._counts["read"] += n_bytes
             with self._filling:
                 if restored.is_cancelled or self._closing_at is not None:
                     return
-                self._put(restored, found.block, rows)
-                restored.n_tokens = found.block.end
-            if found.name is not None:
-                restored.names.append(found.name)
+                self._put(restored, location.block, rows)
+                restored.n_tokens = location.block.end
+            if location.name is not None:
+                restored.names.append(location.name)
                 assert self.folder is not None
-                self.folder.touch(found.name)
+                self.folder.touch(location.name)
 
     def _put(self, restored: Restored, block: PrefixBlock, rows: memoryview) -> None:
         n_layer = self.shape.slot_bytes * block.n_tokens
@@ -304,17 +304,17 @@ class PrefixStore:
         for layer in range(self.shape.n_layers):
             restored.rows.write(layer, slot, block.n_tokens, rows[layer * n_layer : (layer + 1) * n_layer])
 
-    def _not_believed(self, found: _Found, error: BadRecord | OSError) -> None:
+    def _not_believed(self, location: _Found, error: BadRecord | OSError) -> None:
         reason = error.reason if isinstance(error, BadRecord) else "unreadable"
         self._refused[reason] += 1
         log.warning("a record of a prefix was refused, and what it holds is computed: %s", error)
-        if found.name is not None and self.folder is not None:
-            self.folder.remove(found.name)
+        if location.name is not None and self.folder is not None:
+            self.folder.remove(location.name)
 
     def _found(self, usable: tuple[int, ...], space: str) -> list[_Found]:
         """All blocks of the beginning, of the pack or the folder that has most of it."""
         blocks, n_in_folder = self._blocks_in_folder(usable, space, most=None)
-        pack = max(self._packs, key=lambda one: one.n_stored(usable), default=None)
+        pack = max(self._packs, key=lambda pack: pack.n_stored(usable), default=None)
         if pack is not None and pack.n_stored(usable) >= n_in_folder:
             naming, n_stored = pack.facts.naming, pack.n_stored(usable)
             return [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from phasewise._words import reason_of
 from phasewise.cython_kernels._native import KvMemory
 from phasewise.serving.errors import RanksError
 from phasewise.serving.models.packed_model import ModelConfig
@@ -23,15 +24,24 @@ class KvShape:
     n_kv_heads: int
     head_dim: int
     kv_format: str
+    latent: bool = False
+    """True if one vector is the key and the value of a token."""
 
     @classmethod
     def of(cls, config: ModelConfig, kv_format: str) -> KvShape:
-        return cls(config.n_layers, config.n_kv_heads, config.head_dim, kv_format)
+        return cls(config.n_layers, config.n_kv_heads, config.head_dim, kv_format, config.latent is not None)
 
     def memory(self, segment: Segment, offset: int, kv_slots: int) -> KvMemory:
         """Keys and values from byte `offset` of a segment on. ValueError outside it."""
         return KvMemory(
-            segment.memory, offset, self.n_layers, self.n_kv_heads, self.head_dim, kv_slots, self.kv_format
+            segment.memory,
+            offset,
+            self.n_layers,
+            self.n_kv_heads,
+            self.head_dim,
+            kv_slots,
+            self.kv_format,
+            self.latent,
         )
 
 
@@ -77,7 +87,7 @@ def map_place(place: KvPlace, shape: KvShape) -> KvMemory:
         segment = Segment(fd, place.n_bytes)
         return shape.memory(segment, place.offset, place.kv_slots)
     except (OSError, ValueError) as error:
-        raise RanksError(f"{place.path} cannot be mapped: {error}") from error
+        raise RanksError(f"{place.path} cannot be mapped: {reason_of(error)}") from error
     finally:
         if segment is None:
             os.close(fd)

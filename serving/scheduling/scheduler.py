@@ -469,7 +469,11 @@ class Scheduler:
         prompts, room = prompts_in_step(self._running, room, shadow)
         turns = self._shadow_turns if prompts and prompts[0].request.in_shadow else self._turns
         parts = turns.divide(prompts, room, lambda sequence: sequence.has_started or self._start(sequence))
-        pieces = [(one, one.pending_ids(parts[one])) for one in self._running if one in parts]
+        pieces = [
+            (sequence, sequence.pending_ids(parts[sequence]))
+            for sequence in self._running
+            if sequence in parts
+        ]
         return self._fly("prefill", pieces) if pieces else None
 
     def _start(self, sequence: LiveSequence) -> bool:

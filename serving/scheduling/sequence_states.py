@@ -31,12 +31,12 @@ class SequenceStates:
         runs = sequence.runs
         assert runs is not None
         assert self._index is not None
-        known = self._index.find(token_ids, runs, space) if sequence.request.takes_over else None
-        if known is not None and 2 * (known.n_coming - known.n_ready) >= len(token_ids) - known.n_ready:
+        state = self._index.find(token_ids, runs, space) if sequence.request.takes_over else None
+        if state is not None and 2 * (state.n_coming - state.n_ready) >= len(token_ids) - state.n_ready:
             return None
         prefixes.start(owner, (token_ids, runs), placement, space)
         self._index.plan(owner, token_ids, runs, space)
-        return (0, []) if known is None else self._index.copies(known, placement)
+        return (0, []) if state is None else self._index.copies(state, placement)
 
     def keeps(self, sequence: LiveSequence, n_tokens: int) -> Keeps:
         """The copies that a prefill step of so many tokens makes."""

@@ -91,14 +91,14 @@ class ShadowPacing:
 def decode_ns(costs_ns: Mapping[int, float], n_rows: int) -> float:
     """The time of a decode step, between those of the nearest numbers of rows that were seen; beyond them in
     proportion to the rows."""
-    known = sorted(costs_ns)
-    at = bisect_left(known, n_rows)
-    if at == len(known):
-        return costs_ns[known[-1]] * n_rows / known[-1]
-    above = known[at]
-    if above == n_rows or at == 0:
+    measured = sorted(costs_ns)
+    index = bisect_left(measured, n_rows)
+    if index == len(measured):
+        return costs_ns[measured[-1]] * n_rows / measured[-1]
+    above = measured[index]
+    if above == n_rows or index == 0:
         return costs_ns[above]
-    below = known[at - 1]
+    below = measured[index - 1]
     part = (n_rows - below) / (above - below)
     return costs_ns[below] + part * (costs_ns[above] - costs_ns[below])
 

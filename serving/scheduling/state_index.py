@@ -78,16 +78,16 @@ class StateIndex:
             return KnownState(n_tokens, max(n_tokens, coming), kept, placement)
         return KnownState(0, coming, None, None)
 
-    def copies(self, known: KnownState, target: Placement) -> tuple[int, list[KvCopy]]:
+    def copies(self, state: KnownState, target: Placement) -> tuple[int, list[KvCopy]]:
         """Tokens that are brought to a block and its place, and the copies that do it: all, or none."""
-        if known.kept is None or known.placement is None:
+        if state.kept is None or state.placement is None:
             return 0, []
-        n_slots = aligned(known.n_ready)
-        done, copies = copies_between(known.placement, target, n_slots)
+        n_slots = aligned(state.n_ready)
+        done, copies = copies_between(state.placement, target, n_slots)
         if done < n_slots or target.state is None:
             return 0, []
         first = self._places.first_slot
-        return known.n_ready, [*copies, KvCopy(first + known.kept.place, first + target.state, 1)]
+        return state.n_ready, [*copies, KvCopy(first + state.kept.place, first + target.state, 1)]
 
     def plan(self, owner: str, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str) -> None:
         """`owner` begins to compute these tokens. After `PrefixIndex.start`."""

@@ -51,9 +51,11 @@ class StoredBeginnings:
         """Requests that wait since it was asked last. For when no copies are to be done: their sources may
         lie in a block that has a new owner."""
         wanted = [
-            WantedBeginning(one.request_id, one.token_ids, one.request.cache_space, one.placement)
-            for one in self._wanted
-            if one.is_restored and one.placement is not None
+            WantedBeginning(
+                waiting.request_id, waiting.token_ids, waiting.request.cache_space, waiting.placement
+            )
+            for waiting in self._wanted
+            if waiting.is_restored and waiting.placement is not None
         ]
         self._wanted.clear()
         return wanted

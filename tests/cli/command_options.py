@@ -32,4 +32,4 @@ def flag_of(parameter: Any) -> str | None:
 
 
 def options_of(command: str) -> list[str]:
-    return [flag for one in commands()[command].params if (flag := flag_of(one)) is not None]
+    return [flag for param in commands()[command].params if (flag := flag_of(param)) is not None]

@@ -53,7 +53,7 @@ class _Opened(contextlib.AbstractContextManager[Any]):
 def plain(value: Any) -> Any:
     """The value as one that can be compared: settings by their fields, models by what was chosen of them."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {name: plain(one) for name, one in fields.items() if not name.startswith("_")}
     if isinstance(value, Mapping):
         return {str(key): plain(one) for key, one in value.items()}
@@ -163,6 +163,8 @@ class Boundary:
     ) -> Any:
         multiplied = {phase: (one.in_tiles, one.asked_choice) for phase, one in schedules.items()}
         drafter = None if drafts is None else "lookup" if drafts.model is None else drafts.model.name
+        if drafts is not None and drafts.n_tokens is not None:
+            drafter = f"{drafter}, {drafts.n_tokens} tokens"
         self.keep(
             "engine",
             (
@@ -234,7 +236,7 @@ class Boundary:
         log = settings.length_log
         self.keep("service", dataclasses.replace(settings, length_log=None))
         self.keep("length log", None if log is None else log.path)
-        self.keep("others", [(one.names, one.sampling, one.predictor) for one in others])
+        self.keep("others", [(other.names, other.sampling, other.predictor) for other in others])
 
     def _serve_folder(self, folder: Any, settings: Any, _address: Any, _report: Any) -> None:
         """One model of it is opened."""

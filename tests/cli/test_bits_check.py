@@ -27,7 +27,7 @@ def test_every_known_result_is_this_machines() -> None:
     """
     assert ARITHMETIC_VERSION == 2
     outcomes = bits_check.check_bits()
-    assert [one for one in outcomes if one.problem] == []
+    assert [outcome for outcome in outcomes if outcome.problem] == []
     assert {(one.isa, one.kv_format) for one in outcomes if one.weights != "bf16"} >= {
         (name, kv_format) for name in isa.usable() for kv_format in KV_FORMATS
     }
@@ -82,7 +82,7 @@ def test_a_bit_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert result.exit_code == 1
     told = json.loads(result.stdout)
-    known = [one for one in told["outcomes"] if one["is_known"]]
+    known = [outcome for outcome in told["outcomes"] if outcome["is_known"]]
     assert told["problems"] == len(known) > 0
     assert all("known are" in one["problem"] for one in known)
 

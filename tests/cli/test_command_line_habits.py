@@ -112,9 +112,13 @@ def test_the_shell_completes_names_of_models_and_files(
         ("[serv]\nport = 1\n", "[serv] is no command; did you mean serve?"),
         ("[bench.run]\nn-tokens = 1\n", "bench.run.n-tokens is no option"),
         ("port = 1\n", "port is no option"),
+        pytest.param("a = " + "[" * 50_000, "cannot be read", id="lists without end"),
+        pytest.param("a = " + "{a=" * 20_000, "cannot be read", id="tables without end"),
     ],
 )
-def test_typos_in_the_configuration_file_are_errors(tmp_path: Path, text: str, said: str) -> None:
+def test_what_a_configuration_file_cannot_say_is_an_error_of_one_line(
+    tmp_path: Path, text: str, said: str
+) -> None:
     config = tmp_path / "config.toml"
     config.write_text(text, encoding="utf-8")
 
@@ -130,17 +134,6 @@ def test_a_configuration_file_that_is_named_must_be_there(tmp_path: Path) -> Non
 
     assert code == 1
     assert "PHASEWISE_CONFIG names" in told
-
-
-@pytest.mark.parametrize("text", ["a = " + "[" * 50_000, "a = " + "{a=" * 20_000])
-def test_a_config_file_that_nests_without_end_is_one_line(tmp_path: Path, text: str) -> None:
-    config = tmp_path / "config.toml"
-    config.write_text(text)
-    code, told = phasewise("topo", config=config)
-
-    assert code == 1
-    assert len(told.splitlines()) == 1
-    assert "cannot be read" in told
 
 
 def test_a_value_is_set_shown_and_removed_and_the_rest_of_the_file_stays(tmp_path: Path) -> None:

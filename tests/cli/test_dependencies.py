@@ -111,7 +111,7 @@ def test_the_absence_of_an_extra_is_one_line_that_names_it(
         "phasewise.cython_kernels._native", reason="the kernels are not built", exc_type=ImportError
     )
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
-    given = [str(model) if one == "MODEL" else one for one in arguments]
+    given = [str(model) if argument == "MODEL" else argument for argument in arguments]
     code = f"import sys; sys.modules[{module!r}] = None; from phasewise.cli.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, *given], capture_output=True, text=True, check=False, cwd=ROOT

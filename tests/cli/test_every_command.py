@@ -41,9 +41,9 @@ def test_a_command_and_each_of_its_options_are_explained(path: str) -> None:
 
     assert (explained.help or "").strip(), "no help"
     silent = [
-        one.name
-        for one in explained.params
-        if not re.sub(r"\[[^]]*\]", "", getattr(one, "help", None) or "").strip()
+        param.name
+        for param in explained.params
+        if not re.sub(r"\[[^]]*\]", "", getattr(param, "help", None) or "").strip()
     ]
     assert silent == []
 

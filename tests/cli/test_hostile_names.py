@@ -35,7 +35,7 @@ HOSTILE = "a\nb\tc\x1b]0;owned\x07\x00\x9b31m\u202e\u2028</text><script>x|\ufffe
 
 def is_tame(text: str, n_lines: int) -> None:
     assert text.count("\n") == n_lines
-    assert not any(ord(one) < 32 and one != "\n" for one in text)
+    assert not any(ord(character) < 32 and character != "\n" for character in text)
     assert not any(one in text for one in "\x9b\u202e\u2028")
 
 

@@ -67,6 +67,21 @@ def test_help_asks_for_no_heavy_library() -> None:
     assert result.stdout.strip() == "[]"
 
 
+def test_a_command_does_not_import_all_others() -> None:
+    """A start pays for what it runs."""
+    probe = (
+        "import sys; sys.argv[1:] = ['db', 'path']; from phasewise.cli.main import app\n"
+        "try: app()\n"
+        "except SystemExit: print(*{name.split('.')[3] for name in sys.modules if '.commands.' in name})"
+    )
+
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+
+    imported = result.stdout.splitlines()[-1].split()
+    assert "db" in imported
+    assert not {"bench", "chat", "generate", "serve"} & {*imported}
+
+
 def _headings(text: str) -> dict[str, list[str]]:
     """The first word of each entry, by heading, of a help text."""
     parts = re.split(r"^([^\s].*):$", text, flags=re.M)

@@ -363,7 +363,7 @@ def test_embeddings_beside_pools_have_cores_that_no_pool_has(places: Places, bou
     pools = ("--prompt-pool", "0-19", "--token-pool", "20-37")
     run = boundary.serve(places.model, *pools, "--embed-model", places.encoder, "--no-embed-accelerators")
     (embedding,) = only(run, "embedding")
-    assert [one["cores"] for one in embedding[-2]["instances"]] == [[38, 39]]  # type: ignore[index]
+    assert [instance["cores"] for instance in embedding[-2]["instances"]] == [[38, 39]]  # type: ignore[index]
 
     full = boundary.serve(places.model, "--mixed-pool", "0-39", "--embed-model", places.encoder)
     assert full.exit_code == 2
@@ -379,7 +379,7 @@ def test_a_gpu_embeds_beside_a_language_model_too_unless_it_is_told_not_to(
         (embedding,) = only(
             boundary.serve(places.model, "--embed-model", places.encoder, *flags), "embedding"
         )
-        devices[flags] = {one["device"]: one["cores"] for one in embedding[-2]["instances"]}  # type: ignore[index]
+        devices[flags] = {instance["device"]: instance["cores"] for instance in embedding[-2]["instances"]}  # type: ignore[index]
     assert set(devices[()]) == {"cuda:0", "cpu:0"}
     assert set(devices[()]["cuda:0"]) <= set(devices[()]["cpu:0"])
     assert set(devices[("--no-embed-accelerators",)]) == {"cpu:0"}

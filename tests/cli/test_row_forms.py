@@ -72,7 +72,7 @@ def test_the_spread_is_relative_and_none_of_one_sample() -> None:
 
     assert row_forms.spread([7]) == 0.0
     assert row_forms.spread([50, 50, 50]) == 0.0
-    assert row_forms.spread([10 * one for one in samples]) == pytest.approx(row_forms.spread(samples))
+    assert row_forms.spread([10 * sample for sample in samples]) == pytest.approx(row_forms.spread(samples))
     assert row_forms.spread(samples) > 0
 
 

@@ -105,12 +105,12 @@ EXCEPT = {
 @pytest.mark.parametrize("rule", OWN_RULES)
 def test_no_text_has_a_rule_of_its_own(rule: str) -> None:
     found = [
-        f"{name}:{at}: {line.strip()}"
+        f"{name}:{index}: {line.strip()}"
         for room in TOLD
         for path in sorted((ROOT / room).rglob("*.py"))
         for name in [str(path.relative_to(ROOT))]
         if "peer_worker" not in name and EXCEPT.get(name) != rule
-        for at, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        for index, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if OWN_RULES[rule].search(line)
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -75,18 +75,22 @@ def reduce_in_turns(group: Group, rows: np.ndarray, rank: int, kinds: list[str],
             np.testing.assert_array_equal(rows[rank], sum_in_rank_order(messages))
 
 
+def assert_ranks_agree(n_ranks: int, sizes: Iterable[int], kinds: list[str]) -> None:
+    for floats in sizes:
+        with shared_rows(n_ranks, floats, shift=floats % 3) as (group, rows):
+            rank_processes.run(
+                n_ranks,
+                lambda rank, group=group, rows=rows: reduce_in_turns(group, rows, rank, kinds, 0),
+            )
+
+            np.testing.assert_array_equal(rows, np.broadcast_to(rows[0], rows.shape))
+
+
 @pytest.mark.many
 @pytest.mark.parametrize("kind", ALL_REDUCE_KINDS)
 @pytest.mark.parametrize("n_ranks", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_sizes_at_the_edges_of_lines_and_chunks(n_ranks: int, kind: str) -> None:
-    for floats in EDGES:
-        with shared_rows(n_ranks, floats, shift=floats % 3) as (group, rows):
-            rank_processes.run(
-                n_ranks,
-                lambda rank, group=group, rows=rows: reduce_in_turns(group, rows, rank, [kind], 0),
-            )
-
-            np.testing.assert_array_equal(rows, np.broadcast_to(rows[0], rows.shape))
+    assert_ranks_agree(n_ranks, EDGES, [kind])
 
 
 @pytest.mark.parametrize(
@@ -141,16 +145,8 @@ def test_numbers_beyond_the_finite_arrive_everywhere() -> None:
 @pytest.mark.parametrize("name", isa.usable())
 @pytest.mark.parametrize("n_ranks", [2, 3])
 def test_every_instruction_set_finds_the_same_bits(n_ranks: int, name: str) -> None:
-    for floats in (1, 15, 33, 1031):
-        with shared_rows(n_ranks, floats, shift=floats % 3) as (group, rows), isa.using(name):
-            rank_processes.run(
-                n_ranks,
-                lambda rank, group=group, rows=rows: reduce_in_turns(
-                    group, rows, rank, ["rank-shifted", "master-copies"], 0
-                ),
-            )
-
-            np.testing.assert_array_equal(rows, np.broadcast_to(rows[0], rows.shape))
+    with isa.using(name):
+        assert_ranks_agree(n_ranks, (1, 15, 33, 1031), ["rank-shifted", "master-copies"])
 
 
 def test_what_cannot_be_added_up_is_refused() -> None:

@@ -17,20 +17,23 @@ LAYERS, HEADS, DIM, SLOTS = 3, 2, 20, 64
 OFFSET = 128
 
 
-def memory(kv_format: str, seed: int | None) -> tuple[np.ndarray, KvMemory]:
-    n_bytes = OFFSET + LAYERS * HEADS * SLOTS * kv_slot_bytes(kv_format, DIM)
+def memory(kv_format: str, seed: int | None, latent: bool = False) -> tuple[np.ndarray, KvMemory]:
+    n_bytes = OFFSET + LAYERS * HEADS * SLOTS * kv_slot_bytes(kv_format, DIM, latent)
     raw = np.zeros(n_bytes, np.uint8)
     if seed is not None:
         raw[:] = np.random.default_rng(seed).integers(1, 255, n_bytes)
-    return raw, KvMemory(raw, OFFSET, LAYERS, HEADS, DIM, SLOTS, kv_format)
+    return raw, KvMemory(raw, OFFSET, LAYERS, HEADS, DIM, SLOTS, kv_format, latent)
 
 
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
-def test_every_slot_arrives_by_both_ways_and_no_other_byte_changes(kv_format: str) -> None:
+KEPT = [(name, False) for name in KV_FORMATS] + [(name, True) for name in ("f32", "f16", "bf16")]
+
+
+@pytest.mark.parametrize(("kv_format", "latent"), KEPT)
+def test_every_slot_arrives_by_both_ways_and_no_other_byte_changes(kv_format: str, latent: bool) -> None:
     """Whole: all slots of all layers, piece by piece, make the other memory equal."""
-    given, source = memory(kv_format, 1)
-    copied, direct = memory(kv_format, None)
-    sent, wired = memory(kv_format, None)
+    given, source = memory(kv_format, 1, latent)
+    copied, direct = memory(kv_format, None, latent)
+    sent, wired = memory(kv_format, None, latent)
     before = 0
     for layer in range(LAYERS):
         for slot, n_slots in ((16, 16), (0, 16), (32, 32)):
@@ -90,5 +93,10 @@ def test_a_wrong_number_of_bytes_and_another_shape_are_refused() -> None:
         kv.write(0, 0, 16, bytes(kv.wire_bytes(16) - 1))
     with pytest.raises(ValueError, match="different shapes"):
         kv.copy_to(other, 0, 0, 0, 16)
+    _, vectors = memory("f32", 1, latent=True)
+    with pytest.raises(ValueError, match="different shapes"):
+        kv.copy_to(vectors, 0, 0, 0, 16)
+    with pytest.raises(ValueError, match="latent vectors in int8"):
+        KvMemory(mmap.mmap(-1, 1 << 20), 0, LAYERS, HEADS, DIM, SLOTS, "int8", latent=True)
     with pytest.raises(ValueError, match="keys and values of"):
         KvMemory(mmap.mmap(-1, 4096), 0, LAYERS, HEADS, DIM, SLOTS, "f32")

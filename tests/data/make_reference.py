@@ -93,7 +93,7 @@ def make_model(gguf: Path) -> None:
 
     (ids,) = llama_ids(gguf, [english_text()])
     model = load_gguf_model(gguf)
-    prompts = [ids[at * 997 : at * 997 + length] for at, length in enumerate(PROMPT_LENGTHS)]
+    prompts = [ids[index * 997 : index * 997 + length] for index, length in enumerate(PROMPT_LENGTHS)]
     steps = list(layout.CHECKED_STEPS)
     kept: dict[str, list[np.ndarray]] = {
         key: [] for key in ("tokens", "margins", "largest", "top_ids", "top", "spread")
@@ -129,11 +129,11 @@ def make_tiny() -> None:
                 {"lm_head.weight"} if model.config.tie_word_embeddings else set()
             )
             assert expected == set(layout.tiny_case_weights(name)), name
-            for at, prompt in enumerate(layout.tiny_prompts(name)):
+            for index, prompt in enumerate(layout.tiny_prompts(name)):
                 logits = greedy(model, prompt, layout.N_TINY_GREEDY)
-                arrays[f"{name}/{at}/tokens"] = logits.argmax(axis=1).astype(np.int32)
-                arrays[f"{name}/{at}/margins"] = margins(logits)
-                arrays[f"{name}/{at}/logits"] = logits[list(layout.CHECKED_TINY_STEPS)]
+                arrays[f"{name}/{index}/tokens"] = logits.argmax(axis=1).astype(np.int32)
+                arrays[f"{name}/{index}/margins"] = margins(logits)
+                arrays[f"{name}/{index}/logits"] = logits[list(layout.CHECKED_TINY_STEPS)]
                 print(
                     name, len(prompt), "margin", margins(logits).min(), np.abs(logits).max(), file=sys.stderr
                 )
@@ -159,11 +159,11 @@ def make_families(only: str) -> None:
             assert not any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
                 loading
             )
-            for at, prompt in enumerate(families.family_prompts(name)):
+            for index, prompt in enumerate(families.family_prompts(name)):
                 logits = greedy(model.eval(), prompt, families.N_GREEDY)
-                arrays[f"{name}/{at}/tokens"] = logits.argmax(axis=1).astype(np.int32)
-                arrays[f"{name}/{at}/margins"] = margins(logits)
-                arrays[f"{name}/{at}/logits"] = logits[list(families.CHECKED_STEPS)]
+                arrays[f"{name}/{index}/tokens"] = logits.argmax(axis=1).astype(np.int32)
+                arrays[f"{name}/{index}/margins"] = margins(logits)
+                arrays[f"{name}/{index}/logits"] = logits[list(families.CHECKED_STEPS)]
                 print(
                     name, len(prompt), "margin", margins(logits).min(), np.abs(logits).max(), file=sys.stderr
                 )

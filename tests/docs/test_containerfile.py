@@ -25,7 +25,7 @@ def is_healthy(server: FakeServer) -> bool:
     program, *arguments = json.loads(line.partition("CMD ")[2])
     assert program == "python"
     port = str(urlsplit(server.url).port)
-    given = [one.replace("8000", port) for one in arguments]
+    given = [argument.replace("8000", port) for argument in arguments]
     return subprocess.run([sys.executable, *given], capture_output=True, check=False).returncode == 0
 
 
@@ -63,7 +63,7 @@ def test_every_stop_is_told_to_wait_longer_than_the_drain(page: str) -> None:
 def _instructions() -> list[tuple[str, str]]:
     """Every instruction of the file with what follows it."""
     lines = [one.strip() for one in LINES if one.strip() and not one.startswith("#")]
-    return [(one.split()[0], one.partition(" ")[2].strip()) for one in lines]
+    return [(line.split()[0], line.partition(" ")[2].strip()) for line in lines]
 
 
 def test_bases_have_a_version_or_are_stages() -> None:
@@ -90,7 +90,7 @@ def test_nothing_is_fetched_that_is_not_a_package_and_nothing_kept_that_is_not_u
     installs = [rest for name, rest in instructions if name == "RUN" and "pip install" in rest]
 
     assert installs
-    assert all("--no-cache-dir" in one for one in installs)
+    assert all("--no-cache-dir" in install for install in installs)
     assert not any(name == "ADD" or "curl" in rest or "sudo" in rest for name, rest in instructions)
 
 

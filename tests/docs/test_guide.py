@@ -12,15 +12,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import platformdirs
 import pytest
+
+from tests.support.end_of_session import ending_session, members
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide"
@@ -129,7 +131,7 @@ def test_a_page_works_as_written(path: Path, tmp_path: Path, guide_cache: Path) 
 
 
 def _run(script: str, folder: Path, environment: dict[str, str]) -> tuple[int, str]:
-    """Exit code and output of a bash script; nothing that it started outlives it."""
+    """Exit code and output of a bash script; nothing that it started outlives it, or this process."""
     output = folder / "output.txt"  # a file: a pipe stays open while a server in the background has it
     with output.open("wb") as written:
         process = subprocess.Popen(
@@ -141,25 +143,36 @@ def _run(script: str, folder: Path, environment: dict[str, str]) -> tuple[int, s
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        try:
-            code = process.wait(timeout=PAGE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            code = TIMED_OUT
-        finally:
-            _end_session(process.pid)
-            process.wait()
+        with ending_session(process.pid):
+            try:
+                code = process.wait(timeout=PAGE_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                code = TIMED_OUT
+        process.wait()
     return code, output.read_text(errors="replace")
 
 
-def _end_session(session: int) -> None:
-    """Kill what is left of a session: under `set -m` each background job is a process group of its own."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if os.getsid(int(entry.name)) == session:
-                    os.kill(int(entry.name), signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+KILLED = """
+import os, signal, subprocess
+from tests.support.end_of_session import ending_session, members
+bash = subprocess.Popen(["bash", "-mc", "sleep 600 & sleep 600"], start_new_session=True)
+with ending_session(bash.pid):
+    print(bash.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_page_has_started_ends_with_a_test_that_is_killed() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as test:
+        assert test.stdout is not None
+        session = int(test.stdout.readline())
+
+    deadline = time.monotonic() + 60
+    while members(session):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def _free_port() -> int:

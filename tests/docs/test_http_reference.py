@@ -70,7 +70,7 @@ def test_every_metric_of_a_running_server_is_on_the_page(made: ModuleType, tmp_p
 
 
 def test_with_several_models_what_each_does_has_its_label(made: ModuleType) -> None:
-    loads = {name: made.LOAD._replace(kv_slots=at, by_model=None) for at, name in enumerate(MODELS, 3)}
+    loads = {name: made.LOAD._replace(kv_slots=index, by_model=None) for index, name in enumerate(MODELS, 3)}
     products = {name: {"tuned": at} for at, name in enumerate(MODELS, 3)}
     metrics = Metrics(Gauges(lambda: made.LOAD._replace(by_model=loads), products=products), MODELS)
     for n_tokens, name in enumerate(MODELS, 1):

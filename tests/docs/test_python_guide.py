@@ -124,7 +124,7 @@ def test_an_answer_is_computed_as_they_say(
     monkeypatch.setenv("PHASEWISE_DRAFT", "lookup")
     assert model.generate("a", 3).token_ids == want
     assert formats == ["auto", "f32"]
-    assert [one is None for one in drafters] == [True, False]
+    assert [drafter is None for drafter in drafters] == [True, False]
 
 
 def test_the_database_is_the_variable_s(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def _compiled(
         .replace("call(KERNEL)", "call(all[case_number])")
     )
     declared = "".join(
-        f"float {one}(const float *, const int32_t *, float *, int32_t);\n" for one in functions
+        f"float {function}(const float *, const int32_t *, float *, int32_t);\n" for function in functions
     )
     table = f"static kernel *const all[] = {{{', '.join(functions)}}};\n"
     main = main.replace("\nint main(", f"\n{declared}{table}int main(", 1)

@@ -75,7 +75,7 @@ def test_transformed_samples_stay_within_the_bound(name: str, tmp_path: Path) ->
     target = TARGETS["avx512" if not why_not(TARGETS["avx512"]) else "avx2"]
     skip_without(target)
     text = with_parameters(text_of(name, reassociate=True))
-    choice = {one.name: one.values[-1] for one in read(text).parameters}
+    choice = {parameter.name: parameter.values[-1] for parameter in read(text).parameters}
 
     assert choice
     assert verdict(text, name, target, tmp_path, choice).cases == 100

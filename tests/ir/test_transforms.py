@@ -91,7 +91,7 @@ def test_a_widened_loop_reads_neighbouring_places_at_once() -> None:
     found = chosen(GRID.format(outer="", inner=", widen(4)"), {})
     loads = [one for one in walk_body(found.body) if isinstance(one, CallExpression) and one.name == "load"]
 
-    assert sorted({one.type.lanes for one in loads}) == [8, 32]  # type: ignore[union-attr]
+    assert sorted({load.type.lanes for load in loads}) == [8, 32]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import multiprocessing
 from collections.abc import Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from random import Random
 from typing import Any, cast
 
 import pytest
@@ -24,6 +25,7 @@ from phasewise.kerneldb.records import (
     MAX_SEQUENCES,
     MAX_STEP_TOKENS,
     MAX_TIME_MS,
+    MachineKey,
     Measurement,
     Origin,
     Sample,
@@ -108,6 +110,25 @@ class TestStoreContract:
 
         assert store.measurements(PROBLEM, MACHINE, ABI) == []
         assert [one.verified for one in store.key_counts()] == [1] * len(others)
+
+    def test_keys_are_those_that_are_counted(self, store: Store) -> None:
+        """Seeking from key to key finds what grouping every row finds, in any order of letters."""
+        dice = Random(0)
+        for _ in range(60):
+            core, placement, abi = (dice.choice(["a", "A", "a b", "a-b", "ab", "b"]) for _ in range(3))
+            origin = Origin(MachineKey(core, placement), "1", 1, verified=dice.random() < 0.5)
+            problem = dataclasses.replace(PROBLEM, m=dice.randint(1, 3))
+            store.add_measurements(
+                [dataclasses.replace(MEASUREMENT, problem=problem, kernel_abi=abi, origin=origin)]
+            )
+
+        for core_sig in (None, "a", "no such core"):
+            counted = {
+                one.key: (one.verified > 0, one.imported > 0) for one in store.key_counts(core_sig=core_sig)
+            }
+            found = store.timed_keys(core_sig)
+            assert {one.key: (one.is_verified, one.is_imported) for one in found} == counted
+            assert len(found) == len(counted)
 
     def test_all_rows_of_a_weight_are_one_question(self, store: Store) -> None:
         """Every m, oldest first; still only of one build and one kind of machine."""

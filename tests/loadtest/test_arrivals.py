@@ -83,7 +83,7 @@ def test_a_replay_keeps_order_and_scales_time_and_lengths(tmp_path: Path, name: 
 
     replayed = scaled(repeated(trace, len(trace)), 0.5, 2.0)
 
-    ordered = sorted(trace, key=lambda one: one.arrival_s or 0.0)
+    ordered = sorted(trace, key=lambda arrival: arrival.arrival_s or 0.0)
     assert [one.prompt_tokens for one in replayed] == [2 * one.prompt_tokens for one in ordered]
     assert [one.output_tokens for one in replayed] == [2 * one.output_tokens for one in ordered]
     assert instants_of(replayed) == pytest.approx([0.5 * (one.arrival_s or 0.0) for one in ordered])
@@ -105,7 +105,7 @@ def test_a_trace_that_is_too_short_starts_over_after_its_mean_gap(gaps_s: list[f
     instants_s = instants_of(replayed)
     assert instants_s is not None
     assert all(after >= before - 1e-9 for before, after in pairwise(instants_s))
-    assert [one.prompt_tokens for one in replayed] == [at % len(trace) + 1 for at in range(count)]
+    assert [one.prompt_tokens for one in replayed] == [index % len(trace) + 1 for index in range(count)]
 
 
 def test_lengths_alone_have_no_arrivals() -> None:

@@ -29,9 +29,9 @@ block_lists = st.lists(st.integers(0, 5), max_size=4)
 
 def common(one: Sequence[object], other: Sequence[object]) -> int:
     """Items that both begin with."""
-    for at, (mine, others) in enumerate(zip(one, other, strict=False)):
+    for index, (mine, others) in enumerate(zip(one, other, strict=False)):
         if mine != others:
-            return at
+            return index
     return min(len(one), len(other))
 
 
@@ -78,17 +78,17 @@ def test_a_turn_says_all_that_was_said_before(shared: int, lengths: list[int]) -
     kind = TurnByTurn(TextPrompts(1), len(lengths), shared)
     one, other = kind.begin(0), kind.begin(100)
     said: list[str] = []
-    for at, n_tokens in enumerate(lengths):
+    for index, n_tokens in enumerate(lengths):
         request = RequestLengths(n_tokens, 4)
         turns, others = one.next_turn(request), other.next_turn(request)
         assert turns is not None
         assert others is not None
         assert turns[:-1] == said
-        assert len(turns[-1].split()) == n_tokens + (shared if not at else 0)
+        assert len(turns[-1].split()) == n_tokens + (shared if not index else 0)
         assert common(turns[0].split(), others[0].split()) >= shared
         for talk in (one, other):
-            talk.answered(RequestOutcome(0.0, 10, 4, text=f" answer {at}"))
-        said = [*turns, f" answer {at}"]
+            talk.answered(RequestOutcome(0.0, 10, 4, text=f" answer {index}"))
+        said = [*turns, f" answer {index}"]
 
 
 def test_a_conversation_ends_before_the_context_does() -> None:

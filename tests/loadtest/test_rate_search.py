@@ -105,7 +105,7 @@ def test_probes_are_spent_between_what_was_kept_and_what_was_missed() -> None:
 
     rates = list(asked)
     assert rates[:5] == [1, 2, 4, 8, 16]
-    for at, rate in enumerate(rates[5:], 5):
-        kept = max(one for one in rates[:at] if asked[one])
-        missed = min(one for one in rates[:at] if not asked[one])
+    for index, rate in enumerate(rates[5:], 5):
+        kept = max(one for one in rates[:index] if asked[one])
+        missed = min(one for one in rates[:index] if not asked[one])
         assert kept < rate < missed

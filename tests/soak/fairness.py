@@ -138,7 +138,7 @@ def row(kind: Callable[[random.Random], Load]) -> Callable[[Siege], str]:
         with siege.server("--api-key", KEYS[0], "--api-key", KEYS[1]) as server:
             greedy, small = (siege.asked(server, key) for key in KEYS)
             n_asked = 10 if siege.quick else 30
-            prompts = [f"{at} is a number, and the next one is" for at in range(n_asked)]
+            prompts = [f"{index} is a number, and the next one is" for index in range(n_asked)]
             first_token_s(small, "first")
             alone = [first_token_s(small, prompt) for prompt in prompts[:10]]
             with attacking(attack, greedy, kind, 48):

@@ -100,7 +100,7 @@ def _hostile_bodies(model: str) -> list[bytes]:
         {"prompt": "word " * 800_000, "max_tokens": 1},
         {"prompt": "a", "max_tokens": 512, "logprobs": 20, "n": 8, "ignore_eos": True},
     ]
-    return [json.dumps({"model": model, **one}, separators=(",", ":")).encode() for one in fields]
+    return [json.dumps({"model": model, **field}, separators=(",", ":")).encode() for field in fields]
 
 
 class Probe:

@@ -240,13 +240,13 @@ class _Machine:
         if name == "load":
             assert isinstance(e.type, Vec)
             return self._loaded(self._value(e.args[0]), e.type)
-        args = [self._value(one) for one in e.args]
+        args = [self._value(arg) for arg in e.args]
         if name in LIBRARY:
             return _library(name)(*args)
         if isinstance(e.type, Scalar):
             return self._to_number(e, args)
         assert isinstance(e.type, Vec)
-        numbers = [int(one.value) for one in e.numbers if isinstance(one, ir.Const)]
+        numbers = [int(number.value) for number in e.numbers if isinstance(number, ir.Const)]
         return _vector(e, args, numbers, e.type)
 
     def _to_number(self, e: ir.CallExpression, args: list[Value]) -> Value:
@@ -365,7 +365,7 @@ def _vector(e: ir.CallExpression, args: list[Value], numbers: list[int], of: Vec
         case "splat":
             return np.full(of.lanes, fitting(args[0], of.elem), dtype)
         case "vector":
-            return np.array([one.value for one in e.numbers if isinstance(one, ir.Const)], dtype)
+            return np.array([number.value for number in e.numbers if isinstance(number, ir.Const)], dtype)
         case "fma":
             return fma(*args)
         case "bits":
@@ -426,7 +426,7 @@ def _looked_up(table: Value, places: Value) -> Value:
 
 def _dot(name: str, args: list[Value], of: Vec) -> Value:
     products, is_added = DOTS[name][3], DOTS[name][4]
-    a, b = (one.astype(np.int64) for one in args[-2:])
+    a, b = (arg.astype(np.int64) for arg in args[-2:])
     sums = (a * b).reshape(-1, products).sum(axis=1)
     if name.endswith("_sat"):
         return _saturated(sums, of.elem)

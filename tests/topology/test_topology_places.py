@@ -77,11 +77,11 @@ def test_kinds_of_cores_are_not_confused(tmp_path: Path) -> None:
     hosts = [
         read_machine(
             write_sysfs(
-                tmp_path / str(at),
+                tmp_path / str(index),
                 [FakeCpu(cpu=n, core=n, capacity=capacity) for n, capacity in enumerate(capacities)],
             )
         )
-        for at, capacities in enumerate(([fast, fast, slow, slow], [slow, slow, fast, fast]))
+        for index, capacities in enumerate(([fast, fast, slow, slow], [slow, slow, fast, fast]))
     ]
 
     assert set(pus_at(hosts[1], places_of(hosts[0], (0, 1)))) == {2, 3}

@@ -53,7 +53,7 @@ def test_the_least_median_of_many_is_lucky_and_the_judge_is_not() -> None:
     dice = np.random.default_rng(2)
     times = [times_of([1.0] * 12, 30, dice) for _ in range(MACHINES)]
 
-    naive = statistics.fmean(standing(one)[0] / standing(one).min() for one in times)
+    naive = statistics.fmean(standing(time)[0] / standing(time).min() for time in times)
     judged = statistics.fmean(against_best(one, 0, range(12)).middle for one in times)
 
     assert naive > 1.005
@@ -98,5 +98,5 @@ def test_everyone_takes_one_turn_a_round_whatever_the_order(count: int, rounds: 
     times = shuffled_rounds([lambda one=one: take(one) for one in range(count)], rounds, seed)  # type: ignore[misc]
 
     assert (times == 100 + np.arange(count)).all()
-    for at in range(rounds):
-        assert sorted(turns[at * count : (at + 1) * count]) == list(range(count))
+    for index in range(rounds):
+        assert sorted(turns[index * count : (index + 1) * count]) == list(range(count))

@@ -37,7 +37,7 @@ def _landscape(values: tuple[tuple[int, ...], ...], dice: Random) -> dict[Point,
 
 def _timed(cost: dict[Point, float], asked: set[Point], dice: Random, points: list[Point]) -> list[int]:
     asked.update(points)
-    return [round(cost[one] * math.exp(dice.gauss(0, 0.002))) for one in points]
+    return [round(cost[point] * math.exp(dice.gauss(0, 0.002))) for point in points]
 
 
 @pytest.mark.parametrize("space", SPACES)
@@ -67,7 +67,7 @@ def test_given_the_same_answers_a_search_asks_the_same() -> None:
 
         def timed(points: list[Point], run: list[list[Point]] = run) -> list[int]:
             run.append(list(points))
-            return [round(cost[one]) for one in points]
+            return [round(cost[point]) for point in points]
 
         drive(search_parameters(space), timed)
     assert runs[0] == runs[1]

@@ -41,7 +41,7 @@ def load(*traces: str, count: int = 150, max_tokens: str = "256", estimate: str 
 def test_every_policy_serves_every_request_whole(estimate: str) -> None:
     """However wrong the estimates are; and each token is computed once, or again after a preemption."""
     replay, _ = replay_of(load(TRACE, estimate=estimate), 2048, 64, {"refresh_every": 16})
-    wanted = sum(one.output_tokens for one in replay.trace)
+    wanted = sum(arrival.output_tokens for arrival in replay.trace)
     for row in replayed(replay, KV_POLICIES):
         assert (row.failed, row.output_tokens) == (0, wanted)
         assert (row.recomputed_tokens > 0) == (row.preemptions > 0)
@@ -115,7 +115,7 @@ def test_why_requests_failed_is_told_and_nothing_where_none_did() -> None:
 def test_halves_share_no_request(tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     lengths = random.Random(1).sample(range(1, 9999), 101)
-    path.write_text("id,answer\n" + "".join(f"{at},{length}\n" for at, length in enumerate(lengths)))
+    path.write_text("id,answer\n" + "".join(f"{index},{length}\n" for index, length in enumerate(lengths)))
 
     halves = [
         {

@@ -121,8 +121,13 @@ def test_the_task_of_the_process_is_read_as_it_was_written(opened: OpenModel) ->
 
 
 @pytest.mark.slow
-def test_what_is_measured_in_idle_time_is_kept(tmp_path: Path, opened: OpenModel) -> None:
-    """It can be cut off anywhere: here after some timings."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_measured_in_idle_time_is_kept(tmp_path: Path, path: Path, ranks: int) -> None:
+    """It can be cut off anywhere: here after some timings. Of several ranks one rank's products are tuned."""
+    if len(os.sched_getaffinity(0)) < ranks:
+        pytest.skip("two ranks need two cores")
+    opened = open_model(str(path), threads=ranks, ranks=ranks, db=str(tmp_path / "here.db"))
+    assert {len(plan.ranks) for plan in opened.plans.values()} == {ranks}
     machine, count = read_machine(), [0]
 
     def stops() -> int:
@@ -137,6 +142,7 @@ def test_what_is_measured_in_idle_time_is_kept(tmp_path: Path, opened: OpenModel
     with open_store(str(tmp_path / "here.db")) as store:
         with pytest.raises(ForeverError):
             tune_in_idle_time(rounds, machine, store, stops, lambda _: None, NoLock())
+        assert len(rounds[0].cores) == 1
         key = machine_key(machine, rounds[0].cores)
         assert sum(row.verified for row in store.key_counts(key)) > 0
         used = {row.sample.schedule.compute_path for row in store.all_measurements()}

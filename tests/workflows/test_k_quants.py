@@ -83,8 +83,8 @@ def test_rows_do_not_depend_on_each_other(kind: str) -> None:
 
     whole = SEARCHES[kind](rows, importance)
 
-    for at, row in enumerate(rows):
-        assert SEARCHES[kind](row[None], importance).tobytes() == whole[at].tobytes()
+    for index, row in enumerate(rows):
+        assert SEARCHES[kind](row[None], importance).tobytes() == whole[index].tobytes()
 
 
 @pytest.mark.parametrize("kind", SEARCHES)

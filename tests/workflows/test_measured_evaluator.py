@@ -70,7 +70,7 @@ def test_a_duel_gives_pairs_of_the_objective(evaluator: MeasuredEvaluator, machi
     """Both plans are open at once; the sum of two steps stands for the objective, in milliseconds."""
     plan = here(machine).plan("decode")
     steps = (Step("decode", 1), Step("decode", 1, 2, 8))
-    with evaluator.duel(plan, plan, steps, lambda timer: sum(timer(one) for one in steps) / 1e6) as duel:
+    with evaluator.duel(plan, plan, steps, lambda timer: sum(timer(step) for step in steps) / 1e6) as duel:
         taken = duel(2) + duel(2)
 
     assert len(taken) == 4

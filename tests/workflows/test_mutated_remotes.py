@@ -64,7 +64,7 @@ class Original:
     @cached_property
     def index(self) -> RemoteIndex:
         fields = json.loads((self.folder / "remote" / NAME).read_text())
-        return RemoteIndex(fields["serial"], tuple(sorted(Bundle(**one) for one in fields["bundles"])))
+        return RemoteIndex(fields["serial"], tuple(sorted(Bundle(**bundle) for bundle in fields["bundles"])))
 
     @property
     def signers(self) -> Trust:

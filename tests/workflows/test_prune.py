@@ -16,9 +16,10 @@ from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.prune import masks
 from phasewise.workflows.prune.calibration import gather
-from phasewise.workflows.prune.directory import check_family
+from phasewise.workflows.prune.directory import check_family, config_fields
 from phasewise.workflows.prune.masks import Pattern
 from phasewise.workflows.prune.run import PruneSettings, parse_pattern, prune
+from tests.support.models.family_models import write_family_gguf, write_family_hf
 from tests.support.models.tiny_models import TinyShape, write_calibration, write_tiny_gguf, write_tiny_hf
 
 HALF = Pattern(0.5)
@@ -117,6 +118,39 @@ def test_the_same_arguments_give_the_same_bytes_and_a_model_that_opens(
     assert not list(tmp_path.glob(".*prune*"))
 
 
+@pytest.mark.parametrize(
+    ("method", "allocation"), [("magnitude", "uniform"), ("wanda", "owl"), ("sparsegpt", "uniform")]
+)
+def test_a_layer_without_a_gate_is_pruned_as_it_is(
+    tmp_path: Path, method: str, allocation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arcee's: each layer has `up` and `down`, and the model that is written is read as one of its family."""
+    monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
+    model, text = write_family_hf(tmp_path / "m", "arcee"), write_calibration(tmp_path / "text.txt")
+
+    prune(
+        PruneSettings(str(model), tmp_path / "out", HALF, method, text, 128, allocation=allocation)  # type: ignore[arg-type]
+    )
+
+    before = load_model(str(model), "native")
+    after = load_model(str(tmp_path / "out"), "native", storage=StorageChoice("always"))
+    assert after.config == before.config
+    assert after.weights.keys() == before.weights.keys()
+    densities = [
+        sparse.density(weight) for name, weight in after.weights.items() if name.startswith("layers")
+    ]
+    assert np.mean(densities) == pytest.approx(0.5, abs=0.02)
+
+
+def test_config_of_a_file_names_the_activation(tmp_path: Path) -> None:
+    located = Located("m", write_family_gguf(tmp_path / "m.gguf", "arcee"))
+    with open_source(located) as source:
+        plain = replace(source.config, rope=replace(source.config.rope, scaling=None))
+
+    assert config_fields(plain)["hidden_act"] == "relu2"
+    assert config_fields(plain)["architectures"] == ["ArceeForCausalLM"]
+
+
 def test_a_failure_midway_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = str(write_tiny_hf(tmp_path / "m", "llama"))
     monkeypatch.setattr("phasewise.workflows.prune.run.theirs_of", lambda name: 1 / 0)
@@ -140,7 +174,7 @@ def test_bad_settings_are_refused_in_a_line(tmp_path: Path) -> None:
         prune(PruneSettings(model, tmp_path, HALF))
     with open_source(Located("m", tmp_path / "m")) as source:
         other = replace(source, config=replace(source.config, architecture="gemma2"))
-        with pytest.raises(WorkflowError, match="prune writes llama"):
+        with pytest.raises(WorkflowError, match="prune writes arcee, llama"):
             check_family(other)
 
 

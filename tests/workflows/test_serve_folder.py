@@ -74,7 +74,7 @@ def test_drawn_requests_get_the_tokens_of_their_model_alone(
     for name in NAMES:
         path = folder / (name if name == "d" else f"{name}.gguf")
         with serving(path, environment, "--kv-budget", KV, "--served-model-name", name) as server:
-            alone |= {one: asked(server, *one) for one in requests if one[0] == name}
+            alone |= {request: asked(server, *request) for request in requests if request[0] == name}
     with serving(None, environment, "--models", folder, "--kv-budget", KV) as server:
         for name in NAMES:
             asked(server, name, "abc", 1)

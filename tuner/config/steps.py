@@ -99,6 +99,8 @@ class ModelShape:
     """Bytes of one token's keys and values over all layers."""
     ffn_matrices: int = 3
     """Weights of a feed-forward layer: gate, up and down; of one without a gate two."""
+    kv_vectors: int = 2
+    """Vectors that a KV head keeps of a token: a key and a value, or one that is both."""
 
     def __post_init__(self) -> None:
         for name in [field.name for field in fields(self)][1:]:

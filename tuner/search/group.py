@@ -28,7 +28,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from phasewise.kerneldb.records import Problem, Sample, Schedule
+from phasewise.kerneldb.records import PANEL_COLUMNS, Problem, Sample, Schedule
 from phasewise.tuner.search.model import model_schedule, modelled_cycles
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import (
@@ -118,7 +118,8 @@ class ScheduleCache:
             arithmetic = Arithmetic(schedule.compute_path, schedule.k_parts)
             key = (group.family, group.format, arithmetic, group.threads, m)
             if schedule.threads == group.threads and arithmetic in group.arithmetics:
-                self.seeds_by_key[key] = [*self.seeds_by_key.get(key, []), schedule]
+                seed = adopted(schedule, group.kernels[arithmetic.compute_path])
+                self.seeds_by_key[key] = [*self.seeds_by_key.get(key, []), seed]
 
     def add(self, group: Group, outcome: GroupOutcome) -> None:
         """The newest first; of each m the last two groups are kept."""
@@ -281,6 +282,25 @@ def transfer(schedule: Schedule, space: ScheduleSpace) -> Schedule:
         return space.fitted(moved)
     return min(
         (space.regridded(moved, grid) for grid in grids), key=lambda other: modelled_cycles(space, other)
+    )
+
+
+def adopted(schedule: Schedule, kernels: Sequence[MicroKernel]) -> Schedule:
+    """The schedule by the kernel most like its own that exists here; another instruction set has others."""
+    own = kernel_of(schedule)
+    if own in kernels or not kernels:
+        return schedule
+    near = min(
+        sorted(kernels),
+        key=lambda other: abs(math.log(other.mr / own.mr)) + abs(math.log(other.panels / own.panels)),
+    )
+    columns = PANEL_COLUMNS * near.panels
+    return replace(
+        schedule,
+        mr=near.mr,
+        panels=near.panels,
+        block_m=near.mr * pieces(schedule.block_m, near.mr),
+        block_n=columns * pieces(schedule.block_n, columns),
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phasewise._version import __version__
+from phasewise._words import reason_of
 from phasewise.kerneldb.errors import KernelDbError
 from phasewise.kerneldb.location import locate
 from phasewise.workflows.report import Report
@@ -75,7 +76,7 @@ def _moved_plan(db: str | None, model: PackedModel, machine: Machine, report: Re
             keep_plan(db, model, machine, plan, report)
             Path(path).rename(path.with_name(path.name + MOVED))
         except (KernelDbError, OSError) as error:
-            report(f"the embedding plan {path} is used, and stays a file: {error}")
+            report(f"the embedding plan {path} is used, and stays a file: {reason_of(error)}")
         else:
             report(f"the embedding plan {path} is in the database now")
     return plan

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phasewise._files import read_input
+from phasewise._words import reason_of
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.report import Report, silent
 
@@ -125,7 +126,7 @@ def lines_of(path: Path) -> list[str]:
     try:
         text = read_input(path, MAX_TEXT_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise WorkflowError(f"{path} cannot be read: {error}") from error
+        raise WorkflowError(f"{path} cannot be read: {reason_of(error)}") from error
     return texts_in(text, str(path))
 
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from phasewise.serving.models.packed_model import PackedModel
     from phasewise.topology import Machine
 
-MARGIN = 0.1
-"""Share of the SLO that is kept for HTTP, text and chance."""
 ROUNDS = 3
 NOISE = 1 / 40
 """Depths are tried to within this share (`depth.stress`)."""
@@ -127,7 +125,10 @@ def tune_embed(
         raise WorkflowError(
             f"no instance embeds one input of {counted(length, 'token')} within {number(slo_s)} s"
         )
-    instances = [Instance(device.device, device.cores, _held(device, slo_s, length)) for device in devices]
+    instances = [
+        Instance(device.device, device.cores, _held(device, slo_s, length), device.line.beta_s)
+        for device in devices
+    ]
     if best.depth > n_accelerated * NOISE:
         held = _held(best, slo_s, length)
         instances += [Instance(f"cpu:{index}", own, held) for index, own in enumerate(best.cores)]
@@ -141,9 +142,11 @@ def tune_embed(
 def _held(measured: MeasuredCut | MeasuredAccelerator, slo_s: float, length: int) -> Depth:
     """The depth of one worker's queue."""
     from phasewise.serving.embedding.depth import admission_depth
+    from phasewise.serving.embedding.lateness import FIRST_SHARE
+    from phasewise.serving.embedding.pace import KEPT
 
     share = min(1.0, measured.tried / max(1, measured.predicted))
-    return admission_depth(measured.line, slo_s, length, MARGIN).scaled(share)
+    return admission_depth(measured.line, slo_s, length, KEPT + FIRST_SHARE).scaled(share)
 
 
 def _accelerators(
@@ -216,10 +219,10 @@ def _counts(most: int) -> list[int]:
 
 
 def _measure_accelerator(probing: _Probing, device: str, cores: tuple[int, ...]) -> MeasuredAccelerator:
-    found = _probe_all(probing, [probing.spec(device, cores)], [])
-    depth = min(found.predicted, found.tried)
+    probed = _probe_all(probing, [probing.spec(device, cores)], [])
+    depth = min(probed.predicted, probed.tried)
     return MeasuredAccelerator(
-        device, cores, _by_tokens(found.line, probing.length), depth, found.predicted, found.tried
+        device, cores, _by_tokens(probed.line, probing.length), depth, probed.predicted, probed.tried
     )
 
 
@@ -228,10 +231,10 @@ def _measure_cut(
 ) -> MeasuredCut:
     specs = [probing.spec(f"cpu:{index}", own) for index, own in enumerate(cores)]
     busy = [(probing.spec(device.device, device.cores), device.depth) for device in devices]
-    found = _probe_all(probing, specs, busy)
-    depth = min(found.predicted, found.tried) * len(cores)
-    line = _by_tokens(found.line, probing.length)
-    return MeasuredCut(tuple(cores), line, depth, found.predicted, found.tried)
+    probed = _probe_all(probing, specs, busy)
+    depth = min(probed.predicted, probed.tried) * len(cores)
+    line = _by_tokens(probed.line, probing.length)
+    return MeasuredCut(tuple(cores), line, depth, probed.predicted, probed.tried)
 
 
 def _by_tokens(line: LatencyLine, length: int) -> LatencyLine:

@@ -51,12 +51,13 @@ def accuracy(answered: Sequence[Answered]) -> Accuracy:
 
 def answer(scorer: Scorer, question: ChoiceQuestion) -> Answered:
     """The beginning that all choices share is computed once; too long a question loses its beginning."""
-    known, wholes = _tokens(scorer, question)
-    shared = min(_common(wholes), known - 1)  # the last token of the question predicts each choice's first
+    n_context, wholes = _tokens(scorer, question)
+    # The last token of the question predicts each choice's first.
+    shared = min(_common(wholes), n_context - 1)
     logs = np.empty(len(wholes))
     rows = scorer.continued(wholes[0][:shared], [whole[shared:-1] for whole in wholes])
     for number, (whole, logits) in enumerate(zip(wholes, rows, strict=True)):
-        logs[number] = -token_losses(logits[known - 1 - shared :], whole[known:]).sum()
+        logs[number] = -token_losses(logits[n_context - 1 - shared :], whole[n_context:]).sum()
     characters = np.array([len(choice) for choice in question.choices])
     return Answered(logs, logs / characters, question.answer)
 
@@ -66,14 +67,14 @@ def _tokens(scorer: Scorer, question: ChoiceQuestion) -> tuple[int, list[list[in
     encode = scorer.tokenizer.encode
     context = question.context.rstrip()
     between = question.context[len(context) :]
-    known = len(encode(context, True))
+    n_context = len(encode(context, True))
     wholes = [encode(f"{context}{between} {choice}", True) for choice in question.choices]
     cut = max(0, max(map(len, wholes)) - 1 - scorer.context)
-    if known - cut < 1 or min(map(len, wholes)) <= known:
+    if n_context - cut < 1 or min(map(len, wholes)) <= n_context:
         raise WorkflowError(
             f"a choice of the question {question.context[:40]!r} has too many tokens, or none of its own"
         )
-    return known - cut, [whole[cut:] for whole in wholes]
+    return n_context - cut, [whole[cut:] for whole in wholes]
 
 
 def _common(wholes: Sequence[Sequence[int]]) -> int:

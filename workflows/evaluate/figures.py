@@ -156,8 +156,8 @@ def divergence(scores: TokenScores) -> Divergence:
     )
 
 
-def _error_of_difference(one: float, other: float, covariance: float) -> float:
-    return math.sqrt(max(0.0, one**2 + other**2 - 2 * covariance))
+def _error_of_difference(error: float, other: float, covariance: float) -> float:
+    return math.sqrt(max(0.0, error**2 + other**2 - 2 * covariance))
 
 
 def _percentiles(values: Floats, percents: Sequence[float]) -> dict[float, float]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phasewise._files import read_input
-from phasewise._words import counted
+from phasewise._words import counted, reason_of
 from phasewise.workflows.errors import WorkflowError
 
 TEXT = Path(__file__).parent / "alice.txt"
@@ -34,7 +34,7 @@ def read_text(path: Path) -> str:
     try:
         return read_input(path, MAX_TEXT_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise WorkflowError(f"{path} cannot be read as text: {error}") from error
+        raise WorkflowError(f"{path} cannot be read as text: {reason_of(error)}") from error
 
 
 def halves(ids: Sequence[int], context: int, bos: int | None) -> list[Chunk]:

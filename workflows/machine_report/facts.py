@@ -156,7 +156,7 @@ def _keys_of(store: Store, machine: Machine) -> frozenset[MachineKey]:
     from phasewise.tuner.plans import machine_key
 
     own = machine_key(machine).core_sig
-    keys = {count.key.machine for count in store.key_counts(core_sig=own)}
+    keys = {timed.key.machine for timed in store.timed_keys(own)}
     keys |= store.plan_machines()
     return frozenset(key for key in keys if key.core_sig == own)
 

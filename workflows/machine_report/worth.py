@@ -110,12 +110,12 @@ def worth_of(store: Store, is_default: IsDefault = lambda *_: False) -> Worth:
         machine, family = promotion.origin.machine, _kernels_of(promotion.kernel_abi)
         newest[machine, family] = promotion.kernel_abi
     groups: dict[_Group, list[_Gain]] = defaultdict(list)
-    for counted in store.key_counts():
-        key = counted.key
+    for timed in store.timed_keys():
+        key = timed.key
         family = _kernels_of(key.kernel_abi)
         if newest.setdefault((key.machine, family), key.kernel_abi) != key.kernel_abi:
             continue
-        verified = counted.verified > 0
+        verified = timed.is_verified
         standing = in_use.get((key, verified))
         gain = _Gain() if standing is None else standing.gain
         problem = key.problem

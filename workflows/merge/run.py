@@ -116,7 +116,7 @@ class _Merging:
 
     def _held(self, theirs: str, n_rows: int) -> list[tuple[str, int]]:
         """Our weights of which a tensor has the rows, one after the other, and how many of each."""
-        from phasewise.serving.loaders.families import OtherForm
+        from phasewise.serving.loaders.families import TensorCut
         from phasewise.serving.loaders.formats.hf_model import LAYER_NAMES, layer_place, without_prefix
         from phasewise.serving.loaders.layout import weight_shapes
 
@@ -126,7 +126,7 @@ class _Merging:
             return []
         if isinstance(cut, str):
             return [(stem + cut, n_rows)]
-        if isinstance(cut, OtherForm) or cut.of_experts or cut.alternating or cut.transposed:
+        if not isinstance(cut, TensorCut) or cut.of_experts or cut.alternating or cut.transposed:
             return []
         shapes = weight_shapes(self._source.config)
         return [(stem + part, shapes[stem + part][0]) for part in cut.parts if stem + part in shapes]

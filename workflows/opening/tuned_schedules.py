@@ -132,7 +132,7 @@ def explain(
             product_uses = [_product_use(phase, names, weight, arithmetic, threads[0], rows) for rows in cut]
             uses += [replace(use, storage=stored[0], storage_why=stored[1]) for use in product_uses]
         heads = share(model.config.n_kv_heads, threads, 0)[1]
-        if heads:
+        if heads and model.config.latent is None:
             problem = attention_problem(model, heads, kv_format)
             ranges = lookups[phase].attention(*problem, max(most_rows.values()))
             uses += [_attention_use(phase, problem, rows) for rows in _cut(ranges, most_rows[phase])]

@@ -51,10 +51,10 @@ class CheckedPrefixes:
 
 def list_prefixes(paths: Sequence[Path]) -> list[KeptPrefixes]:
     """The contents of packs and folders. WorkflowError, ServingError for what is neither."""
-    found: list[KeptPrefixes] = []
+    prefixes: list[KeptPrefixes] = []
     for path in paths:
-        found += _in_folder(path) if path.is_dir() else [_in_pack(path)]
-    return found
+        prefixes += _in_folder(path) if path.is_dir() else [_in_pack(path)]
+    return prefixes
 
 
 def verify_prefixes(paths: Sequence[Path]) -> list[CheckedPrefixes]:
@@ -122,10 +122,10 @@ def _in_folder(path: Path) -> list[KeptPrefixes]:
             head = folder.head(name)
             if head is not None:
                 blocks.setdefault(head.identity.hex(), []).append((head.n_tokens, kept.n_bytes))
-    found = []
+    prefixes = []
     for identity, sizes in sorted(blocks.items()):
         model, parts = _described(path, identity)
-        found.append(
+        prefixes.append(
             KeptPrefixes(
                 str(path),
                 "folder",
@@ -138,7 +138,7 @@ def _in_folder(path: Path) -> list[KeptPrefixes]:
                 sum(n_bytes for _, n_bytes in sizes),
             )
         )
-    return found
+    return prefixes
 
 
 def _described(path: Path, identity: str) -> tuple[str | None, dict[str, Any]]:

@@ -118,13 +118,13 @@ class _Read:
 
 def _read(beginning: Beginning) -> _Read:
     given = [beginning.system, beginning.system_file, beginning.text_file]
-    if sum(one is not None for one in given) > 1:
+    if sum(source is not None for source in given) > 1:
         raise UsageError("give one of --system, --system-file and --text-file")
     if beginning.text_file is not None:
         if beginning.tools is not None:
             raise UsageError("--tools go with a system prompt: a text is taken as it is")
         return _Read(_text(beginning.text_file), None, None)
-    if all(one is None for one in given) and beginning.tools is None:
+    if all(source is None for source in given) and beginning.tools is None:
         raise UsageError("give what the pack holds: --system, --system-file, --tools or --text-file")
     system = beginning.system
     if beginning.system_file is not None:

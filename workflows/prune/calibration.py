@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 Wanted = Literal["squares", "hessian"]
 
 READERS = {"q": "qkv", "k": "qkv", "v": "qkv", "o": "o", "gate": "gate_up", "up": "gate_up", "down": "down"}
-"""Weights of a layer, and by which name their inputs are kept: those that read the same rows share them."""
+"""Weights that a layer may have, and the name of their inputs: those that read the same rows share them."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels import packing
+from phasewise.serving.loaders.families.family import ACTIVATION_NAMES
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.workflows.errors import WorkflowError
 
@@ -26,15 +27,16 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
-WRITABLE = ("llama", "mistral", "qwen2", "qwen3")
 HEADER_BYTES_A_TENSOR = 256
 COPIED = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "chat_template.jinja")
 CLASSES = {
+    "arcee": "ArceeForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+WRITABLE = tuple(CLASSES)
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def config_fields(config: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope.theta,
         "tie_word_embeddings": config.tied_embeddings,
-        "hidden_act": "silu",
+        "hidden_act": ACTIVATION_NAMES[config.activation][0],
         "bos_token_id": config.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else eos,
     }

@@ -164,11 +164,11 @@ def _choose(
     assert activations is not None
     outliers = []
     for layer in range(n_layers):
+        names = {name: f"layers.{layer}.{name}" for name in READERS}
         scores = [
-            masks.wanda_scores(
-                _bf16(source.tensors[f"layers.{layer}.{name}"]), activations.squares[layer, reader]
-            )
-            for name, reader in READERS.items()
+            masks.wanda_scores(_bf16(source.tensors[whole]), activations.squares[layer, READERS[name]])
+            for name, whole in names.items()
+            if whole in source.tensors  # some have no gate
         ]
         outliers.append(masks.outlier_share(scores))
     shares = masks.owl_shares(outliers, pattern.share)

@@ -37,7 +37,8 @@ def family_in_gguf(config: ModelConfig, name: str) -> Family:
     """The family by which the file will be read. WorkflowError where there is none."""
     wanted = SAME_ARCHITECTURE.get(config.architecture, config.architecture)
     family = next((family for family in FAMILIES if family.name == wanted), None)
-    if family is None or not family.gguf or config.encoder is not None or config.experts is not None:
+    other = config.encoder or config.experts or config.latent
+    if family is None or not family.gguf or other is not None:
         kind = "mixture of experts" if config.experts else "model"
         raise WorkflowError(
             f"{name} is a {config.architecture} {kind}, which quantise cannot name in a GGUF file: convert it"
@@ -148,12 +149,12 @@ def _compared(config: ModelConfig) -> dict[str, Any]:
     return values
 
 
-def _is_close(one: Any, other: Any) -> bool:
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_is_close, one, other))
-    if isinstance(one, float) and isinstance(other, float | int):
-        return math.isclose(one, other, rel_tol=1e-6)
-    return bool(one == other)
+def _is_close(value: Any, other: Any) -> bool:
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(_is_close, value, other))
+    if isinstance(value, float) and isinstance(other, float | int):
+        return math.isclose(value, other, rel_tol=1e-6)
+    return bool(value == other)
 
 
 def tensor_names(family: Family, common: Mapping[str, str]) -> dict[str, str]:

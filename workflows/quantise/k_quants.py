@@ -172,10 +172,10 @@ def _refitted(
     x: Array, weights: Array, units: Array, low_units: Array, d: Array, m: Array
 ) -> tuple[Array, Array]:
     """The float16 d and m of each block that bring d units + m low_units nearest to x."""
-    at = tuple(range(1, x.ndim))
+    axes = tuple(range(1, x.ndim))
 
     def summed(product: Array) -> Array:
-        sums: Array = np.broadcast_to(weights * product, x.shape).sum(axis=at)
+        sums: Array = np.broadcast_to(weights * product, x.shape).sum(axis=axes)
         return sums
 
     aa, ab, bb = summed(units * units), summed(units * low_units), summed(low_units * low_units)
@@ -196,8 +196,8 @@ def _refitted(
 
 def _linear_fit(x: Array, weights: Array) -> Array:
     """A scale for each group, of either sign."""
-    at = np.abs(x).argmax(axis=-1)[..., None]
-    largest = np.take_along_axis(x, at, axis=-1)[..., 0]
+    index = np.abs(x).argmax(axis=-1)[..., None]
+    largest = np.take_along_axis(x, index, axis=-1)[..., 0]
     best_scale = largest / -32
     best = np.full(largest.shape, -np.inf, np.float32)
     for change in STEPS:

@@ -94,7 +94,7 @@ def quantise(settings: QuantiseSettings, report: Report = silent, progress: Repo
         )
         for name, tally in sorted(tallies.items())
     )
-    n_bytes, weights = sum(one.n_bytes for one in types), sum(one.weights for one in types)
+    n_bytes, weights = sum(kind.n_bytes for kind in types), sum(kind.weights for kind in types)
     return Quantised(settings.out, model.architecture, n_bytes, weights, types)
 
 

@@ -51,10 +51,10 @@ class Engines:
         from phasewise.serving.engine.open_engine import open_engine
         from phasewise.serving.ranks.rank_teams import keeping_affinity
 
-        found = self.models[way.plans]
+        model = self.models[way.plans]
         with (
             keeping_affinity(),
-            open_engine(found.model, found.plans, self.size(way), schedules=found.schedules) as opened,
+            open_engine(model.model, model.plans, self.size(way), schedules=model.schedules) as opened,
         ):
             yield opened
 
@@ -67,9 +67,9 @@ class Engines:
         from phasewise.workflows.serve.pools import share_of
 
         wish = self.wish
-        found = open_under(plans, wish.model, Weights(wish.weight_format), wish.db, read_machine())
+        model = open_under(plans, wish.model, Weights(wish.weight_format), wish.db, read_machine())
         size = share_of(self.size(way), 2)
-        with open_engine(found.model, plans, size, schedules=found.schedules) as opened:
+        with open_engine(model.model, plans, size, schedules=model.schedules) as opened:
             yield opened
 
     @contextmanager
@@ -103,10 +103,10 @@ class Engines:
         from phasewise.workflows.serve.instance_process import InstanceSpec
         from phasewise.workflows.serve.pools import open_pools
 
-        found, wish = self.models[IN_USE], self.wish
+        model, wish = self.models[IN_USE], self.wish
         spec = InstanceSpec(wish.model, Weights(wish.weight_format), self.size(way), None, wish.db)
-        pools, text = pools_on(cores), ModelText(found.model)
-        with open_pools(pools, found, text, spec, None, silent) as opened:
+        pools, text = pools_on(cores), ModelText(model.model)
+        with open_pools(pools, model, text, spec, None, silent) as opened:
             assert opened is not None, "pools were asked for"
             yield opened.host
 

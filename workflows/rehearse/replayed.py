@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 LOOK_EVERY_S, LOOK_AT_START_S = 1.0, 0.02
 
 
-class Answered(NamedTuple):
+class ReplayedAnswers(NamedTuple):
     """The life of each request, and the tokens of its answer."""
 
     lives: list[Life]
     answers: list[tuple[int, ...]]
 
 
-def replayed(open_host: OpenHost, n_vocabulary: int, arrivals: Sequence[Arrival]) -> Answered:
+def replayed(open_host: OpenHost, n_vocabulary: int, arrivals: Sequence[Arrival]) -> ReplayedAnswers:
     """Prompts are of random tokens, the same each time; answers are as long as they were.
 
     No HTTP has a part in it. WorkflowError where a request fails, or what answers is lost.
@@ -87,11 +87,11 @@ class _Run:
             if not self.n_open:
                 self.has_ended.set()
 
-    def answered(self, start_s: float) -> Answered:
+    def answered(self, start_s: float) -> ReplayedAnswers:
         for life in self._lives:
             life.first_token_s -= start_s
             life.end_s -= start_s
-        return Answered(self._lives, [tuple(answer) for answer in self._answers])
+        return ReplayedAnswers(self._lives, [tuple(answer) for answer in self._answers])
 
 
 def _request(index: int, arrival: Arrival, rng: random.Random, n_vocabulary: int) -> Submit:

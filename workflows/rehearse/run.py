@@ -64,10 +64,6 @@ class Interval:
     low: float
     high: float
 
-    @property
-    def is_gain(self) -> bool:
-        return self.low > 1.0
-
 
 NO_GAIN = Interval(1.0, 1.0, 1.0)
 

@@ -98,15 +98,15 @@ def plan_for(
         stored = EmbeddingPlan(own, source="flags" if is_flagged and not room.taken else "default")
     elif room.taken:
         stored = replace(stored, instances=_instances(room, settings, stored.instances))
-    known = stored.only(lambda instance: instance.is_cpu or instance.device in accelerators.names)
+    usable = stored.only(lambda instance: instance.is_cpu or instance.device in accelerators.names)
     for instance in stored.instances:
         is_switched_off = instance.device.startswith("cuda:") and not settings.embed_accelerators
-        if instance not in known.instances and not is_switched_off:
+        if instance not in usable.instances and not is_switched_off:
             report(f"the embedding plan has {instance.device}, which is not here: others embed without it")
-    planned = {instance.device for instance in known.instances}
+    planned = {instance.device for instance in usable.instances}
     front = (min(room.cores),) if room.taken else tuple(sorted(room.machine.allowed_pus)[:1])
     added = tuple(Instance(name, front) for name in accelerators.names if name not in planned)
-    plan = replace(known, instances=(*known.accelerated.instances, *added, *known.on_cpus.instances))
+    plan = replace(usable, instances=(*usable.accelerated.instances, *added, *usable.on_cpus.instances))
     if not settings.embed_cpu:
         plan = plan.accelerated
         if not plan.instances:

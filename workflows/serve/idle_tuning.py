@@ -1,7 +1,8 @@
 """Tuning in the idle time of a server: a process of its own, which is stopped while a request runs.
 
-What it finds comes into use between two steps. Its schedules are of the arithmetic that the server computes
-by, so no answer changes.
+What it finds comes into use between two steps; where the model has several ranks, whose processes keep the
+schedules that they began with, from the next start on. Its schedules are of the arithmetic that the server
+computes by, so no answer changes.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from phasewise._words import counted
-from phasewise.workflows.errors import UsageError
-from phasewise.workflows.report import Report, silent
+from phasewise.workflows.report import Report
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,7 +92,7 @@ class IdleTuning:
 def host_that_tunes(
     engine: Engine, model: str, opened: OpenModel, settings: ServeSettings, report: Report
 ) -> OpenHost:
-    """The host of an engine of one rank, which tunes while no request runs. UsageError for several ranks."""
+    """The host of an engine which tunes while no request runs."""
     from phasewise.serving.engine.engine_thread import EngineThread
     from phasewise.serving.ranks.open_ranks import LocalRanks
     from phasewise.topology import read_machine
@@ -102,10 +102,13 @@ def host_that_tunes(
     threads: list[EngineThread] = []
 
     def won(changed: int) -> None:
+        tuned = f"tuned while idle: {counted(changed, 'product')} of {opened.model.name} run by new schedules"
+        if not isinstance(engine.ranks, LocalRanks):
+            report(f"{tuned} from the next start on")
+            return
         schedules = schedules_under(opened.plans, settings.weights, settings.db, read_machine(), report)
-        assert isinstance(engine.ranks, LocalRanks), "refuse_ranks was asked"
         threads[0].between_steps(partial(engine.ranks.reschedule, schedules))
-        report(f"tuned while idle: {counted(changed, 'product')} of {opened.model.name} run by new schedules")
+        report(tuned)
 
     task = IdleTask(model, settings.weights, opened.plans, settings.db, os.getpid())
 
@@ -114,22 +117,3 @@ def host_that_tunes(
         return threads[0]
 
     return open_host
-
-
-def refuse_ranks(model: str, settings: ServeSettings, report: Report) -> None:
-    """UsageError where tuning in idle time is asked for and a plan of the model has several ranks."""
-    if not settings.running.tune_idle:
-        return
-    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
-    from phasewise.topology import read_machine
-    from phasewise.tuner.plans import model_key, plans_for
-
-    running = settings.running
-    name = locate(model, cache_root(None), report).name
-    key = model_key(name, settings.weights.weight_format)
-    plans = plans_for(settings.db, read_machine(), key, running.threads, silent, running.ranks)
-    if any(len(plan.ranks) > 1 for plan in plans.values()):
-        raise UsageError(
-            "--tune-idle has no effect with several ranks, whose processes keep their first schedules: "
-            "serve with --ranks 1, or leave it out"
-        )

@@ -36,13 +36,13 @@ class _FolderModel:
     """A model of the folder that is mapped, and not in memory yet."""
 
     name: str
-    found: SizedModel
+    sized: SizedModel
     settings: ServeSettings
     report: Report
 
     @property
     def n_bytes(self) -> int:
-        return self.found.n_bytes
+        return self.sized.n_bytes
 
     def open(self, stack: ExitStack) -> tuple[OtherModel, OpenEngineHost]:
         from phasewise.serving.engine.engine_thread import EngineThread
@@ -50,7 +50,7 @@ class _FolderModel:
         from phasewise.serving.service import OtherModel
 
         with _told_as_ours():
-            served = open_sized(self.found, self.settings, stack, self.report)
+            served = open_sized(self.sized, self.settings, stack, self.report)
         opened = served.opened
         assert isinstance(opened, OpenEngine), "pools are refused"
         answering = self.settings.answering
@@ -102,8 +102,8 @@ def model_folder(settings: ServeSettings, report: Report) -> ModelFolder:
             return _FolderModel(name, _sized(path, settings, budget, report), settings, report)
 
     def files() -> Mapping[str, ModelFile]:
-        found = dict(reversed(list(_models_in(folder))))  # of two with one name the first
-        return {name: _file_of(found[name]) for name in sorted(found)}
+        paths = dict(reversed(list(_models_in(folder))))  # of two with one name the first
+        return {name: _file_of(paths[name]) for name in sorted(paths)}
 
     return ModelFolder(files, measure, budget, coming.keep_alive)
 

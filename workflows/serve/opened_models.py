@@ -34,7 +34,7 @@ class OpenedModel:
     """
 
     spec: InstanceSpec
-    found: OpenModel
+    open_model: OpenModel
     opened: Served
     host: OpenHost
     predictor: Predictor | None
@@ -51,7 +51,7 @@ class OpenedModel:
         for instance in self.instances:
             yield instance, open_under(instance.plans, spec.model, spec.weights, spec.db, read_machine())
         if not self.instances:
-            yield None, self.found
+            yield None, self.open_model
 
     def uses(self, model: OpenModel) -> list[ScheduleUse]:
         """The schedules that a model opened so runs by."""
@@ -109,22 +109,17 @@ class SizedModel:
     """A model whose engine is not open yet. `drafts`: where drafts of answers come from; None: nowhere."""
 
     ref: str
-    found: OpenModel
+    open_model: OpenModel
     drafts: DraftSource | None
     size: EngineSize
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of its weights and its draft's, and of keys and values."""
-        from phasewise.serving.models.forward import kv_bytes_by_reach, kv_bytes_per_slot
+        """Bytes of weights, keys and values, scratch and vocabulary, its draft model's as well."""
+        from phasewise.serving.engine.engine_memory import engine_bytes
 
-        kv, model = self.size.kv, self.found.model
-        seen_by_all, windowed = kv_bytes_by_reach(model, kv.format)
-        n_bytes = model.weight_bytes + kv.slots * seen_by_all + (kv.ring_slots or kv.slots) * windowed
-        if self.drafts is not None and self.drafts.model is not None:
-            draft = self.drafts.model
-            n_bytes += draft.weight_bytes + kv.slots * kv_bytes_per_slot(draft, kv.format)
-        return n_bytes
+        draft = None if self.drafts is None else self.drafts.model
+        return engine_bytes(self.open_model.model, self.open_model.plans, self.size, draft)
 
 
 def sized(
@@ -147,7 +142,7 @@ def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, rep
     from phasewise.workflows.serve.length_estimator import open_predictor
     from phasewise.workflows.serve.pools import open_pools
 
-    running, db, opened, size = settings.running, settings.db, model.found, model.size
+    running, db, opened, size = settings.running, settings.db, model.open_model, model.size
     text = ModelText(opened.model, allow_special=settings.accepting.allow_special)
     predictor = open_predictor(running.predictor, opened.model.name, report, text.tokenizer.decode)
     prefixes = settings.prefixes.for_engines()

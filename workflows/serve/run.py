@@ -106,9 +106,7 @@ def serve_model(
     from phasewise.serving.service import run_service
     from phasewise.workflows.opening.tuning_hint import hint_at_tuning
     from phasewise.workflows.serve.embedding import makes_vectors, open_beside, serve_embeddings
-    from phasewise.workflows.serve.idle_tuning import refuse_ranks
 
-    refuse_ranks(model, settings, report)
     limits = http_limits(settings.listening, settings.accepting, report)
     tls = tls_of(settings.listening, report)
     with ExitStack() as stack:
@@ -230,8 +228,8 @@ def _embedding_settings(
 def _other_model(other: OpenedModel, settings: ServeSettings) -> OtherModel:
     from phasewise.serving.service import OtherModel
 
-    names = (other.found.model.name, other.spec.model)
-    return OtherModel(other.opened, names, _sampling(other.found, settings), other.predictor)
+    names = (other.open_model.model.name, other.spec.model)
+    return OtherModel(other.opened, names, _sampling(other.open_model, settings), other.predictor)
 
 
 def _explain(served: OpenedModel, settings: ServeSettings, report: Report, explain: Explain) -> None:
@@ -250,7 +248,7 @@ def _fingerprint(served: OpenedModel, opened: OpenModel, settings: ServeSettings
     context = size.limits.context_length
     own = fingerprint_of(opened.model, size.kv.format, opened.schedules, min(context, size.kv.slots))
     defaults = defaults_told(
-        _sampling(served.found, settings),
+        _sampling(served.open_model, settings),
         settings.answering.tool_format,
         context,
         allow_special=settings.accepting.allow_special,
@@ -270,7 +268,7 @@ def _host_of_all(name: str, first: OpenedModel, others: Sequence[OpenedModel]) -
     def thread_of(engine: Engine) -> OpenEngineHost:
         return lambda deliver, on_lost, turn: EngineThread(engine, deliver, on_lost, turn=turn)
 
-    opened = [(name, first.opened), *((other.found.model.name, other.opened) for other in others)]
+    opened = [(name, first.opened), *((other.open_model.model.name, other.opened) for other in others)]
     engines = {name: thread_of(served.engine) for name, served in opened if isinstance(served, OpenEngine)}
     return partial(SeveralEngines, engines)
 
@@ -295,7 +293,7 @@ def _service_settings(
         max_prompt_tokens=settings.accepting.max_prompt_tokens,
         predictor=first.predictor,
         length_log=length_log,
-        sampling=_sampling(first.found, settings),
+        sampling=_sampling(first.open_model, settings),
         cors_origins=_cors_origins(settings),
         logging=_logging(settings),
         tool_format=answering.tool_format,
@@ -318,10 +316,10 @@ def _products(opened: Sequence[OpenedModel], settings: ServeSettings) -> Mapping
         return {}
     products: dict[str, Mapping[str, int]] = {}
     for served in opened:
-        plans = [instance.plans for instance in served.instances] or [served.found.plans]
-        counts = products_of(served.found, plans, settings.db, read_machine())
+        plans = [instance.plans for instance in served.instances] or [served.open_model.plans]
+        counts = products_of(served.open_model, plans, settings.db, read_machine())
         if counts is not None:
-            own = served.found.model.name
+            own = served.open_model.model.name
             products[_names(settings, own)[0] if served is opened[0] else own] = counts.by_state()
     return products
 
@@ -365,7 +363,7 @@ def _machine_facts(first: OpenedModel, settings: ServeSettings) -> MachineFacts:
 
     if settings.pools.cluster is not None:
         return MachineFacts()
-    plans = joined_plans(first.instances) if first.instances else first.found.plans
+    plans = joined_plans(first.instances) if first.instances else first.open_model.plans
     uses: list[ScheduleUse] = []
     for instance, opened in first.opened_as():
         computed = (use for use in first.uses(opened) if instance is None or instance.computes(use.phase))
@@ -405,6 +403,6 @@ def _tell(
     for other in others:
         size = other.opened.size
         report(
-            f"also {other.found.model.name}: context {size.limits.context_length} tokens, KV cache of "
+            f"also {other.open_model.model.name}: context {size.limits.context_length} tokens, KV cache of "
             f"{size.kv.slots} tokens"
         )

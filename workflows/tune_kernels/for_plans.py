@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from phasewise.cython_kernels.packing import PANEL
-from phasewise.serving.models.forward import attention_problem
+from phasewise.serving.models.forward import tuned_attention
 from phasewise.topology import Machine, placement_signature
 from phasewise.tuner.plans import Phase, ServicePlan, list_cores
 from phasewise.workflows.tune_kernels.rounds import Round, Shape, plan_rounds, shapes_of
@@ -61,7 +61,7 @@ def _round(
 ) -> KernelRound:
     whole = shapes_of(model)
     if len(plan.ranks) == 1:
-        (only,) = plan_rounds(machine, phases, whole, most_rows, attention_problem(model))
+        (only,) = plan_rounds(machine, phases, whole, most_rows, tuned_attention(model))
         return KernelRound(only, 1)
     teams = tuple(len(rank.cores) for rank in plan.ranks)
     shapes = tuple(dict.fromkeys(part for shape in whole for part in _parts(shape, teams)))
@@ -70,11 +70,14 @@ def _round(
     return KernelRound(replace(only, tasks=tasks), len(plan.ranks))
 
 
-def _attention_of_a_rank(model: PackedModel, teams: tuple[int, ...]) -> tuple[str, int, int]:
+def _attention_of_a_rank(model: PackedModel, teams: tuple[int, ...]) -> tuple[str, int, int] | None:
     """With as many KV heads as the rank that has most."""
     from phasewise.cython_kernels.division import share
 
-    kv_format, q_rows, kv_rows = attention_problem(model)
+    problem = tuned_attention(model)
+    if problem is None:
+        return None
+    kv_format, q_rows, kv_rows = problem
     kv_heads = model.config.n_kv_heads
     spans = [share(kv_heads, teams, rank) for rank in range(len(teams))]
     most = max(end - begin for begin, end in spans)

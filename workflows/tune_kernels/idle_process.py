@@ -134,8 +134,11 @@ class Polite(NoLock):
 def of_its_arithmetic(tuning_round: Round, opened: OpenModel) -> Round:
     """The round with each weight in the arithmetic that the model is opened with, and in no other.
 
-    A weight whose verdicts in the database are of another one is left out.
+    A weight whose verdicts in the database are of another one is left out. What a rank of several computes is
+    tuned in the default one alone (`kernel_rounds`), whatever its weight has: it is then not used.
     """
+    if any(len(plan.ranks) > 1 for plan in opened.plans.values()):
+        return tuning_round
     weights = {
         (format_name(weight), weight.n, weight.k): weight for weight in opened.model.products().values()
     }

@@ -12,7 +12,7 @@ from phasewise._words import counted
 from phasewise.cython_kernels._native import kernel_abi
 from phasewise.kerneldb.store import open_store
 from phasewise.kerneldb.upkeep import tidy
-from phasewise.serving.models.forward import attention_problem
+from phasewise.serving.models.forward import tuned_attention
 from phasewise.topology import Machine
 from phasewise.tuner.first_duels import FIRST_S, FIRST_SHARE
 from phasewise.tuner.ledger import Scope
@@ -56,7 +56,7 @@ def rounds_of_model(opened: OpenModel, machine: Machine, phases: Sequence[Phase]
             for kernel_round in kernel_rounds(opened.model, machine, [*plans.values()], max_m)
         ]
     cores: dict[Phase, tuple[int, ...]] = {phase: plan.ranks[0].cores for phase, plan in plans.items()}
-    return plan_rounds(machine, cores, shapes_of(opened.model), max_m, attention_problem(opened.model))
+    return plan_rounds(machine, cores, shapes_of(opened.model), max_m, tuned_attention(opened.model))
 
 
 def rounds_of_shapes(

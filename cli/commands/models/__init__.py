@@ -179,7 +179,7 @@ def _facts(inspected: Inspection) -> list[tuple[str, str]]:
             "layers",
             f"{config.n_layers} of hidden {config.hidden}, feed-forward {config.ffn}{_experts(config)}",
         ),
-        ("heads", f"{config.n_heads} query, {config.n_kv_heads} key/value, of {config.head_dim}"),
+        ("heads", _heads(config)),
         ("context", f"{counted(config.context_length, 'token')}{window}"),
         ("rope", f"theta {number(config.rope.theta)}{scaling}"),
         (
@@ -204,6 +204,14 @@ def _facts(inspected: Inspection) -> list[tuple[str, str]]:
         (f"as {name}", f"{size_text(size):>17} in memory") for name, size in inspected.format_bytes.items()
     ]
     return facts
+
+
+def _heads(config: ModelConfig) -> str:
+    latent = config.latent
+    if latent is None:
+        return f"{config.n_heads} query, {config.n_kv_heads} key/value, of {config.head_dim}"
+    vectors = counted(config.n_layers, "latent vector")
+    return f"{config.n_heads} query, over {vectors} a token of {latent.vector} numbers"
 
 
 def _experts(config: ModelConfig) -> str:

@@ -90,7 +90,7 @@ class Codec:
             shape.n_layers,
             shape.n_kv_heads,
             shape.head_dim,
-            0,
+            int(shape.latent),
             frame.epoch,
             frame.sequence,
             frame.layer,
@@ -118,7 +118,7 @@ class Codec:
             layers,
             heads,
             dim,
-            _,
+            latent,
             epoch,
             sequence,
             layer,
@@ -133,7 +133,8 @@ class Codec:
             raise FrameError("version", f"a frame of version {version}; this phasewise reads {VERSION}")
         if told != self.model_hash:
             raise FrameError("model", "the frame is of another model, weight format or version of it")
-        if kv_format >= len(KV_FORMATS) or KvShape(layers, heads, dim, KV_FORMATS[kv_format]) != self.shape:
+        known = kv_format < len(KV_FORMATS) and latent in (0, 1)
+        if not known or KvShape(layers, heads, dim, KV_FORMATS[kv_format], bool(latent)) != self.shape:
             raise FrameError("shape", f"the frame's keys and values are not of {self.shape}")
         if kind not in set(FrameKind):
             raise FrameError("malformed", f"there is no frame of kind {kind}")

@@ -136,8 +136,22 @@ void ISA(store_key)(const pw_kv_head *head, int64_t slot, const float *key) {
     }
 }
 
+static void store_latent(const pw_kv_head *head, int64_t slot, const float *vector) {
+    stored_row row;
+    int64_t bytes = pw_kv_element_bytes(head->format);
+    for (int32_t i = 0; i < head->head_dim; i += PW_MAX_HEAD_DIM) {
+        int32_t now = head->head_dim - i < PW_MAX_HEAD_DIM ? head->head_dim - i : PW_MAX_HEAD_DIM;
+        stored(head->format, now, vector + i, &row);
+        memcpy((char *)head->values + (slot * head->head_dim + i) * bytes, &row, (size_t)(now * bytes));
+    }
+}
+
 void ISA(store_value)(const pw_kv_head *head, int64_t slot, const float *value) {
     stored_row row;
+    if (head->is_latent) {
+        store_latent(head, slot, value);
+        return;
+    }
     if (head->format == PW_KV_INT4) {
         int64_t words = pw_kv_elements(PW_KV_INT4, head->value_dim);
         to_int4(head->head_dim, value, head->value_dim, (uint32_t *)head->values + slot * words);

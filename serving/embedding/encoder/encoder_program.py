@@ -109,8 +109,8 @@ def slopes_of(n_heads: int) -> Vector:
     other one of the next higher power's.
     """
     lower = 1 << (n_heads.bit_length() - 1)
-    powers = [power(2.0, -8 * at, lower) for at in range(1, lower + 1)]
-    powers += [power(2.0, -4 * at, lower) for at in range(1, 2 * (n_heads - lower), 2)]
+    powers = [power(2.0, -8 * index, lower) for index in range(1, lower + 1)]
+    powers += [power(2.0, -4 * index, lower) for index in range(1, 2 * (n_heads - lower), 2)]
     return np.array(powers, np.float32)
 
 

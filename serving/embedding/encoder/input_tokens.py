@@ -62,8 +62,8 @@ class EncoderText:
                 return self._prompts[name]
         if input_type in _NAMES_OF:
             return ""
-        known = ", ".join(dict.fromkeys((*_NAMES_OF, *self._prompts)))
-        raise ValueError(f"{input_type!r:.80} is no kind of input of this model: {known}")
+        names = ", ".join(dict.fromkeys((*_NAMES_OF, *self._prompts)))
+        raise ValueError(f"{input_type!r:.80} is no kind of input of this model: {names}")
 
     def tokens(
         self,
@@ -101,14 +101,14 @@ class EncoderText:
         behind = template.rpartition(PAIR_PLACES[2])[2]
         encoded = self._cutter.encode([*whole, behind], add_special=False)
         tail = encoded.pop()[0]
-        found = []
+        texts = []
         for index, (ids, _) in enumerate(encoded):
             if len(ids) > self.max_tokens:
                 if not truncate or len(tail) >= self.max_tokens:
                     raise too_long(index, len(ids), self.max_tokens)
                 ids = [*ids[: self.max_tokens - len(tail)], *tail]
-            found.append(Tokens(list(ids)))
-        return found
+            texts.append(Tokens(list(ids)))
+        return texts
 
     def _shaped(self, text: Text, index: int, prompt: str, *, truncate: bool) -> Text:
         """Cutting megabytes of text takes seconds, only to learn that they are too many tokens."""

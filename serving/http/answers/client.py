@@ -414,11 +414,11 @@ class EngineClient:
             self._route(delivery.outs, delivery.stats)
 
     def _route_progress(self, progress: Sequence[Progress]) -> None:
-        for one in progress:
-            self._prompts.goes_on(one)
-            stream = self._streams.get(one.request_id)
+        for prompt in progress:
+            self._prompts.goes_on(prompt)
+            stream = self._streams.get(prompt.request_id)
             if stream is not None and stream.tells_progress and not stream.has_begun:
-                stream.put(one)
+                stream.put(prompt)
                 stream.wake()
 
     def _route(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:

@@ -51,7 +51,9 @@ class ModelRoom:
     def makes_way(self, n_bytes: int) -> list[Resident]:
         """Those that must leave for a model of this size, in their order."""
         chosen: list[Resident] = []
-        in_order = sorted(self.residents.values(), key=lambda one: (one.n_users > 0, one.used_s))
+        in_order = sorted(
+            self.residents.values(), key=lambda resident: (resident.n_users > 0, resident.used_s)
+        )
         left = self.n_bytes + n_bytes - (self.budget_bytes or 0)
         for resident in in_order:
             if self.budget_bytes is None or left <= 0:
@@ -80,9 +82,9 @@ class ModelRoom:
 
     def overdue(self, now_s: float) -> list[Resident]:
         """Those that were not used for as long as they stay."""
-        return [one for one in self.residents.values() if one.ends_s <= now_s]
+        return [resident for resident in self.residents.values() if resident.ends_s <= now_s]
 
     @property
     def next_end_s(self) -> float:
         """The time at which the next one is overdue; infinite: none will be."""
-        return min((one.ends_s for one in self.residents.values()), default=math.inf)
+        return min((resident.ends_s for resident in self.residents.values()), default=math.inf)

@@ -39,8 +39,8 @@ class HistogramsByLabels(dict[tuple[str, ...], LocalHistogram]):
         self._bounds = bounds
 
     def __missing__(self, labels: tuple[str, ...]) -> LocalHistogram:
-        made = self[labels] = LocalHistogram(self._bounds)
-        return made
+        histogram = self[labels] = LocalHistogram(self._bounds)
+        return histogram
 
 
 class LocalHistograms(Collector):

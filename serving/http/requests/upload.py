@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,24 +51,24 @@ class FormReader:
         """Read a part's head, or data up to a mark. False: more bytes are needed."""
         if self._part is None:
             return self._read_head() if self._has_begun else self._skip_to_first()
-        at = self._rest.find(self._mark)
-        if at < 0:
+        offset = self._rest.find(self._mark)
+        if offset < 0:
             keep = len(self._mark) - 1
             self._take(self._rest[:-keep])
             self._rest = self._rest[-keep:]
             return False
-        self._take(self._rest[:at])
-        self._rest = self._rest[at + len(self._mark) :]
+        self._take(self._rest[:offset])
+        self._rest = self._rest[offset + len(self._mark) :]
         self._end_part()
         return True
 
     def _skip_to_first(self) -> bool:
-        at = self._rest.find(self._mark)
-        if at < 0 and len(self._rest) > _MOST_HEAD_BYTES:
+        offset = self._rest.find(self._mark)
+        if offset < 0 and len(self._rest) > _MOST_HEAD_BYTES:
             raise _no_form("it does not begin with its boundary")
-        if at < 0:
+        if offset < 0:
             return False
-        self._rest = self._rest[at + len(self._mark) :]
+        self._rest = self._rest[offset + len(self._mark) :]
         self._has_begun = True
         return True
 
@@ -75,13 +76,13 @@ class FormReader:
         if self._rest.startswith(b"--"):
             self.is_over = True
             return False
-        at = self._rest.find(b"\r\n\r\n")
-        if at < 0:
+        offset = self._rest.find(b"\r\n\r\n")
+        if offset < 0:
             if len(self._rest) > _MOST_HEAD_BYTES:
                 raise _no_form("the head of a part is too long")
             return False
-        names = _disposition(self._rest[:at])
-        self._rest = self._rest[at + 4 :]
+        names = _disposition(self._rest[:offset])
+        self._rest = self._rest[offset + 4 :]
         self._part, self._value = names.get("name", ""), b""
         if self._part == "file":
             if self.form.filename is not None:
@@ -138,7 +139,7 @@ def boundary_of(request: Request) -> str:
 
 
 async def read_form(request: Request, write: Callable[[bytes], None], most_bytes: int) -> UploadForm:
-    """The form of a request, its file given to `write`. ApiError for what is no form, or too large."""
+    """The form of a request; a thread gives its file to `write`. ApiError: it is no form, or too large."""
     reader = FormReader(boundary_of(request), write)
     n_bytes, more = 0, True
     while more:
@@ -151,7 +152,7 @@ async def read_form(request: Request, write: Callable[[bytes], None], most_bytes
             raise ApiError(
                 413, f"the file is larger than {most_bytes} bytes", code="file_too_large", closes=True
             )
-        reader.feed(piece)
+        await asyncio.to_thread(reader.feed, piece)
     if not reader.is_over:
         raise _no_form("it ends before its last boundary")
     return reader.form

@@ -128,11 +128,10 @@ def _add_files(app: FastAPI, runner: BatchRunner) -> None:
                 raise bad_request("purpose must be batch: files are for batches alone here", "purpose")
             if form.filename is None:
                 raise bad_request("the form has no part called file", "file")
-        except BatchStoreError as error:
-            file.drop()
-            raise _refusal(error) from None
-        except BaseException:
-            file.drop()
+        except BaseException as error:
+            await asyncio.shield(asyncio.to_thread(file.drop))
+            if isinstance(error, BatchStoreError):
+                raise _refusal(error) from None
             raise
         name = form.filename[:255]
         return _file(await _on_disk(partial(kept.keep_file, file, _owner(request), name, "batch")))
@@ -173,8 +172,8 @@ def _owner(request: Request) -> str:
 
 
 def _seconds(window: str) -> int:
-    found = re.fullmatch(r"([1-9][0-9]{0,6})([smhd])", window)
-    seconds = int(found[1]) * _UNITS_S[found[2]] if found else 0
+    match = re.fullmatch(r"([1-9][0-9]{0,6})([smhd])", window)
+    seconds = int(match[1]) * _UNITS_S[match[2]] if match else 0
     if not 0 < seconds <= _MOST_WINDOW_S:
         raise bad_request("completion_window must be a time such as 24h, at most 30d", "completion_window")
     return seconds

@@ -22,27 +22,27 @@ def batch_paths(refusals_of: Callable[..., Json]) -> Json:
     begin = {"required": True, "content": _content("BatchRequest")}
     content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
     sent = refusals_of(400, 401, 403, 404, 413, 415, 429, 503, 507)
-    known, listed = refusals_of(401, 404, 503), refusals_of(400, 401, 404, 503)
+    refusals, listed = refusals_of(401, 404, 503), refusals_of(400, 401, 404, 503)
     busy = refusals_of(401, 404, 409, 503)
     files: Json = {
         **_does("get", "list_files", "Files, the newest first", _content("FileList"), listed),
         **_does("post", "create_file", "Keep a file of requests", _content("File"), sent, upload),
     }
     file: Json = {
-        **_does("get", "show_file", "A file", _content("File"), known),
+        **_does("get", "show_file", "A file", _content("File"), refusals),
         **_does("delete", "delete_file", "Keep a file no longer", _content("DeletedFile"), busy),
     }
     batches: Json = {
         **_does("get", "list_batches", "Batches, the newest first", _content("BatchList"), listed),
         **_does("post", "create_batch", "Answer a file of requests", _content("Batch"), sent, begin),
     }
-    batch = _does("get", "show_batch", "How far a batch is", _content("Batch"), known)
+    batch = _does("get", "show_batch", "How far a batch is", _content("Batch"), refusals)
     cancel = _does("post", "cancel_batch", "End a batch", _content("Batch"), busy)
     return {
         "/v1/files": {**files, "parameters": _PAGE},
         "/v1/files/{file_id}": {**file, "parameters": [_in_path("file_id")]},
         "/v1/files/{file_id}/content": {
-            **_does("get", "file_content", "The bytes of a file", content, known),
+            **_does("get", "file_content", "The bytes of a file", content, refusals),
             "parameters": [_in_path("file_id")],
         },
         "/v1/batches": {**batches, "parameters": _PAGE},

@@ -19,7 +19,7 @@ from fastapi.responses import Response
 from pydantic import ConfigDict, Discriminator, Field, Tag
 from pydantic_core import to_json
 
-from phasewise.serving.embedding.client import EmbeddingClient
+from phasewise.serving.embedding.client import Asker, EmbeddingClient
 from phasewise.serving.embedding.encoder.input_tokens import EncoderText, Text, Tokens, too_long
 from phasewise.serving.embedding.encoder.pooling import PRECISIONS, Precision, truncated
 from phasewise.serving.errors import QueueFull, ServingError
@@ -44,6 +44,8 @@ _MOST_LONG = 16
 EncodingFormat = Literal["float", "base64", "int8", "binary", "ubinary"]
 _NUMBER_BYTES: dict[EncodingFormat, float] = {"float": 24, "base64": 6, "int8": 5, "binary": 1, "ubinary": 1}
 """The most that a number of a vector takes in JSON."""
+_CAME_S = "phasewise.came_s"
+"""The place in an ASGI scope that says when the whole of a request had come."""
 
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_INPUTS)]
 TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
@@ -197,44 +199,40 @@ class EmbeddingRoutes:
 
     async def embeddings(self, request: Request) -> Response:
         """Vectors of texts or of token ids."""
-        arrived_s = time.monotonic()
         body = await self._read(request, EmbeddingRequest)
-        vectors, n_tokens = await self._embedded(request, body, arrived_s)
+        vectors, n_tokens = await self._embedded(request, body)
         write = _base64 if body.encoding_format == "base64" else _numbers_as(body.encoding_format or "float")
         written = await asyncio.to_thread(_written, vectors, write, self.model.model_id, n_tokens)
         return Response(written, media_type="application/json")
 
     async def ollama_embed(self, request: Request) -> Response:
         """The same of texts, in Ollama's form."""
-        arrived_s = time.monotonic()
+        began_s = time.monotonic()
         asked = await self._read(request, OllamaEmbedRequest)
         how = {"dimensions": asked.dimensions, "truncate": asked.truncate}
-        vectors, n_tokens = await self._embedded_texts(request, asked, asked.input, arrived_s, **how)
-        duration_ns = int((time.monotonic() - arrived_s) * 1e9)
+        vectors, n_tokens = await self._embedded_texts(request, asked, asked.input, **how)
+        duration_ns = int((time.monotonic() - began_s) * 1e9)
         facts = {"total_duration": duration_ns, "load_duration": 0, "prompt_eval_count": n_tokens}
         rows = await asyncio.to_thread(lambda: [_numbers(vector) for vector in vectors])
         return _json({"model": asked.model, "embeddings": rows, **facts})
 
     async def ollama_embeddings(self, request: Request) -> Response:
         """The vector of one text, in Ollama's earlier form."""
-        arrived_s = time.monotonic()
         asked = await self._read(request, OllamaEmbeddingsRequest)
-        vectors, _ = await self._embedded_texts(request, asked, asked.prompt, arrived_s, truncate=True)
+        vectors, _ = await self._embedded_texts(request, asked, asked.prompt, truncate=True)
         return _json({"embedding": _numbers(vectors[0]) if vectors else []})
 
     async def _embedded_texts(
-        self, request: Request, asked: _OllamaBody, texts: str | list[str], arrived_s: float, **how: Any
+        self, request: Request, asked: _OllamaBody, texts: str | list[str], **how: Any
     ) -> tuple[list[Floats], int]:
         """Nothing of no text: that is how a client of Ollama loads a model."""
         if not texts:
             self._check_model(asked.model_id)
             return [], 0
         body = EmbeddingRequest(model=asked.model_id, input=texts, **how)
-        return await self._embedded(request, body, arrived_s)
+        return await self._embedded(request, body)
 
-    async def _embedded(
-        self, request: Request, body: EmbeddingRequest, arrived_s: float
-    ) -> tuple[list[Floats], int]:
+    async def _embedded(self, request: Request, body: EmbeddingRequest) -> tuple[list[Floats], int]:
         """Vectors, and the tokens of all inputs."""
         self._check_model(body.model)
         if self.model.scores:
@@ -253,14 +251,14 @@ class EmbeddingRoutes:
             if is_text:
                 texts = [given] if isinstance(given, str) else given
                 return self.model.text.tokens(texts, truncate=body.truncate, input_type=body.input_type)
-            ids = [given] if isinstance(given[0], int) else given
+            ids: Any = [given] if isinstance(given[0], int) else given
             return [
                 self._token_ids(index, input_ids, truncate=body.truncate)
                 for index, input_ids in enumerate(ids)
             ]
 
         inputs = await self._prepared(request, _characters(given), cut)
-        vectors = await self._vectors(request, inputs, arrived_s)
+        vectors = await self._vectors(request, inputs)
         if body.dimensions is not None:
             vectors = [truncated(vector, body.dimensions) for vector in vectors]
         return vectors, sum(len(tokens.ids) for tokens in inputs)
@@ -317,7 +315,10 @@ class EmbeddingRoutes:
 
     async def _read(self, request: Request, kind: Any) -> Any:
         self._refuse_unless_open()
-        return await self._bodies.read(request, kind)
+        connection = connection_of(request.scope)
+        body = await self._bodies.read(request, kind)
+        request.scope[_CAME_S] = None if connection is None else connection.came_s()
+        return body
 
     def _check_input_type(self, input_type: str, *, is_text: bool) -> None:
         if not is_text:
@@ -352,23 +353,20 @@ class EmbeddingRoutes:
     ) -> list[Tokens]:
         lane = self._long if n_characters > _LONG_CHARACTERS else self._texts
         try:
-            client = client_of(request.scope).name
-            self._client.refuse_if_full(client)
-            return await while_there(request, lane.run(client, cut))
+            asker = _asker(request)
+            self._client.refuse_if_full(asker)
+            return await while_there(request, lane.run(asker.name, cut))
         except ServingError as error:
             _vouch_if_busy(request, error)
             raise from_engine(error) from error
 
-    async def _vectors(
-        self, request: Request, inputs: Sequence[Tokens], arrived_s: float | None = None
-    ) -> list[Floats]:
+    async def _vectors(self, request: Request, inputs: Sequence[Tokens]) -> list[Floats]:
         self._refuse_unless_open()
         record = record_of(request.scope)
         if record is not None:
             record.n_prompt = sum(len(tokens.ids) for tokens in inputs)
         try:
-            computed = self._client.embed(inputs, client_of(request.scope).name, arrived_s)
-            vectors = await while_there(request, computed)
+            vectors = await while_there(request, self._client.embed(inputs, _asker(request)))
         except ServingError as error:
             _vouch_if_busy(request, error)
             raise from_engine(error) from error
@@ -416,6 +414,14 @@ def add_routes(app: FastAPI, routes: EmbeddingRoutes) -> None:
     async def tei_rerank(request: Request) -> Response:
         """The same in the form of text-embeddings-inference."""
         return await routes.tei_rerank(request)
+
+
+def _asker(request: Request) -> Asker:
+    """The sender of a request whose body has been read."""
+    name, connection = client_of(request.scope).name, connection_of(request.scope)
+    if connection is None:
+        return Asker(name)
+    return Asker(name, request.scope[_CAME_S], connection.at_end)
 
 
 def _vouch(request: Request) -> None:

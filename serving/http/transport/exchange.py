@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
@@ -53,6 +54,8 @@ class Exchange:
         """True once the head of the answer is written."""
         self.is_complete = False
         """True once the answer is written, or has no reader any more."""
+        self.at_end: Callable[[], None] = lambda: None
+        """Called once the application has answered."""
         self._outlet = outlet
         self._body = bytearray()
         self._more_body = True

@@ -47,18 +47,18 @@ def _pairs(
     file: GgufFiles, infos: dict[str, TensorInfo], alpha: float, architecture: str, config: ModelConfig
 ) -> dict[str, Pair]:
     family = family_of_gguf(architecture, str(file.path))
-    found: dict[str, dict[str, TensorInfo]] = {}
+    by_module: dict[str, dict[str, TensorInfo]] = {}
     for theirs, info in infos.items():
         match = _PAIR.fullmatch(theirs)
         if match is None or len(info.shape) != 2:
             raise ModelError(
                 f"{file.path} has a tensor {theirs!r:.120} that is neither lora_a nor lora_b of a matrix"
             )
-        found.setdefault(match[1], {})[match[2]] = info
+        by_module.setdefault(match[1], {})[match[2]] = info
     names = {**LAYER_NAMES, **family.gguf_names}
     shapes = shapes_of_all(config, has_bias=False)
     pairs: dict[str, Pair] = {}
-    for theirs, both in found.items():
+    for theirs, both in by_module.items():
         if set(both) != {"a", "b"}:
             raise ModelError(f"{file.path} has of {theirs!r:.120} only lora_{next(iter(both))}")
         layer = _LAYER.fullmatch(theirs)

@@ -46,10 +46,10 @@ def with_adapters(model: PackedModel, lora: Sequence[str]) -> PackedModel:
     """The model with adapters of `NAME=PATH` each, numbered in this order. ModelError."""
     if not lora:
         return model
-    found = named_paths(lora)
-    if len(found) > MAX_ADAPTERS:
-        raise ModelError(f"{counted(len(found), 'adapter')} of one model; at most {MAX_ADAPTERS} can run")
+    named = named_paths(lora)
+    if len(named) > MAX_ADAPTERS:
+        raise ModelError(f"{counted(len(named), 'adapter')} of one model; at most {MAX_ADAPTERS} can run")
     if model.config.encoder is not None or model.embedding is not None:
         raise ModelError(f"{model.name} makes vectors: adapters are for models that generate text")
-    adapters = tuple(load_adapter(name, path, model.config) for name, path in found)
+    adapters = tuple(load_adapter(name, path, model.config) for name, path in named)
     return replace(model, adapters=adapters)

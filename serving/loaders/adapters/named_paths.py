@@ -26,9 +26,9 @@ def named_path(text: str) -> tuple[str, Path]:
 
 def named_paths(texts: Sequence[str]) -> list[tuple[str, Path]]:
     """All of them. ModelError where two have one name."""
-    found = [named_path(text) for text in texts]
-    names = [name for name, _ in found]
+    named = [named_path(text) for text in texts]
+    names = [name for name, _ in named]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ModelError(f"two adapters are called {twice}: give another name with NAME=PATH")
-    return found
+    return named

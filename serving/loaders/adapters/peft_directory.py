@@ -83,15 +83,15 @@ def peft_pairs(path: Path, config: ModelConfig, stack: ExitStack) -> dict[str, P
     family = next(family for family in FAMILIES if family.name == config.architecture)
     file, entries = open_all(directory, [WEIGHTS])[0]
     stack.callback(file.close)
-    found: dict[str, dict[str, SourceTensor]] = {}
+    by_module: dict[str, dict[str, SourceTensor]] = {}
     for theirs, entry in entries.items():
         match = _PAIR.fullmatch(theirs.removeprefix(_PREFIX))
         if match is None or not theirs.startswith(_PREFIX):
             raise ModelError(f"{path} has a tensor {theirs!r:.120}, {_why_not(theirs)}")
         if len(entry.shape) != 2:
             raise ModelError(f"{path} has {theirs!r:.120} in shape {list(entry.shape)}: a matrix expected")
-        found.setdefault(match[1], {})[match[2]] = tensor_of(file, theirs, entry)
-    return _our_pairs(found, scaling, family, config, path)
+        by_module.setdefault(match[1], {})[match[2]] = tensor_of(file, theirs, entry)
+    return _our_pairs(by_module, scaling, family, config, path)
 
 
 def _why_not(theirs: str) -> str:
@@ -107,7 +107,7 @@ def _why_not(theirs: str) -> str:
 
 
 def _our_pairs(
-    found: Mapping[str, Mapping[str, SourceTensor]],
+    by_module: Mapping[str, Mapping[str, SourceTensor]],
     scaling: _Scaling,
     family: Family,
     config: ModelConfig,
@@ -116,7 +116,7 @@ def _our_pairs(
     names = {**LAYER_NAMES, **family.hf_names}
     shapes = shapes_of_all(config, has_bias=False)
     pairs: dict[str, Pair] = {}
-    for module, both in found.items():
+    for module, both in by_module.items():
         if set(both) != {"A", "B"}:
             raise ModelError(f"{path} has of {module!r:.120} only lora_{next(iter(both))}")
         stem, name, _ = layer_place(without_prefix(f"{module}.weight", family))

@@ -65,7 +65,7 @@ def reranker_of(
             raise ModelError(f"{directory.path / where} names no true_token_id")
         return _templated(directory, is_qwen, chat_template, yes, no)
     named = field(fields, "architectures", list) or []
-    if any(isinstance(one, str) and one.endswith(CLASSIFIER) for one in named):
+    if any(isinstance(name, str) and name.endswith(CLASSIFIER) for name in named):
         _check_labels(fields)
         return _templated(directory, is_qwen, chat_template, None, None)
     if modules is None and is_qwen and _is_called_reranker(directory, fields, name):
@@ -101,8 +101,8 @@ def _answers(directory: ModelDirectory) -> tuple[int, int]:
     tokenizer = parse_json_object(directory.text("tokenizer.json", MAX_TOKENIZER_BYTES), "tokenizer.json")
     model = tokenizer.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    known = vocabulary if isinstance(vocabulary, dict) else {}
-    yes, no = known.get(YES), known.get(NO)
+    ids = vocabulary if isinstance(vocabulary, dict) else {}
+    yes, no = ids.get(YES), ids.get(NO)
     if not isinstance(yes, int) or not isinstance(no, int):
         raise ModelError(
             f"{directory.path} is called a reranker, and its vocabulary has no {YES!r} and {NO!r}"
@@ -115,13 +115,13 @@ def _templated(
 ) -> Reranker:
     """By the chat template where that has the roles of a pair, else by the text of Qwen's models."""
     stated = stated_prompts(directory)
-    found = None if chat_template is None else pair_template(chat_template)
-    if found is None and not is_qwen:
+    theirs = None if chat_template is None else pair_template(chat_template)
+    if theirs is None and not is_qwen:
         raise ModelError(
             f"{directory.path} scores pairs of texts, and its chat template does not show the contents of"
             " the roles query and document"
         )
-    template, own = (QWEN3_TEMPLATE, INSTRUCTION) if found is None else found
+    template, own = (QWEN3_TEMPLATE, INSTRUCTION) if theirs is None else theirs
     default = None if stated.default is None else dict(stated.prompts).get(stated.default)
     return Reranker(yes, no, template, own if default is None else default)
 
@@ -201,10 +201,10 @@ def score_vector(head: SourceTensor, yes: int, no: int | None, what: str) -> Sou
     read, width = head.rows, head.shape[1]
 
     def of_row(row: int) -> np.ndarray:
-        found = read(row, row + 1)
-        if isinstance(found, BlockRows):
-            found = widened(found)
-        plain = dequantise(found) if isinstance(found, QuantRows) else found
+        values = read(row, row + 1)
+        if isinstance(values, BlockRows):
+            values = widened(values)
+        plain = dequantise(values) if isinstance(values, QuantRows) else values
         return np.asarray(plain, np.float32).reshape(1, -1)
 
     def rows(_start: int, _stop: int) -> Rows:

@@ -8,8 +8,19 @@ from __future__ import annotations
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.arcee import ARCEE
 from phasewise.serving.loaders.families.cohere import COHERE2
+from phasewise.serving.loaders.families.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF, ENCODERS_BY_HF
-from phasewise.serving.loaders.families.family import ACTIVATION_NAMES, Family, Names, OtherForm, TensorCut
+from phasewise.serving.loaders.families.family import (
+    ACTIVATION_NAMES,
+    Family,
+    HeadParts,
+    HeadStack,
+    LatentTensor,
+    Names,
+    OtherForm,
+    TensorCut,
+    TurnedTail,
+)
 from phasewise.serving.loaders.families.gemma import GEMMA2, GEMMA3
 from phasewise.serving.loaders.families.glm import GLM4, GLM4_MOE
 from phasewise.serving.loaders.families.gpt_oss import GPT_OSS
@@ -29,9 +40,13 @@ __all__ = [
     "ACTIVATION_NAMES",
     "FAMILIES",
     "Family",
+    "HeadParts",
+    "HeadStack",
+    "LatentTensor",
     "Names",
     "OtherForm",
     "TensorCut",
+    "TurnedTail",
     "family_of_gguf",
     "family_of_hf",
 ]
@@ -40,6 +55,7 @@ FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, OLMO2, OLMOE, GRANITE,
     GRANITE_MOE, GRANITE_HYBRID, SMOLLM3, GPT_OSS, ARCEE, LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE,
     GLM4, GLM4_MOE, MINIMAX_M2, MISTRAL3, COHERE2, STARCODER2,
+    DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE,
 )  # fmt: skip
 
 _BY_HF = {name: family for family in FAMILIES for name in family.hf}

@@ -50,6 +50,32 @@ class OtherForm:
     negated_exponential: bool = False
 
 
+@dataclass(frozen=True)
+class TurnedTail:
+    """Rows of latent attention whose last ones, of every head or of all, are pairs side by side; ours have
+    the first rows of all pairs, then the second ones."""
+
+    name: str
+    by_head: bool
+
+
+@dataclass(frozen=True)
+class HeadParts:
+    """Rows of every head, of two of ours: `keys`, whose rows are columns of ours, and `values`."""
+
+    keys: str
+    values: str
+
+
+@dataclass(frozen=True)
+class HeadStack:
+    """Matrices of all heads, one below the other."""
+
+    name: str
+
+
+LatentTensor = TurnedTail | HeadParts | HeadStack
+
 ACTIVATION_NAMES = {
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
@@ -57,7 +83,7 @@ ACTIVATION_NAMES = {
 }
 """Activations, and what config.json calls them."""
 
-Names = Mapping[str, str | TensorCut | OtherForm]
+Names = Mapping[str, str | TensorCut | OtherForm | LatentTensor]
 """A file's names of a layer's tensors to ours; "{e}" in both stands for an expert's number."""
 
 
@@ -98,6 +124,8 @@ class Family:
     """True if files hold layers beyond the model's, which predict more tokens and are not read."""
     gguf_optional_qk_norm: bool = False
     """True if a GGUF file says by its tensors alone that queries and keys are normalised by heads."""
+    latent: bool = False
+    """True if attention is over one vector of each token, whose length files state (`kv_lora_rank`)."""
     hf_unit_norms: bool = False
     """True if safetensors hold norm weights less one (GGUF files never do)."""
     hf_interleaved_heads: bool = False

@@ -83,8 +83,8 @@ def _state_layers(get: Get, config: ModelConfig) -> tuple[int, ...]:
     """The layers by either of two keys, each in the words of one release of transformers or the other."""
     names = get("layer_types", list, get("layers_block_type", list))
     old = {"mamba": "linear_attention", "attention": "full_attention"}
-    known = [old.get(name, name) if isinstance(name, str) else name for name in names or ()]
-    return state_layer_types(lambda *_: known or None, config, "linear_attention")
+    renamed = [old.get(name, name) if isinstance(name, str) else name for name in names or ()]
+    return state_layer_types(lambda *_: renamed or None, config, "linear_attention")
 
 
 def _with_states(config: ModelConfig, state: StateLayers, *, rope: bool) -> ModelConfig:

@@ -22,7 +22,7 @@ def _modern_bert(
     """thetas: of layers that see all, and of the others."""
     assert config.encoder is not None
     whole, local = (RopeSpec(theta, config.head_dim) for theta in thetas)
-    kinds = tuple(LayerKind(window, local) if one else LayerKind(None, whole) for one in windowed)
+    kinds = tuple(LayerKind(window, local) if is_local else LayerKind(None, whole) for is_local in windowed)
     scores = config.encoder.scores
     encoder = replace(config.encoder, pre_norms=True, norm_head=scores, segments=False)
     return replace(config, rope=whole, layer_kinds=kinds, encoder=encoder)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from phasewise._words import reason_of
 from phasewise.serving.errors import ModelError
 
 PULL_TIMEOUT_S = 1800
@@ -171,7 +172,7 @@ def pull(model: KnownModel, root: Path, report: Report) -> Path:
                 os.replace(Path(folder) / str(index), home / file.path)
     except OSError as error:
         raise ModelError(
-            f"{model.name} cannot be kept in {home}: {error}; PHASEWISE_CACHE names another place"
+            f"{model.name} cannot be kept in {home}: {reason_of(error)}; PHASEWISE_CACHE names another place"
         ) from error
     return target
 

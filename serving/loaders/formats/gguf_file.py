@@ -91,7 +91,7 @@ class _Parser:
         self.data = data
         self.path = file.path
         self.file_bytes = file.size
-        self.at = 0
+        self.offset = 0
         self.values_left = MAX_VALUES
 
     def header(self) -> GgufHeader:
@@ -119,13 +119,15 @@ class _Parser:
         return ModelError(f"{self.path} {what}")
 
     def _take(self, length: int) -> bytes:
-        end = self.at + length
+        end = self.offset + length
         if end > len(self.data):
             if end > self.file_bytes:
-                raise self._bad(f"claims {length} bytes at {self.at}, beyond its end at {self.file_bytes}")
+                raise self._bad(
+                    f"claims {length} bytes at {self.offset}, beyond its end at {self.file_bytes}"
+                )
             raise _TooShort
-        piece = self.data[self.at : end]
-        self.at = end
+        piece = self.data[self.offset : end]
+        self.offset = end
         return piece
 
     def _scalar(self, dtype: str) -> Any:
@@ -135,11 +137,11 @@ class _Parser:
     def _string(self, max_bytes: int = MAX_HEADER_BYTES) -> str:
         length = self._scalar("<u8")
         if length > max_bytes:
-            raise self._bad(f"claims a string of {length} bytes at {self.at}")
+            raise self._bad(f"claims a string of {length} bytes at {self.offset}")
         try:
             return self._take(length).decode()
         except UnicodeDecodeError:
-            raise self._bad(f"holds text that is not UTF-8 before byte {self.at}") from None
+            raise self._bad(f"holds text that is not UTF-8 before byte {self.offset}") from None
 
     def _value(self, type_id: int, key: str) -> Any:
         if type_id == _STRING:
@@ -167,7 +169,7 @@ class _Parser:
     def _strings(self, count: int) -> list[str]:
         """The loop over a vocabulary, a hundred times as long as all else here, so written flat."""
         data, end = self.data, len(self.data)
-        start = position = self.at
+        start = position = self.offset
         strings = []
         for _ in range(count):
             start = position + 8
@@ -180,7 +182,7 @@ class _Parser:
                 strings.append(data[start:position].decode())
             except UnicodeDecodeError:
                 raise self._bad(f"holds text that is not UTF-8 before byte {position}") from None
-        self._take(max(start, position) - self.at)  # complains where the loop stopped early
+        self._take(max(start, position) - self.offset)  # complains where the loop stopped early
         return strings
 
     def _tensor_info(self) -> TensorInfo:
@@ -209,7 +211,7 @@ class _Parser:
             raise self._bad(
                 f"has alignment {alignment!r:.80}: a power of two from 8 to {MAX_ALIGNMENT} expected"
             )
-        start = -(-self.at // alignment) * alignment
+        start = -(-self.offset // alignment) * alignment
         placed: dict[str, TensorInfo] = {}
         end, before = start, ""
         for info in sorted(infos, key=lambda info: info.offset):

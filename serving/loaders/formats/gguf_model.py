@@ -198,7 +198,8 @@ def _config(
 
     heads, hidden = get("attention.head_count", int), get("embedding_length", int)
     head_dim = get("attention.key_length", int) or _even_share(hidden, heads)
-    if get("attention.value_length", int, head_dim) != head_dim:
+    latent = get("attention.kv_lora_rank", int, 0) and family.latent
+    if not latent and get("attention.value_length", int, head_dim) != head_dim:
         raise ModelError(f"{path} has keys and values of different length, which cannot run")
     plain = ModelConfig(
         architecture=family.name,

@@ -59,6 +59,7 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
     _refuse_what_cannot_run(get, family.activation)
     heads, hidden = get("num_attention_heads", int), get("hidden_size", int)
     head_dim = get("head_dim", int, hidden // heads if heads and hidden else None)
+    head_dim = get("qk_rope_head_dim", int, head_dim)  # of latent attention, whose families say the rest
     rope_fields = _rope_fields(fields)
     share = field(rope_fields, "partial_rotary_factor", float, get("partial_rotary_factor", float, 1.0))
     if not 0 < share <= 1:

@@ -42,9 +42,9 @@ def quantised_parts(opened: Opened) -> tuple[dict[str, dict[str, Found]], set[st
                 plain[theirs] = file, entry
                 continue
             used.add(theirs)
-    for name, found in parts.items():
+    for name, tensors in parts.items():
         if name in plain:
-            found["weight"] = plain[name]
+            tensors["weight"] = plain[name]
             used.add(name)
     return parts, used
 
@@ -80,9 +80,9 @@ class PartReader:
         return entry
 
     def expect(self, part: str, shape: tuple[int, ...]) -> None:
-        found = self._parts[part][1].shape
-        if found != shape:
-            raise ModelError(f"{self.what} has {part} as {found}: {shape} expected")
+        actual = self._parts[part][1].shape
+        if actual != shape:
+            raise ModelError(f"{self.what} has {part} as {actual}: {shape} expected")
 
     def raw(self, part: str, dtype: str, start: int = 0, stop: int | None = None) -> Array:
         """Rows of a part as numpy has them; of a vector or a number, all of it."""

@@ -67,13 +67,13 @@ class Quantisation:
 
     def scheme_of(self, is_float: bool, bits: int, what: str) -> WeightScheme:
         """The scheme of such weights; of several, that which rounds less. ModelError where none is."""
-        found = [one for one in self.schemes if (one.is_float, one.bits) == (is_float, bits)]
-        if not found:
+        matching = [scheme for scheme in self.schemes if (scheme.is_float, scheme.bits) == (is_float, bits)]
+        if not matching:
             kind = "floating-point" if is_float else "integer"
             raise ModelError(
                 f"{what} holds {kind} numbers of {bits} bits, of which its quantization_config says nothing"
             )
-        return min(found, key=lambda one: one.byte_rows)
+        return min(matching, key=lambda scheme: scheme.byte_rows)
 
 
 def quantisation_of(
@@ -127,7 +127,7 @@ def _group(group: Any, what: str) -> WeightScheme:
     weights, rows = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, Mapping):
         raise ModelError(f"{what} has a config group whose weights are {weights!r:.60}: an object expected")
-    known = {
+    fields = {
         "num_bits",
         "type",
         "symmetric",
@@ -137,7 +137,7 @@ def _group(group: Any, what: str) -> WeightScheme:
         "actorder",
         "dynamic",
     }
-    _only(weights, known, "args", what)
+    _only(weights, fields, "args", what)
     if weights.get("dynamic"):
         raise ModelError(f"{what} asks for weights that are quantised while they run, which cannot run")
     strategy = _one_of(
@@ -168,7 +168,7 @@ def _awq(config: Fields, what: str) -> Quantisation:
 
 
 def _gptq(config: Fields, what: str) -> Quantisation:
-    known = {
+    fields = {
         "bits",
         "group_size",
         "sym",
@@ -178,7 +178,7 @@ def _gptq(config: Fields, what: str) -> Quantisation:
         "pack_dtype",
         "dynamic",
     }
-    _only(config, known, "gptq", what)
+    _only(config, fields, "gptq", what)
     bits = _integer(config, "bits", (2, 4, 8), what)
     stored = config.get("checkpoint_format", config.get("format", "gptq"))
     if stored not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
@@ -200,8 +200,8 @@ def _fp8(config: Fields, what: str) -> Quantisation:
 _READERS = {"compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq, "fp8": _fp8}
 
 
-def _only(config: Fields, known: set[str], harmless: str, what: str) -> None:
-    unknown = set(config) - known - set(_HARMLESS[harmless].split())
+def _only(config: Fields, allowed: set[str], harmless: str, what: str) -> None:
+    unknown = set(config) - allowed - set(_HARMLESS[harmless].split())
     if unknown:
         raise ModelError(f"{what} has the quantisation setting {min(unknown)!r:.60}, which is not known here")
 
@@ -209,7 +209,7 @@ def _only(config: Fields, known: set[str], harmless: str, what: str) -> None:
 def _one_of(config: Fields, key: str, allowed: Iterable[str | None], what: str) -> str | None:
     value = config.get(key)
     if value is not None and (not isinstance(value, str) or value not in allowed):
-        names = ", ".join(one for one in allowed if one)
+        names = ", ".join(name for name in allowed if name)
         raise ModelError(f"{what} has {key} = {value!r:.60} in its quantization_config: {names} can run")
     return value
 
@@ -227,7 +227,7 @@ def _block(value: Any, what: str) -> tuple[int, int] | None:
         return None
     sizes = value if isinstance(value, list) else str(value).lower().split("x")
     try:
-        rows, columns = (int(one) for one in sizes)
+        rows, columns = (int(size) for size in sizes)
     except (TypeError, ValueError):
         rows = columns = 0
     if not (1 <= rows <= 1 << 20 and 1 <= columns <= 1 << 20):

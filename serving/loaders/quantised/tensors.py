@@ -17,7 +17,7 @@ def quantised_tensors(
 ) -> tuple[Iterator[tuple[str, SourceTensor]], set[str]]:
     """Names and tensors, made one by one, and the names of all tensors of the files that they are made of."""
     parts, used = quantised_parts(opened)
-    return ((name, _tensor(name, found, quantisation)) for name, found in parts.items()), used
+    return ((name, _tensor(name, tensors, quantisation)) for name, tensors in parts.items()), used
 
 
 def _tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceTensor:
@@ -34,7 +34,7 @@ def _tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceTensor
         if "weight" in parts:
             is_float = parts["weight"][1].dtype != "I8"
             return (fp8_tensor if is_float else bytes_tensor)(name, parts, quantisation)
-    found = ", ".join(sorted(parts))
+    names = ", ".join(sorted(parts))
     raise ModelError(
-        f"the quantised tensor {name!r:.80} is made of {found}, which {quantisation.method} does not have"
+        f"the quantised tensor {name!r:.80} is made of {names}, which {quantisation.method} does not have"
     )

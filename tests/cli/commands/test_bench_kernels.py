@@ -196,7 +196,7 @@ def test_a_grid_that_is_killed_and_begun_again_neither_repeats_nor_loses_a_row(t
     asked = ("--format", "f32,int8", "--m", "1,5", "--peers", "torch", "--rows", str(kept), "-o", "json")
     whole = json.loads(bench(*asked))
     text = kept.read_text()
-    ends = [at + 1 for at, letter in enumerate(text) if letter == "\n"]
+    ends = [index + 1 for index, letter in enumerate(text) if letter == "\n"]
     assert [json.loads(line)["samples_ns"] for line in text.splitlines()] == [r["samples_ns"] for r in whole]
 
     for cut in (0, 1, ends[0] - 1, ends[0], ends[0] + 1, ends[2] + 40, ends[3]):

@@ -48,7 +48,7 @@ def test_the_same_seed_gives_the_same_rows() -> None:
 def test_requests_come_by_arrival(tmp_path: Path) -> None:
     """One after the other where steps are short; all at once where they are long."""
     trace = tmp_path / "trace.jsonl"
-    lines = ({"timestamp": 1000 * at, "input_length": 20, "output_length": 10} for at in range(8))
+    lines = ({"timestamp": 1000 * index, "input_length": 20, "output_length": 10} for index in range(8))
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     (alone,) = rows_of(str(trace), "--step-ms", "1", "--policies", "odma")
@@ -59,7 +59,7 @@ def test_requests_come_by_arrival(tmp_path: Path) -> None:
 
 
 def test_a_trace_may_be_packed(tmp_path: Path) -> None:
-    rows = [{"timestamp": 0, "input_length": 20, "output_length": 10 + at} for at in range(8)]
+    rows = [{"timestamp": 0, "input_length": 20, "output_length": 10 + index} for index in range(8)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     plain, packed = tmp_path / "trace.jsonl", tmp_path / "trace.jsonl.xz"
     plain.write_text(text)

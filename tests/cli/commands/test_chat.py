@@ -40,7 +40,7 @@ def saved(tiny: Path, path: Path, *lines: str) -> list[dict[str, str]]:
 def test_a_conversation_keeps_every_turn(tiny: Path, tmp_path: Path) -> None:
     messages = saved(tiny, tmp_path / "talk.json", "/system be brief", "one", "two")
 
-    assert [one["role"] for one in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
     assert [one["content"] for one in messages if one["role"] == "user"] == ["one", "two"]
 
 
@@ -59,7 +59,7 @@ def test_lines_between_quotes_are_one_message(tiny: Path, tmp_path: Path) -> Non
 def test_clear_begins_anew_but_for_the_system_message(tiny: Path, tmp_path: Path) -> None:
     messages = saved(tiny, tmp_path / "talk.json", "/system S", "one", "/clear", "two")
 
-    assert [one["role"] for one in messages] == ["system", "user", "assistant"]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant"]
 
 
 def test_a_conversation_that_fills_the_context_goes_on_after_clear(tiny: Path) -> None:

@@ -147,8 +147,8 @@ def test_the_cheapest_cluster_for_a_rate(tmp_path: Path) -> None:
     assert text.exit_code == 0, text.output
     assert "split:h100/h100" in text.stdout
     assert [one["design"] for one in fields["designs"]] == ["mixed:a100", "mixed:h100"]
-    for one in fields["designs"]:
-        assert one["reason"] or one["slo"]["kept"]
+    for design in fields["designs"]:
+        assert design["reason"] or design["slo"]["kept"]
 
 
 def test_the_highest_rate_for_a_budget() -> None:
@@ -157,9 +157,9 @@ def test_the_highest_rate_for_a_budget() -> None:
     result = run(*options, "--cost", 130, "--policy", "splitwise-sim", "--json")
 
     assert result.exit_code == 0, result.output
-    for one in json.loads(result.stdout)["designs"]:
-        assert one["cost"] <= 130
-        assert one["rate"] % 5 == 0
+    for design in json.loads(result.stdout)["designs"]:
+        assert design["cost"] <= 130
+        assert design["rate"] % 5 == 0
     assert "pay for" in fails(*options, "--cost", 10)
 
 

@@ -53,7 +53,7 @@ def test_json_has_every_finding_with_evidence_and_remedy(tmp_path: Path) -> None
     fields = command.fields_of("doctor", "--root", tmp_path)
 
     assert fields["checks"] == list(CHECKS)
-    assert [(one["id"], one["severity"]) for one in fields["findings"]] == [
+    assert [(finding["id"], finding["severity"]) for finding in fields["findings"]] == [
         ("cpu-quota", "high"),
         ("boost-off", "medium"),
         ("huge-pages-off", "medium"),

@@ -55,7 +55,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 def shapes(model: Path) -> list[tuple[str, str, int, int]]:
     weights = load_model(str(model), "native").weights
-    own = {("gemm", format_name(one), one.n, one.k) for one in weights.values()}
+    own = {("gemm", format_name(weight), weight.n, weight.k) for weight in weights.values()}
     strange = [
         ("gemm", "bf17", 64, 64), ("gemm", "q4_k", 64, 33), ("gemm", "int8", 2**24, 2**24),
         ("gemm", "bf16s99", 64, 64), ("gemm", "bf16s3", 17, 31), ("attention", "f16", 64, 32),

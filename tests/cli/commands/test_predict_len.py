@@ -137,7 +137,7 @@ def test_eval_by_folds_judges_every_answer_once(log: Path) -> None:
     found = run_json("eval", log, "--folds", 3)
 
     assert (found["folds"], found["logs"][0]["answers"]) == (3, 150)
-    methods = {one["method"]: one for one in found["logs"][0]["points"]["memory of S3"]["methods"]}
+    methods = {method["method"]: method for method in found["logs"][0]["points"]["memory of S3"]["methods"]}
     assert methods["ours"]["block_tokens"] <= methods["S3"]["block_tokens"]
     assert len(found["logs"][0]["calibration"]["coverage"]) == 9
     assert invoke("eval", log, "--folds", 3, "--drift").exit_code in (1, 2)
@@ -148,7 +148,7 @@ def test_eval_compares_methods_at_their_own_points_and_at_equal_memory(log: Path
 
     assert set(found["points"]) == {"own point", "memory of ours", "memory between", "memory of S3"}
     for point, fields in found["points"].items():
-        methods = {one["method"]: one for one in fields["methods"]}
+        methods = {method["method"]: method for method in fields["methods"]}
         gained = 100 * (methods["ours"]["accuracy"] - methods["S3"]["accuracy"])
         assert fields["points_gained_over_s3"] == pytest.approx(gained)
         assert all(one["accuracy"] + one["overflow"] == pytest.approx(1) for one in methods.values())
@@ -166,7 +166,7 @@ def test_eval_under_drift_and_of_a_given_predictor(log: Path, tmp_path: Path) ->
     text = invoke("eval", other, "--predictor", tmp_path / "p").stdout
     given = run_json("eval", log, "--predictor", tmp_path / "p")
 
-    methods = [one["method"] for one in drift["logs"][0]["points"]["after the change"]["methods"]]
+    methods = [method["method"] for method in drift["logs"][0]["points"]["after the change"]["methods"]]
     assert methods == ["ours", "ours, fixed", "S3", "constant"]
     assert drift["logs"][0]["answers"] == 200
     assert (given["split"], given["seed"]) == (0.4, 3)  # its own: what it has not learnt from

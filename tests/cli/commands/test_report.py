@@ -166,13 +166,13 @@ def test_every_product_that_was_tried_counts_once(draw: random.Random) -> None:
     assert sum(one.tuned for one in found.products) == sum(gain is not None for _, gain in products)
     whole = math.prod(one.gain**one.products for one in found.products)
     assert whole == pytest.approx(math.prod(gain or 1.0 for _, gain in products))
-    for one in found.products:
-        first, last = one.rows
+    for product in found.products:
+        first, last = product.rows
         within = [gain for problem, gain in products if first <= problem.m <= (last or problem.m)]
-        assert len(within) == one.products
-        assert one.gain_low <= one.gain <= one.gain_high
-        assert one.most == pytest.approx(max(gain or 1.0 for gain in within))
-        assert (one in found.nothing_gained) == (not any(within))
+        assert len(within) == product.products
+        assert product.gain_low <= product.gain <= product.gain_high
+        assert product.most == pytest.approx(max(gain or 1.0 for gain in within))
+        assert (product in found.nothing_gained) == (not any(within))
 
 
 def test_a_schedule_that_beat_a_tuned_one_has_gained_both(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_the_worth_is_printed_in_eighty_columns_and_as_json(db: Path, tmp_path: 
 
     fields = command.fields_of("report", "--db", db)
     assert not (tmp_path / "phasewise-report.html").exists()
-    assert [one["tuned"] for one in fields["products"]] == [0, 1]
+    assert [product["tuned"] for product in fields["products"]] == [0, 1]
     assert fields["products"][0] in fields["nothing_gained"]["products"]
     assert fields["models"] == fields["nothing_gained"]["models"]
     assert fields["not_measured"][0]["decode_sequences"] == [4, 8, 16]

@@ -359,7 +359,7 @@ def test_requests_call_the_model_as_the_operator_says(
         metrics = httpx.get(f"{server.url}/metrics").text
         listed = [one["id"] for one in httpx.get(f"{server.url}/v1/models").json()["data"]]
         assert server.end(signal.SIGTERM) == 0
-    assert [one.json()["model"] for one in answers] == ["mine", "mine", "other"]
+    assert [answer.json()["model"] for answer in answers] == ["mine", "mine", "other"]
     assert listed == ["mine", "other"]
     assert 'phasewise_generated_tokens_total{model="mine"} 4.0' in metrics
     assert 'phasewise_generated_tokens_total{model="other"} 2.0' in metrics

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import threading
 from pathlib import Path
@@ -12,8 +14,10 @@ import httpx
 import numpy as np
 import pytest
 
+from phasewise.serving.embedding.depth import LatencyLine
 from phasewise.topology import read_machine
 from tests.cli import command
+from tests.support.modelled_device import command as modelled_device
 from tests.support.models.encoder_models import HIDDEN, write_encoder
 from tests.support.servers.rude_clients import until
 from tests.support.servers.served_command import own_places, serving
@@ -171,3 +175,46 @@ def test_an_embedding_model_is_called_as_the_operator_says(
         other = httpx.post(f"{server.url}/v1/embeddings", json={**body, "model": "bert"}, timeout=30)
         assert server.end(signal.SIGTERM) == 0
     assert (answer.json()["model"], other.status_code) == ("mine", 404)
+
+
+def test_what_tune_embed_has_kept_is_what_a_server_uses_alone_and_beside_a_language_model(
+    encoder: Path, tiny: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Devices, cores and depths, by what the server says and by /metrics."""
+    if N_CORES < 2:
+        pytest.skip("needs two CPUs")
+    device = f"exec:{shlex.join(modelled_device(LatencyLine(0.02, 0.05), tmp_path))}"
+    own = ("--format", "f32", "--embed-device", device, "--db", tmp_path / "plans.db")
+    tuning = (encoder, "--slo", "0.3s", "--tokens", 40, "--instances", 1)
+    done = command.run("tune-embed", *tuning, *own, "--json", env=environment)
+    assert done.exit_code == 0, done.stderr
+    planned = {one["device"]: one for one in json.loads(done.stdout)["plan"]["instances"]}
+    accelerated, on_cpu = planned["exec:0"], planned["cpu:0"]
+    assert 8 <= accelerated["depth"]["inputs"] <= 11, "0.02 n + 0.05 within 0.27 s"
+
+    said, depths = dict[str, str](), dict[str, dict[str, float]]()
+    for way, arguments in {
+        "alone": (encoder,),
+        "beside": (tiny, "--embed-model", encoder, "--explain"),
+    }.items():
+        body = {"model": "bert", "input": "a"}
+        with serving(arguments[0], environment, *arguments[1:], *own, "--port", 0) as server:
+            metrics = httpx.get(f"{server.url}/metrics").text
+            asked = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=30)
+        assert asked.status_code == 200
+        said[way] = next(line for line in server.lines if line.startswith("embeddings within 0.3 s: "))
+        depths[way] = {
+            name: float(found[1])
+            for name in planned
+            if (found := re.search(rf'embedding_depth_inputs{{device="{name}"}} (\S+)', metrics))
+        }
+
+    assert said["alone"].endswith("(database)")
+    for one in planned.values():
+        cores, depth = ",".join(map(str, one["cores"])), one["depth"]
+        held = f"at most {depth['inputs']} inputs, {depth['tokens']} tokens"
+        assert f"{one['device']} on cores {cores} ({held})" in said["alone"]
+    assert f"(at most {accelerated['depth']['inputs']} inputs" in said["beside"]
+    for way, of_device in depths.items():
+        assert of_device["exec:0"] == accelerated["depth"]["inputs"], way
+        assert of_device["cpu:0"] <= on_cpu["depth"]["inputs"]

@@ -58,7 +58,7 @@ def test_changes_are_kept_as_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with open_store(tmp_path / "kept.db") as store:
         keep_changes(store, Scope(machine_key(machine), "gemm-x-1", "0.1.0"), machine, opened, changes)
         found = worth_of(store)
-    assert [one.step.sequences for one in found.models] == [1, 1, 4, 8, 16]
+    assert [model.step.sequences for model in found.models] == [1, 1, 4, 8, 16]
     for change, kept in zip(changes, found.models, strict=True):
         assert kept.comparison is not None
         assert kept.comparison.pairs == change.comparison.pairs

@@ -158,9 +158,9 @@ def test_json_holds_the_plans_what_they_cost_and_what_they_were_held_against(
         assert [one["name"] for one in references] == [
             "all cores", "all physical cores", "one process per NUMA node",
         ]  # fmt: skip
-        for one in references:
-            assert one["same_plan"] or one["gain"] >= 1
-            assert one["latency_ms"] >= plan["latency_ms"] > 0
+        for reference in references:
+            assert reference["same_plan"] or reference["gain"] >= 1
+            assert reference["latency_ms"] >= plan["latency_ms"] > 0
     assert {"version", "settings", "machine", "model", "pruned", "elapsed_s"} <= set(fields)
     assert not db.exists()
 

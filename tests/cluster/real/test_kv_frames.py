@@ -26,12 +26,18 @@ LOGITS = np.arange(VOCAB, dtype=np.float32)
 class Side:
     """One instance's keys and values."""
 
-    def __init__(self, kv_format: str = "f16", seed: int | None = None, hash_of: bytes = b"m" * 32) -> None:
-        self.raw = np.zeros(LAYERS * HEADS * SLOTS * kv_slot_bytes(kv_format, DIM), np.uint8)
+    def __init__(
+        self,
+        kv_format: str = "f16",
+        seed: int | None = None,
+        hash_of: bytes = b"m" * 32,
+        latent: bool = False,
+    ) -> None:
+        self.raw = np.zeros(LAYERS * HEADS * SLOTS * kv_slot_bytes(kv_format, DIM, latent), np.uint8)
         if seed is not None:
             self.raw[:] = np.random.default_rng(seed).integers(1, 255, self.raw.size)
-        self.memory = KvMemory(self.raw, 0, LAYERS, HEADS, DIM, SLOTS, kv_format)
-        self.codec = Codec(KvShape(LAYERS, HEADS, DIM, kv_format), VOCAB, CONTEXT, hash_of)
+        self.memory = KvMemory(self.raw, 0, LAYERS, HEADS, DIM, SLOTS, kv_format, latent)
+        self.codec = Codec(KvShape(LAYERS, HEADS, DIM, kv_format, latent), VOCAB, CONTEXT, hash_of)
         self.receiver = Receiver(self.codec, self.memory)
 
     def wire(self, layer: int, placement: Placement, n_tokens: int) -> bytes:
@@ -59,12 +65,14 @@ CONTIGUOUS = Placement(64, 208)
 TABLE = Placement(0, 256, (256, 16))
 
 
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize(("kv_format", "latent"), [*((name, False) for name in KV_FORMATS), ("f16", True)])
 @pytest.mark.parametrize(("source", "target"), [(CONTIGUOUS, TABLE), (TABLE, CONTIGUOUS)])
 @pytest.mark.parametrize("cut", [200, 33])
-def test_what_is_sent_is_stored(kv_format: str, source: Placement, target: Placement, cut: int) -> None:
+def test_what_is_sent_is_stored(
+    kv_format: str, latent: bool, source: Placement, target: Placement, cut: int
+) -> None:
     """Whatever the placements on both sides, and wherever the prompt's steps end."""
-    given, taken = Side(kv_format, seed=1), Side(kv_format)
+    given, taken = Side(kv_format, 1, latent=latent), Side(kv_format, latent=latent)
     taken.receiver.await_kv("r@7", 7, 200, target)
 
     arrived = [taken.receiver.take(parts) for parts in frames_of(given, source, 200, cut)]

@@ -129,7 +129,7 @@ def test_what_has_not_begun_runs_again_where_a_rank_is_killed(model: Path, roles
 
         assert server.front.n_ranks_replaced == 1
         assert server.front.n_requests_rerun > 0
-        for name in (one.request_id for one in requests):
+        for name in (request.request_id for request in requests):
             if name in server.failures:
                 assert server.pieces.get(name), f"{name} had not begun: {server.failures[name]}"
             else:
@@ -157,4 +157,4 @@ def test_no_request_ends_anothers_by_its_grammar(model: Path) -> None:
         told = server.run([*plain, *numbers])
 
         assert server.front.n_ranks_replaced == 0
-        assert all(texts(told)[one.request_id].strip("-").isdigit() for one in numbers)
+        assert all(texts(told)[number.request_id].strip("-").isdigit() for number in numbers)

@@ -111,7 +111,7 @@ def test_a_server_on_two_nodes(tmp_path: Path) -> None:
     assert seen["first"] == seen["again"] == seen["whole"]
     assert all(one == seen["whole"] for one in seen["under_way"])
     assert seen["n_ports"] >= 3, "a port of the front and one of each instance"
-    assert all(one == seen["whole"] for one in seen["after_strangers"].values())
+    assert all(answer == seen["whole"] for answer in seen["after_strangers"].values())
     assert seen["beside"] == [seen["whole"]] * 2
     assert seen["n_actors"] == 4
     assert seen["replaced_s"] < LATEST_S
@@ -144,7 +144,7 @@ def test_instances_on_two_nodes(tmp_path: Path) -> None:
     assert "cannot place instances of these cores (mixed 64)" in seen["refusal"]
     assert "\n" not in seen["refusal"]
     instances = seen["status"]["instances"]
-    assert [one["role"] for one in instances] == ["prompt", "token"]
+    assert [instance["role"] for instance in instances] == ["prompt", "token"]
     assert {one["pid"] for one in instances} == set(seen["pids"].values())
     assert len(seen["status"]["nodes"]) == 2
     assert max(seen["noticed_s"], seen["replaced_s"]) < LATEST_S

@@ -32,8 +32,8 @@ def loops(steps: StepTimes, lengths: tuple[int, int], tpot_ms: float = 100.0) ->
 
 def assert_more_clients_get_no_less(found: list[ClosedLoop], least: float) -> None:
     rates = [loop.tokens_per_s for loop in found]
-    for at, rate in enumerate(rates[1:], 1):
-        assert rate >= least * max(rates[:at]), dict(zip(CLIENTS, rates, strict=True))
+    for index, rate in enumerate(rates[1:], 1):
+        assert rate >= least * max(rates[:index]), dict(zip(CLIENTS, rates, strict=True))
     waits = {n: loop.most_by_work for n, loop in zip(CLIENTS, found, strict=True)}
     assert max(waits.values()) <= 1.3, waits
 

@@ -80,7 +80,7 @@ def test_drawn_arrivals_have_the_rate_and_the_lengths() -> None:
 
     assert arrivals == poisson(lengths, 50.0, 100.0, seed=3)
     assert len(arrivals) == pytest.approx(5000, rel=0.1)
-    assert {(one.prompt_tokens, one.output_tokens) for one in arrivals} == set(lengths)
+    assert {(arrival.prompt_tokens, arrival.output_tokens) for arrival in arrivals} == set(lengths)
     apart = poisson([(1, 1), (2, 2)], 50.0, 100.0, seed=3, draw="columns")
     assert [one.at_s for one in apart] == [one.at_s for one in arrivals]
     assert {(one.prompt_tokens, one.output_tokens) for one in apart} == {(1, 1), (1, 2), (2, 1), (2, 2)}

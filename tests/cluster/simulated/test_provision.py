@@ -119,7 +119,7 @@ def test_the_highest_rate_is_where_promises_break(limit: int, most: int, above: 
 @given(peak=st.integers(0, 38), start=st.integers(0, 38))
 def test_a_budget_is_divided_at_the_peak(peak: int, start: int) -> None:
     """39 divisions, whose rates rise to a peak and fall."""
-    cells: list[Cell] = [(at + 1, 39 - at) for at in range(39)]
+    cells: list[Cell] = [(index + 1, 39 - index) for index in range(39)]
     answer = fastest(cells, start, lambda cell, rate: rate <= 200 - 4 * abs(cell[0] - 1 - peak), 1.0, 400)
 
     assert answer.cell == cells[peak]

@@ -42,7 +42,7 @@ def test_a_small_client_waits_for_three_steps_whatever_another_one_has_sent(
 ) -> None:
     """For the step under way, for a decode step, and for the one that its prompt has a part of."""
     kind = replace(machine(tpot_ms=100.0), max_sequences=16)
-    long = [Arrival(at, at_s, prompt, most, client="a") for at, (at_s, prompt, most) in enumerate(load)]
+    long = [Arrival(index, at_s, prompt, most, client="a") for index, (at_s, prompt, most) in enumerate(load)]
     short = [Arrival(100 + at, at_s, 20, 2, client="small") for at, at_s in enumerate(small)]
     arrivals = sorted(long + short, key=lambda one: one.at_s)
     longest_s = kind.steps.prefill_s(FIRST_TOKENS)
@@ -148,7 +148,7 @@ requests = st.lists(
 
 
 def _arrivals(drawn: list[tuple[float, int, int]]) -> list[Arrival]:
-    return [Arrival(at, *one) for at, one in enumerate(sorted(drawn))]
+    return [Arrival(index, *one) for index, one in enumerate(sorted(drawn))]
 
 
 @examples(40)
@@ -189,7 +189,7 @@ def test_requests_and_tokens_are_conserved(
     computed = sum(
         tokens * 0 + seconds for use in result.machines for tokens, seconds in use.occupancy_s.items()
     )
-    least = sum(one.prompt_tokens for one in arrivals) / 1000
+    least = sum(arrival.prompt_tokens for arrival in arrivals) / 1000
     if policy != "splitwise-sim":
         assert computed >= least * (1 - 1e-9)
 
@@ -198,7 +198,7 @@ def test_requests_and_tokens_are_conserved(
 @given(drawn=requests)
 def test_time_moves_by_step_costs_alone(drawn: list[tuple[float, int, int]]) -> None:
     """On one machine that never waits for an arrival, the end is the sum of the steps."""
-    arrivals = [Arrival(at, 0.0, prompt, output) for at, (_, prompt, output) in enumerate(drawn)]
+    arrivals = [Arrival(index, 0.0, prompt, output) for index, (_, prompt, output) in enumerate(drawn)]
 
     result = simulate(mixed(1, machine()), arrivals)
 

@@ -95,7 +95,7 @@ def test_a_prompt_joins_at_the_next_whole_iteration_and_slows_it() -> None:
 
 def test_a_batch_takes_no_more_prompt_tokens_than_allowed() -> None:
     """2,048 at most: of three prompts of 1,000 two are computed together, beside a token of the first."""
-    arrivals = [Arrival(at, 0.001 * (1 + at), 1000, 9) for at in range(4)]
+    arrivals = [Arrival(index, 0.001 * (1 + index), 1000, 9) for index in range(4)]
 
     lives, _ = _run(["mixed"], arrivals)
 
@@ -131,7 +131,7 @@ def test_a_transfer_without_room_asks_again_after_a_second() -> None:
 
 def test_a_long_queue_of_prompts_takes_a_token_machine_into_the_mixed_pool() -> None:
     """8,192 pending tokens on the prompt machine: the next prompts run where tokens do, until they end."""
-    arrivals = [Arrival(at, 0.001 * (1 + at), 2000, 3) for at in range(8)]
+    arrivals = [Arrival(index, 0.001 * (1 + index), 2000, 3) for index in range(8)]
 
     lives, machines = _run(["prompt", "token"], arrivals)
 
@@ -143,7 +143,7 @@ def test_tokens_wait_for_prompts_four_times_at_most() -> None:
     """Prompts of 2,048 tokens fill each batch; the answer that waits is taken before the fifth of them."""
     limits = PaperLimits(max_preemptions=4)
     kind = PaperMachineType(STEPS, 1 << 40, 0, 1024, limits)
-    arrivals = [Arrival(0, 0.001, 10, 3)] + [Arrival(1 + at, 0.002, 2048, 3) for at in range(8)]
+    arrivals = [Arrival(0, 0.001, 10, 3)] + [Arrival(1 + index, 0.002, 2048, 3) for index in range(8)]
 
     lives, _ = _run(["mixed"], arrivals, kind)
 

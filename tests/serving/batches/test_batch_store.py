@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +107,24 @@ def test_any_bytes_are_a_line_or_have_a_fault(raw: bytes) -> None:
     line = read_line(7, raw, set())
     assert isinstance(line, BatchLine)
     assert (line.fault is None) == bool(line.url)
+
+
+def test_a_file_is_dropped_while_a_thread_writes_it(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path, 1 << 20)
+    file = store.begin_file()
+    begun, stop = threading.Event(), threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            file.write(b"x")
+            begun.set()
+
+    with ThreadPoolExecutor(1) as executor:
+        writing = executor.submit(write)
+        assert begun.wait(60)
+        file.drop()
+        stop.set()
+        writing.result()
+
+    whole = kept(store, 1 << 20)  # all of the room is there again
+    assert [path.name for path in tmp_path.rglob("file-*")] == [whole.id]

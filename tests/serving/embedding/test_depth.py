@@ -93,11 +93,11 @@ def test_the_depth_by_the_line_is_the_depth_by_trying(alpha: float, beta: float,
     assert found.predicted == pytest.approx(found.tried, rel=0.05, abs=1)
 
 
-def test_a_server_holds_less_because_an_input_may_find_a_batch_begun() -> None:
+def test_a_server_holds_what_ends_in_time_where_it_comes_at_once() -> None:
     depth = admission_depth(LatencyLine(0.001, 0.1), 1.0, 75, 0.1)
 
-    assert depth.tokens == 700
-    assert depth.inputs == 9
+    assert depth.tokens == 800
+    assert depth.inputs == 10
 
 
 # Table I: what the fine-tuned depths of both devices hold together, under 1 s and 2 s.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phasewise.serving.embedding.client import EmbeddingClient
+from phasewise.serving.embedding.client import Asker, EmbeddingClient
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.errors import QueueFull, RanksError, StepFailed, Stopping
 from tests.support.servers.fake_embedding import OVERFLOW, POISON, FakeWorker, client_over, vector_of
@@ -152,7 +152,7 @@ def test_busy_is_told_whole_and_at_once() -> None:
         last = asyncio.ensure_future(client.embed(inputs(1, 900)))
         await asyncio.sleep(0.01)
         with pytest.raises(QueueFull):
-            client.refuse_if_full()
+            client.refuse_if_full(Asker())
         gate.set()
         assert len(await first) == 3
         assert len(await last) == 1
@@ -186,7 +186,8 @@ def test_what_would_be_late_is_busy_and_a_request_alone_takes_its_time() -> None
         await client.embed(inputs(64))
         workers[0].delay_s = 0.2
         began_s = time.monotonic()
-        asked = [asyncio.ensure_future(client.embed(inputs(1, 100 * at), "", began_s)) for at in range(400)]
+        asker = Asker("", began_s)
+        asked = [asyncio.ensure_future(client.embed(inputs(1, 100 * at), asker)) for at in range(400)]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         refused = [one for one in answers if isinstance(one, BaseException)]
         assert all(isinstance(one, QueueFull) for one in refused)
@@ -232,16 +233,16 @@ def test_a_client_with_many_inputs_keeps_no_other_one_out() -> None:
 
     async def use(client: EmbeddingClient, workers: list[FakeWorker]) -> None:
         gate = workers[0].gate = asyncio.Event()
-        greedy = asyncio.ensure_future(client.embed(inputs(500), "greedy"))
+        greedy = asyncio.ensure_future(client.embed(inputs(500), Asker("greedy")))
         await asyncio.sleep(0.01)
         with pytest.raises(QueueFull):
-            await client.embed(inputs(1), "greedy")
+            await client.embed(inputs(1), Asker("greedy"))
         with pytest.raises(QueueFull):
-            client.refuse_if_full("greedy")
-        client.refuse_if_full("modest")
+            client.refuse_if_full(Asker("greedy"))
+        client.refuse_if_full(Asker("modest"))
         with pytest.raises(QueueFull):
-            await client.embed(inputs(60), "modest")  # more than half of 100 places
-        modest = asyncio.ensure_future(client.embed(inputs(1, 5000), "modest"))
+            await client.embed(inputs(60), Asker("modest"))  # more than half of 100 places
+        modest = asyncio.ensure_future(client.embed(inputs(1, 5000), Asker("modest")))
         await asyncio.sleep(0.01)
         n_before = workers[0].n_batches
         gate.set()

@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 import pytest
 
+from phasewise.serving.embedding.client import Asker, EmbeddingClient
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.encoder.pooling import PRECISIONS, Precision, truncated
 from phasewise.serving.http.http_settings import HttpLimits
@@ -341,6 +342,30 @@ def test_a_client_that_comes_while_all_is_full_is_read_as_one_that_is_answered(
         assert client.post(url, json={"model": "tiny", "input": "c"}).status_code == 429
         assert len(vouched) == 1
         assert first.result().status_code == 200
+
+
+def test_the_time_in_which_a_request_waits_to_be_read_counts(
+    server: EmbeddingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop stands still while the second request lies in its socket."""
+    embed, loop, ages_s = EmbeddingClient.embed, server.client._loop, list[float]()
+    assert loop is not None
+
+    async def noted(client: EmbeddingClient, inputs: list[Tokens], asker: Asker) -> list[np.ndarray]:
+        assert asker.arrived_s is not None
+        ages_s.append(loop.time() - asker.arrived_s)
+        return await embed(client, inputs, asker)
+
+    monkeypatch.setattr(EmbeddingClient, "embed", noted)
+    with httpx.Client(timeout=20) as client:
+        for kept_s in (0.0, 1.0):
+            loop.call_soon_threadsafe(time.sleep, kept_s)
+            time.sleep(0.1)
+            body = {"model": "tiny", "input": "the cat"}
+            assert client.post(f"{server.url}/v1/embeddings", json=body).status_code == 200
+
+    assert ages_s[0] >= 0
+    assert ages_s[1] >= 0.5
 
 
 def test_a_client_that_leaves_frees_its_places(tmp_path: Path) -> None:

@@ -18,12 +18,13 @@ pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
 
-from phasewise.serving.embedding import client as clients
+from phasewise.serving.embedding import lane as lanes
 from phasewise.serving.embedding import sample_worker
-from phasewise.serving.embedding.client import EmbeddingClient, LaneState
+from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.embedding.depth import LatencyLine
 from phasewise.serving.embedding.devices import command_of
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
+from phasewise.serving.embedding.lane import LaneState
 from phasewise.serving.embedding.open_embedding import OpenEmbedding, open_embedding
 from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
 from phasewise.serving.embedding.queues import UNLIMITED, Depth
@@ -138,7 +139,7 @@ def test_a_device_that_dies_or_hangs_is_started_again_and_nothing_is_lost(
     directory: Path, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hung one is found by its own time of late, ended, and its inputs run again once."""
-    monkeypatch.setattr(clients, "LEAST_PATIENCE_S", {"accelerator": 3.0, "cpu": 3.0})
+    monkeypatch.setattr(lanes, "LEAST_PATIENCE_S", {"accelerator": 3.0, "cpu": 3.0})
     embedding = opened(
         directory,
         [Instance("exec:0", CORE, Depth(1000, 1 << 20))],
@@ -203,7 +204,7 @@ def test_an_accelerator_without_a_depth_learns_one_and_the_cpu_gets_the_rest(
     )
 
     async def use(client: EmbeddingClient) -> None:
-        assert lane(client, "exec:0").depth == clients.FIRST_DEPTH
+        assert lane(client, "exec:0").depth == lanes.FIRST_DEPTH
         long = [Tokens([7] * 60) for _ in range(16)]
         await client.embed(long)
         assert 20 <= lane(client, "exec:0").depth.inputs <= 36
@@ -228,7 +229,7 @@ def test_what_waits_for_the_cpu_goes_to_an_accelerator_that_has_room_again(
 
     async def use(client: EmbeddingClient) -> None:
         asked = [asyncio.ensure_future(once(client, number)) for number in range(400)]
-        most_stuck = clients.BATCHES_AHEAD * clients.BATCH_INPUTS
+        most_stuck = lanes.BATCHES_AHEAD * lanes.BATCH_INPUTS
         await until(lambda: sum(each.done() for each in asked) >= 400 - most_stuck)
         assert lane(client, "cpu:0").n_inputs == 0
         (slow / "hang").unlink()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from phasewise.serving.embedding import torch_worker
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.open_embedding import start_worker
 from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
@@ -115,6 +116,22 @@ def test_inputs_are_padded_masked_and_pooled_without_their_padding(tmp_path: Pat
     assert seen["segments"].tolist() == [[0, 0, 1], [0, 0, 0]]
     assert np.allclose(got[0], unit([[7, 0, 0], [8, 1, 0], [9, 2, 1]]), atol=1e-6)
     assert np.allclose(got[1], unit([[5, 0, 0]]), atol=1e-6)
+
+
+def test_a_large_batch_is_computed_in_steps_with_the_same_vectors(
+    tmp_path: Path, fake: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padding counts: one long input among many short ones would make all of them long."""
+    worker = TorchEmbedder(str(write_encoder(tmp_path / "bert", "bert")), "cuda:1")
+    lengths = (3, 9, 1, 1, 4, 4, 4, 20, 1)
+    inputs = [Tokens(list(range(5, 5 + n))) for n in lengths]
+    whole = worker.embed(inputs)
+    fake.seen.clear()
+    monkeypatch.setattr(torch_worker, "STEP_TOKENS", 12)
+
+    assert worker.embed(inputs).tobytes() == whole.tobytes()
+    assert len(fake.seen) > 1
+    assert all(seen["ids"].size <= 12 or len(seen["ids"]) == 1 for seen in fake.seen)
 
 
 def test_a_model_that_generates_text_and_a_file_are_refused(tmp_path: Path, fake: FakeModel) -> None:

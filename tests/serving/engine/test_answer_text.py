@@ -69,7 +69,7 @@ def test_an_unfinished_character_comes_out_at_the_end() -> None:
     text, tokens = answer.take(finished=True)
 
     assert text == "\ufffd"
-    assert [one.token_id for one in tokens] == [0xE2, END]
+    assert [token.token_id for token in tokens] == [0xE2, END]
 
 
 @pytest.mark.parametrize("stop", [("b",), ("ab", "b")])

@@ -125,7 +125,7 @@ def test_restarts_are_counted_within_the_window() -> None:
 def test_no_pause_is_longer_than_the_longest() -> None:
     restarts = Restarts(most=50)
 
-    assert max(restarts.pause_s(at / 10) or 0 for at in range(50)) == restarts.longest_pause_s
+    assert max(restarts.pause_s(index / 10) or 0 for index in range(50)) == restarts.longest_pause_s
 
 
 # ---- on the thread ---------------------------------------------------------------------------------------

@@ -50,14 +50,14 @@ def test_turns_are_given_in_the_order_in_which_they_are_asked_for() -> None:
             order.append("other")
     thread.join()
     assert order.index("other") < 5
-    places = [at for at, one in enumerate(order) if one == "other"]
+    places = [index for index, one in enumerate(order) if one == "other"]
     assert len(places) == 10
     assert max(b - a for a, b in itertools.pairwise(places)) <= 3
 
 
 def test_a_request_reaches_the_engine_of_its_model_and_loads_add_up() -> None:
     ranks = {"up": FakeRanks(next_letter), "same": FakeRanks(lambda token_id: token_id)}
-    engines = {name: make_engine(one) for name, one in ranks.items()}
+    engines = {name: make_engine(rank) for name, rank in ranks.items()}
     engines["up"].pacing, engines["same"].pacing = Pacing(1, 64), Pacing(10**12, 64)
     came: list[Delivery] = []
     host = SeveralEngines(

@@ -47,7 +47,7 @@ workloads = st.one_of(
 
 def split_at_depth(batches: list[Batch], workload: Workload) -> tuple[list[Batch], list[Batch]]:
     """The batches before the timed runs, and those of the runs."""
-    before = [one for one in batches if all(piece.start < workload.n_depth for piece in one.slices)]
+    before = [batch for batch in batches if all(piece.start < workload.n_depth for piece in batch.slices)]
     return before, batches[len(before) :]
 
 
@@ -63,10 +63,10 @@ def test_every_token_is_computed_once_at_its_own_place(
     before, runs = split_at_depth(ranks.batches, workload)
     one_run = runs[: len(runs) // repetitions]
     places = [
-        piece.slot_base + piece.start + at
+        piece.slot_base + piece.start + index
         for batch in before + one_run
         for piece in batch.slices
-        for at in range(len(piece.token_ids))
+        for index in range(len(piece.token_ids))
     ]
     assert sorted(places) == list(range(workload.kv_slots))
     assert workload.n_tokens == workload.kv_slots - workload.n_sequences * workload.n_depth
@@ -101,7 +101,7 @@ def test_work_adds_up_however_a_test_is_cut(
 
     longer = streamed_bytes(model, Workload(0, n_gen + 1, 2, n_depth), 10)
     halves = [Workload(0, n_gen, 2, n_depth), Workload(0, 1, 2, n_depth + n_gen)]
-    assert longer == sum(streamed_bytes(model, one, 10) for one in halves)
+    assert longer == sum(streamed_bytes(model, half, 10) for half in halves)
 
 
 @pytest.fixture(scope="module")

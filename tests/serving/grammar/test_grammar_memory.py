@@ -22,7 +22,7 @@ from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
 
 TOKENS = TokenView(VOCAB_SIZE, frozenset({END}), frozenset({END}), piece, encode)
 MIB = 1 << 20
-LARGE = [Grammar.of_schema({"type": "integer", "multipleOf": 22_011 + at}) for at in range(12)]
+LARGE = [Grammar.of_schema({"type": "integer", "multipleOf": 22_011 + index}) for index in range(12)]
 SMALL = [
     Grammar.of_schema(
         {"type": "object", "properties": {f"k{at}_{key}": {"pattern": "[a-z]{20}"} for key in range(40)}}

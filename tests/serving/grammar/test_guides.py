@@ -309,7 +309,7 @@ def test_threads_that_ask_for_one_grammar_all_get_it() -> None:
 
 
 def _together(n_patterns: int, keyword: str = "allOf") -> dict[str, object]:
-    return {keyword: [{"type": "string", "pattern": f".*a.{{{at}}}b.*"} for at in range(n_patterns)]}
+    return {keyword: [{"type": "string", "pattern": f".*a.{{{index}}}b.*"} for index in range(n_patterns)]}
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def _together(n_patterns: int, keyword: str = "allOf") -> dict[str, object]:
         ({"type": "number", "multipleOf": 0.01}, False),
         ({"type": "number", "multipleOf": 1e300}, False),
         ({"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}, True),
-        ({"properties": {f"p{at}": {"multipleOf": 10007} for at in range(100)}}, False),
+        ({"properties": {f"p{index}": {"multipleOf": 10007} for index in range(100)}}, False),
     ],
 )
 def test_constraints_that_must_hold_together_are_weighed_together(

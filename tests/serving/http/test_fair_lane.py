@@ -66,7 +66,7 @@ def test_no_more_jobs_run_than_there_are_threads() -> None:
             running -= 1
 
     async def all_of_them() -> None:
-        await asyncio.gather(*(one.run(str(at % 3), work) for at in range(30)))
+        await asyncio.gather(*(one.run(str(index % 3), work) for index in range(30)))
 
     with lane(n_threads=2) as one:
         asyncio.run(all_of_them())

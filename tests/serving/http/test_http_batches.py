@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +15,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from fastapi import Request
 
 from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.http.requests.upload import read_form
 from tests.support.servers.fake_server import FakeServer, fake_server
 
 LIMITS = HttpLimits(api_keys=("one", "two"))
@@ -69,7 +73,7 @@ def read(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
 
 def test_every_line_is_answered_in_order_and_faults_go_to_the_error_file(server: FakeServer) -> None:
     client = client_of(server)
-    good = [line(f"n{at}") for at in range(40)]
+    good = [line(f"n{index}") for index in range(40)]
     bad = [
         b"not json\n",
         line("n0"),
@@ -87,13 +91,13 @@ def test_every_line_is_answered_in_order_and_faults_go_to_the_error_file(server:
     assert (counts.total, counts.completed, counts.failed) == (45, 40, 5)
     answers, faults = read(client, batch.output_file_id), read(client, batch.error_file_id)
     assert [one["custom_id"] for one in answers] == [f"n{at}" for at in range(40)]
-    for one in answers:
+    for answer in answers:
         alone = client.completions.create(
-            model="fake", prompt=f"say {one['custom_id']}", max_tokens=3, temperature=0
+            model="fake", prompt=f"say {answer['custom_id']}", max_tokens=3, temperature=0
         )
-        assert one["response"]["status_code"] == 200
-        assert one["response"]["body"]["choices"][0]["text"] == alone.choices[0].text
-    assert [one["custom_id"] for one in faults] == [None, "n0", "other", "streamed", "wrong"]
+        assert answer["response"]["status_code"] == 200
+        assert answer["response"]["body"]["choices"][0]["text"] == alone.choices[0].text
+    assert [fault["custom_id"] for fault in faults] == [None, "n0", "other", "streamed", "wrong"]
     assert [one["error"]["message"].split(":")[0] for one in faults[:4]] == [
         "line 42",
         "line 43",
@@ -107,7 +111,7 @@ def test_every_line_is_answered_in_order_and_faults_go_to_the_error_file(server:
 
 def test_lists_have_pages_and_files_go(server: FakeServer) -> None:
     client = client_of(server)
-    batches = [begin(client, line(f"a{at}")).id for at in range(5)]
+    batches = [begin(client, line(f"a{index}")).id for index in range(5)]
     for batch_id in batches:
         ended(client, batch_id)
 
@@ -148,7 +152,7 @@ def test_a_key_sees_nothing_of_another(server: FakeServer) -> None:
 def test_a_batch_is_cancelled_and_what_was_not_answered_says_so(server: FakeServer) -> None:
     client = client_of(server)
     slow_down(server, 0.02)
-    batch = begin(client, b"".join(line(f"n{at}", max_tokens=100) for at in range(60)))
+    batch = begin(client, b"".join(line(f"n{index}", max_tokens=100) for index in range(60)))
     with pytest.raises(openai.ConflictError, match="cancel the batch first"):
         client.files.delete(batch.input_file_id)
 
@@ -158,7 +162,7 @@ def test_a_batch_is_cancelled_and_what_was_not_answered_says_so(server: FakeServ
     assert batch.status == "cancelled"
     answers, faults = read(client, batch.output_file_id), read(client, batch.error_file_id)
     assert len(answers) + len(faults) == 60
-    assert {one["error"]["code"] for one in faults} == {"batch_cancelled"}
+    assert {fault["error"]["code"] for fault in faults} == {"batch_cancelled"}
     server.wait_until_idle()
     assert client.batches.cancel(batch.id).status == "cancelled"
 
@@ -240,7 +244,7 @@ def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_batch_goes_on_after_ten_restarts_and_every_line_is_answered_once(tmp_path: Path) -> None:
-    lines = b"".join(line(f"n{at}", max_tokens=20) for at in range(200))
+    lines = b"".join(line(f"n{index}", max_tokens=20) for index in range(200))
     batch_id, n_done = "", [0]
     for restart in range(11):
         with serving(tmp_path / "b") as server:
@@ -257,14 +261,14 @@ def test_a_batch_goes_on_after_ten_restarts_and_every_line_is_answered_once(tmp_
                 answers = read(client, batch.output_file_id)
     assert n_done == sorted(n_done), "no answer is lost"
     assert (batch.request_counts.completed, batch.request_counts.failed) == (200, 0)
-    assert [one["custom_id"] for one in answers] == [f"n{at}" for at in range(200)]
+    assert [answer["custom_id"] for answer in answers] == [f"n{at}" for at in range(200)]
 
 
 def test_others_get_their_answers_while_a_batch_fills_the_server(server: FakeServer) -> None:
     """A batch takes no place of theirs, in no limit."""
     client = client_of(server)
     slow_down(server, 0.002)
-    batch = begin(client, b"".join(line(f"n{at}", max_tokens=200) for at in range(30)))
+    batch = begin(client, b"".join(line(f"n{index}", max_tokens=200) for index in range(30)))
     while not server.engine.scheduler.n_in_shadow:
         time.sleep(0.005)
 
@@ -277,3 +281,29 @@ def test_others_get_their_answers_while_a_batch_fills_the_server(server: FakeSer
     assert "phasewise_ttft_seconds_count 1.0" in text
     client.batches.cancel(batch.id)
     ended(client, batch.id)
+
+
+def test_the_bytes_of_a_file_are_written_beside_the_event_loop() -> None:
+    """The loop has others waiting while a disk takes its time."""
+    body = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nabc\r\n--b--\r\n'
+    pieces: list[dict[str, Any]] = [
+        {"type": "http.request", "body": body[start : start + 5], "more_body": True}
+        for start in range(0, len(body), 5)
+    ]
+    pieces.append({"type": "http.request"})
+    scope = {"type": "http", "headers": [(b"content-type", b"multipart/form-data; boundary=b")]}
+    writers: set[int] = set()
+    written = b""
+
+    async def receive() -> dict[str, Any]:
+        return pieces.pop(0)
+
+    def write(piece: bytes) -> None:
+        nonlocal written
+        written += piece
+        writers.add(threading.get_ident())
+
+    form = asyncio.run(read_form(Request(scope, receive), write, len(body)))
+
+    assert (form.filename, written) == ("f", b"abc")
+    assert threading.get_ident() not in writers

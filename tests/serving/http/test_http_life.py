@@ -132,7 +132,7 @@ def test_what_the_drain_cuts_off_is_an_error_in_the_log_and_the_metrics(n: int) 
         gate.lift()
         until(lambda: server.server.has_ended, "it does not end")
     records = [json.loads(line) for line in lines]
-    assert [one["finish"] for one in records] == ["error", "error"]
+    assert [record["finish"] for record in records] == ["error", "error"]
     assert f'phasewise_requests_total{{reason="error"}} {2 * n}.0' in metrics
 
 

@@ -83,12 +83,12 @@ def test_thoughts_text_and_calls_are_blocks(
     assert len({one.id for one in whole.content if one.type == "tool_use"}) == 2
 
     events = events_of(asked(running, tools=TOOLS, stream=True))
-    begun = [one.content_block.type for one in events if one.type == "content_block_start"]
+    begun = [event.content_block.type for event in events if event.type == "content_block_start"]
     assert begun == [one.type for one in whole.content]
     deltas = [one.delta for one in events if one.type == "content_block_delta"]
     assert "".join(one.thinking for one in deltas if one.type == "thinking_delta") == "Hm."
     assert "".join(one.text for one in deltas if one.type == "text_delta") == "I add."
-    pieces = "".join(one.partial_json for one in deltas if one.type == "input_json_delta")
+    pieces = "".join(delta.partial_json for delta in deltas if delta.type == "input_json_delta")
     assert pieces.replace(" ", "") == '{"n":1}{"n":1}'
     assert (events[0].type, events[-2].type, events[-1].type) == (
         "message_start",

@@ -39,7 +39,7 @@ def test_fields_that_say_nothing_here_are_named_in_a_header(
 
 
 def test_models_are_listed_and_shown(client: ollama.Client) -> None:
-    assert [one.model for one in client.list().models] == ["fake"]
+    assert [model.model for model in client.list().models] == ["fake"]
     assert [one.model for one in client.ps().models] == ["fake"]
     shown = client.show("fake:latest")
     assert set(shown.capabilities or ()) >= {"completion", "tools"}
@@ -55,11 +55,11 @@ def test_a_chat_whole_and_streamed(client: ollama.Client, ranks: ScriptedRanks) 
     assert (whole.message.content, whole.message.thinking) == ("Paris is it.", "Hm.")
     assert (whole.done, whole.done_reason) == (True, "stop")
     times = (whole.total_duration, whole.prompt_eval_duration, whole.eval_duration)
-    assert all(one is not None and one >= 0 for one in times)
+    assert all(time is not None and time >= 0 for time in times)
     pieces = list(client.chat(model="fake", messages=HELLO, options=GREEDY, tools=TOOLS, stream=True))
     assert "".join(one.message.content or "" for one in pieces) == "Paris is it."
     assert "".join(one.message.thinking or "" for one in pieces) == "Hm."
-    assert [one.done for one in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert [piece.done for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert (pieces[-1].eval_count, pieces[-1].prompt_eval_count) == (
         whole.eval_count,
         whole.prompt_eval_count,
@@ -99,7 +99,7 @@ def test_a_prompt_is_a_chat_unless_it_is_raw(client: ollama.Client, ranks: Scrip
     ranks.script = script
     whole = client.generate(model="fake", prompt="The capital?", system="Be brief.", options=GREEDY)
     pieces = list(client.generate(model="fake", prompt="The capital?", options=GREEDY, stream=True))
-    assert (whole.response, "".join(one.response for one in pieces)) == ("Paris.", "Paris.")
+    assert (whole.response, "".join(piece.response for piece in pieces)) == ("Paris.", "Paris.")
     assert "Be brief." in seen[0]
     assert "<|im_start|>user\nThe capital?" in seen[0]
     n_template = whole.prompt_eval_count

@@ -95,7 +95,7 @@ def test_each_choice_has_its_receipt(server: FakeServer, path: str, stream: bool
     assert [choice for choice in choices if "receipt" in choice] == last
     receipts = [read_receipt(choice["receipt"]) for choice in sorted(last, key=lambda one: one["index"])]
     assert [one.contradictions() for one in receipts] == [[], []]
-    seeds = [one.settings.sampling.seed for one in receipts]
+    seeds = [receipt.settings.sampling.seed for receipt in receipts]
     assert None not in seeds
     assert seeds[1] == (seeds[0] or 0) + 1
     assert all(one.settings.stop == ("q",) for one in receipts)

@@ -102,7 +102,7 @@ def test_a_conversation_goes_on_by_the_id_of_its_last_response(
     assert "It is 2." in seen[-1]
 
 
-def test_what_is_not_stored_cannot_be_continued(
+def test_what_is_not_stored_is_not_there_and_cannot_be_continued(
     running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks
 ) -> None:
     ranks.script = lambda _prompt: "a"
@@ -111,6 +111,9 @@ def test_what_is_not_stored_cannot_be_continued(
         answer = asked(running, previous_response_id=unknown)
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] == "previous_response_not_found"
+    for method in ("GET", "DELETE"):
+        refusal = httpx.request(method, f"{running[0].url}/v1/responses/{left_out}")
+        assert (refusal.status_code, refusal.json()["error"]["code"]) == (404, "response_not_found")
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "add"}])
@@ -217,16 +220,6 @@ def test_a_stored_response_can_be_read_again_and_deleted(
             again(sent.id)
     continued = asked(running, previous_response_id=sent.id)
     assert continued.json()["error"]["code"] == "previous_response_not_found"
-
-
-def test_what_was_not_to_be_stored_is_not_there(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks
-) -> None:
-    ranks.script = lambda _prompt: "no"
-    made = asked(running, store=False).json()["id"]
-    for method in ("GET", "DELETE"):
-        gone = httpx.request(method, f"{running[0].url}/v1/responses/{made}")
-        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "response_not_found")
 
 
 def test_no_key_reads_or_deletes_the_responses_of_another() -> None:

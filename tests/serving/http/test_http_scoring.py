@@ -175,8 +175,8 @@ def test_a_prompt_s_numbers_are_computed_for_one_of_its_choices(
 def test_echo_and_prompt_logprobs_take_their_own_numbers(server: FakeServer) -> None:
     asked = {"model": "fake", "prompt": "abc", "echo": True, "logprobs": 1, "prompt_logprobs": 3}
     (choice,) = httpx.post(f"{server.url}/v1/completions", json={**asked, "max_tokens": 1}).json()["choices"]
-    assert [len(one) for one in choice["logprobs"]["top_logprobs"][1:]] == [1, 1, 1]
-    assert [len(one) for one in choice["prompt_logprobs"][1:]] == [3, 3]
+    assert [len(top_logprob) for top_logprob in choice["logprobs"]["top_logprobs"][1:]] == [1, 1, 1]
+    assert [len(prompt_logprob) for prompt_logprob in choice["prompt_logprobs"][1:]] == [3, 3]
 
 
 @pytest.mark.parametrize(

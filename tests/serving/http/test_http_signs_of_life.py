@@ -109,7 +109,7 @@ def test_who_minds_gets_none_and_the_status_of_what_fails() -> None:
             server.ranks.fail_with = StepFailed("no") if fails else None
             gate.open.set()
             asking.join(20)
-    assert [one.status_code for one in answers] == [200, 500]
+    assert [answer.status_code for answer in answers] == [200, 500]
     assert COMMENT not in answers[0].text
 
 
@@ -261,7 +261,7 @@ def test_events_tell_the_progress_of_a_prompt_to_its_end(path: str) -> None:
     processed, times = [step["processed"] for step in steps], [step["time_ms"] for step in steps]
     assert processed == sorted(set(processed))
     assert times == sorted(times)
-    first_word = next(at for at, chunk in enumerate(chunks) if has_text(chunk))
+    first_word = next(index for index, chunk in enumerate(chunks) if has_text(chunk))
     assert not any("prompt_progress" in chunk for chunk in chunks[first_word:])
 
 

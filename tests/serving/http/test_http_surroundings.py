@@ -88,7 +88,7 @@ def test_a_request_is_one_line_without_what_was_said(server: FakeServer, stream:
 def test_refusals_and_unknown_paths_have_their_lines(server: FakeServer) -> None:
     httpx.post(f"{server.url}/v1/completions", json={"model": "other", "prompt": "x"})
     httpx.get(f"{server.url}/%0a%1b[2Jx")
-    assert [(one["path"], one["status"]) for one in lines(server, 2)] == [
+    assert [(line["path"], line["status"]) for line in lines(server, 2)] == [
         ("/v1/completions", 404),
         ("other", 404),
     ]

@@ -125,9 +125,9 @@ def test_a_call_that_is_required_comes_whatever_the_model_wants_to_say(
     assert response.status_code == 200
     if stream:
         events = [json.loads(line[6:]) for line in response.text.splitlines() if line[6:7] == "{"]
-        deltas = [call for one in events for call in one["choices"][0]["delta"].get("tool_calls", ())]
+        deltas = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", ())]
         call = deltas[0]
-        call["function"]["arguments"] = "".join(one["function"]["arguments"] for one in deltas)
+        call["function"]["arguments"] = "".join(delta["function"]["arguments"] for delta in deltas)
         reason = events[-1]["choices"][0]["finish_reason"]
     else:
         choice_ = response.json()["choices"][0]
@@ -226,7 +226,7 @@ def test_an_agent_of_ten_turns(api: openai.OpenAI, ranks: ScriptedRanks) -> None
     for turn in range(10):
         expected = list(functions.values())[turn % 3](expected)
     assert messages[-1]["content"] == f"Done: {expected}"
-    assert sum(one["role"] == "tool" for one in messages) == 10
+    assert sum(message["role"] == "tool" for message in messages) == 10
 
 
 @pytest.mark.parametrize(

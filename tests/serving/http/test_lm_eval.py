@@ -90,7 +90,7 @@ def test_its_log_likelihoods_are_those_of_the_engine(
     assert len(samples) == len(QUESTIONS)
     for sample in samples:
         question = sample["doc"]
-        wanted = [log_likelihood(model, question["question"], f" {one}") for one in question["choices"]]
+        wanted = [log_likelihood(model, question["question"], f" {choice}") for choice in question["choices"]]
         assert [(float(value), flag == "True") for ((value, flag),) in sample["resps"]] == wanted
         likeliest = max(range(len(wanted)), key=lambda at: wanted[at][0])
         assert sample["acc"] == float(likeliest == question["answer"])
@@ -162,7 +162,7 @@ def judged(
 ) -> list[dict[str, Any]]:
     """The records that lm-eval writes, one for each question."""
     data, tasks, out = folder / "questions.jsonl", folder / "tasks", folder / f"out-{kind}"
-    data.write_text("".join(json.dumps(one) + "\n" for one in questions), encoding="utf-8")
+    data.write_text("".join(json.dumps(question) + "\n" for question in questions), encoding="utf-8")
     tasks.mkdir(exist_ok=True)
     (tasks / "tiny.yaml").write_text(TASK.format(data=data), encoding="utf-8")
     assert COMMAND is not None

@@ -39,11 +39,11 @@ def test_who_makes_way_are_the_longest_unused_and_no_more_than_needed(seed: int)
             room.leave(one.name)
         room.enter(name, n_bytes, now_s, rng.choice([0.5, 2, math.inf]))
         assert room.n_bytes <= budget
-        for one in list(room.residents.values()):
+        for resident in list(room.residents.values()):
             if rng.random() < 0.5:
-                one.n_users += 1
-            elif one.n_users:
-                room.end(one.name, now_s, 0.5)
+                resident.n_users += 1
+            elif resident.n_users:
+                room.end(resident.name, now_s, 0.5)
         for one in room.overdue(now_s):
             assert not one.n_users
             assert one.used_s + one.keep_s <= now_s

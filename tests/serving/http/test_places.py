@@ -78,9 +78,9 @@ def test_greedy_clients_together_keep_no_newcomer_out() -> None:
         gate = threading.Event()
         server.ranks.before_step = lambda: gate.wait(30) and None
         greedy = [
-            clients.submit(ask, server, key, 2, max_tokens=20, stream=at % 2 == 0)
+            clients.submit(ask, server, key, 2, max_tokens=20, stream=index % 2 == 0)
             for key in KEYS[:3]
-            for at in range(4)
+            for index in range(4)
         ]
         until(lambda: server.client.n_live == 24, "three keys hold all places")
 

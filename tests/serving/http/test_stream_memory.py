@@ -75,8 +75,8 @@ def test_no_more_is_held_than_may_be_unread(most: int) -> None:
             EngineClient(lambda message: None, HttpLimits()), [REQUEST], most, lambda: overflows.append(1)
         )
         held = []
-        for one in scored_pieces(60):
-            stream.put(one)
+        for scored_piece in scored_pieces(60):
+            stream.put(scored_piece)
             held.append(len(stream._arrived))
         return held
 

@@ -208,6 +208,69 @@ BAD_CONFIGS = {
         {"model_type": "granitemoeshared", "shared_intermediate_size": 10**9},
         "shared expert is 1000000000 wide",
     ),
+    "latent vectors of odd panels": ({"model_type": "deepseek_v3", "kv_lora_rank": 40}, "multiples of 16"),
+    "latent vectors beyond the kernels": (
+        {"model_type": "deepseek_v3", "kv_lora_rank": 544},
+        "latent vectors of 608 numbers; at most 576",
+    ),
+    "latent vectors of a fraction": ({"model_type": "deepseek_v3", "kv_lora_rank": 32.5}, "int expected"),
+    "latent values of less than nothing": (
+        {"model_type": "deepseek_v2", "first_k_dense_replace": 2, "v_head_dim": -16},
+        "value_dim = -16",
+    ),
+    "an odd number of turned numbers": (
+        {"model_type": "glm4_moe_lite", "qk_rope_head_dim": 7},
+        "RoPE over 7",
+    ),
+    "latent attention with biases": (
+        {"model_type": "deepseek_v3", "attention_bias": True},
+        "attention_bias = True, which cannot run",
+    ),
+    "pairs in halves": (
+        {"model_type": "deepseek_v3", "rope_interleave": False},
+        "rope_interleave = False, which cannot run",
+    ),
+    "scores by another function": (
+        {"model_type": "deepseek_v3", "scoring_func": "softmax"},
+        "sigmoid and noaux_tc can run",
+    ),
+    "experts chosen by chance": ({"model_type": "deepseek_v2", "topk_method": "dice"}, "'dice'"),
+    "normalised weights that no release agrees on": (
+        {"model_type": "deepseek_v2", "norm_topk_prob": True},
+        "norm_topk_prob = True, which cannot run",
+    ),
+    "groups that do not divide": (
+        {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "n_group": 7},
+        "256 experts do not divide into 7 groups",
+    ),
+    "more groups chosen than there are": (
+        {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "topk_group": 9},
+        "experts of 9 of 8 groups can be chosen",
+    ),
+    "experts of no width": (
+        {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "moe_intermediate_size": 0},
+        "experts of width 0",
+    ),
+    "experts in every zeroth layer": (
+        {"model_type": "deepseek_v3", "moe_layer_freq": 0},
+        "moe_layer_freq = 0",
+    ),
+    "layers of an unknown kind": (
+        {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense", "dusty"]},
+        "dense or sparse for each",
+    ),
+    "weights times infinity": (
+        {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "routed_scaling_factor": float("inf")},
+        "a number above 0 expected",
+    ),
+    "a stretch of scores beyond reason": (
+        {"model_type": "deepseek_v3", "rope_scaling": {"type": "yarn", "factor": 4.0, "mscale_all_dim": 1e9}},
+        "mscale_all_dim = 1000000000",
+    ),
+    "layers of drafts without end": (
+        {"model_type": "deepseek_v3", "num_nextn_predict_layers": 10**6},
+        "1000000 layers that predict more tokens",
+    ),
     "negative heads": ({"num_attention_heads": -4, "head_dim": None}, "n_heads is -4"),
     "odd head": ({"head_dim": 15}, "head dimensions"),
     "odd rotation": ({"model_type": "phi3", "partial_rotary_factor": 0.32}, "RoPE over 5"),

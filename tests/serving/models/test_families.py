@@ -19,8 +19,10 @@ from safetensors.numpy import save_file
 from phasewise.cython_kernels import isa, packing
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.errors import ModelError, RanksError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.experts import STACKS
+from phasewise.serving.models.latent import LATENT_KV_FORMATS
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
@@ -29,6 +31,7 @@ from tests.support.models import reference_models as layout
 from tests.support.tiers import isas, n_examples
 
 pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
+from phasewise.serving.models.forward import kv_bytes_per_slot
 from phasewise.serving.ranks.open_ranks import KvSettings, RankOptions, open_ranks
 from tests.support.models.greedy import greedy, local_ranks
 
@@ -77,7 +80,8 @@ def test_every_family_has_the_same_bits_on_all_instruction_sets(name: str, tmp_p
     prompt = families.family_prompts(name)[1]
     for kind, kv_formats in (("f32", ["auto"]), ("int8", KV_FORMATS), ("int4", ["auto"])):
         model = packed(name, "safetensors", tmp_path, kind)
-        for kv_format in kv_formats:
+        latent = model.config.latent is not None
+        for kv_format in LATENT_KV_FORMATS if latent and kind == "int8" else kv_formats:
             found = {}
             for isa_name in isas():
                 with isa.using(isa_name), closing(local_ranks(model, kv_format=kv_format)) as ranks:
@@ -171,6 +175,48 @@ def test_two_ranks_compute_the_same_bits_as_one(name: str, tmp_path: Path) -> No
         expected, found = greedy(one, prompt, 4), greedy(ranks, prompt, 4)
 
     assert (found == expected).all()
+
+
+@pytest.mark.parametrize("kv_format", ["int16", "int8", "int4"])
+def test_latent_vectors_take_no_format_with_scales(kv_format: str, tmp_path: Path) -> None:
+    model = packed("deepseek3", "safetensors", tmp_path)
+
+    with pytest.raises(ModelError, match=f"cannot be {kv_format}: --kv-format f32, f16 or bf16 can"):
+        local_ranks(model, kv_format=kv_format)
+
+
+def test_latent_attention_is_refused_two_ranks_by_name(tmp_path: Path) -> None:
+    model = packed("deepseek3", "safetensors", tmp_path)
+    two = (RankCores((0,)), RankCores((1,)))
+    plans: dict[Any, Any] = {phase: ServicePlan(phase, two) for phase in PHASES}
+
+    with pytest.raises(RanksError, match="1 KV head to share"):
+        open_ranks(model, plans, RankOptions(KvSettings(256), 512, 8, pinned=False))
+
+
+def test_a_token_of_latent_attention_takes_its_formula_of_bytes(tmp_path: Path) -> None:
+    """Layers times kv_lora_rank and qk_rope_head_dim numbers, once."""
+    model = packed("deepseek3", "safetensors", tmp_path, "int8")
+
+    assert kv_bytes_per_slot(model) == 3 * (32 + 8) * 2
+    assert kv_bytes_per_slot(model, "f32") == 3 * (32 + 8) * 4
+
+
+def test_layers_that_predict_more_tokens_are_left_out_as_far_as_the_file_says(tmp_path: Path) -> None:
+    """They are layers behind the last one; one more than the file says is a tensor without a use."""
+    alone = packed("deepseek3", "safetensors", tmp_path)
+    weights = families.family_weights("deepseek3")
+    folder = families.write_family_hf(tmp_path / "more", "deepseek3", {"num_nextn_predict_layers": 1})
+    weights["model.layers.3.eh_proj.weight"] = np.ones((64, 128), np.float32)
+    save_file(weights, folder / "model.safetensors")
+
+    found = load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
+
+    assert found.weights.keys() == alone.weights.keys()
+    weights["model.layers.4.eh_proj.weight"] = weights["model.layers.3.eh_proj.weight"]
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"eh_proj\.weight' that deepseek3 models do not use"):
+        load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
 
 
 def test_weights_of_experts_that_no_row_chooses_are_not_read(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_requests_are_let_in_by_what_they_will_need(n_requests: int) -> None:
 def test_free_slots_are_room_wherever_they_lie(estimate: Estimate | None) -> None:
     """Every second of the blocks is given back: those that stay make way until no slot is free."""
     pool = ContiguousPool(640, taught(reserve_share=0.0))
-    names = [str(at) for at in range(20)]
+    names = [str(index) for index in range(20)]
     for name in names:
         assert pool.reserve(name, Demand(30, 400, 30, Estimate(1, 0))) is not None
     for name in names[::2]:

@@ -179,11 +179,11 @@ class TestEveryPool:
     ) -> None:
         """Whatever comes in whatever order: no slot is lost or shared, and what was written is read again."""
         memory = Memory(opened(name), SMALL[name].page_slots)
-        for at, (action, argument) in enumerate(actions):
+        for index, (action, argument) in enumerate(actions):
             owners = list(memory.written)
             if action == "reserve":
                 assert isinstance(argument, Demand)
-                memory.reserve(f"r{at}", argument)
+                memory.reserve(f"r{index}", argument)
             elif action == "refresh":
                 memory.pool.refresh()
             elif action == "step":
@@ -210,10 +210,10 @@ class TestEveryPool:
         """Whatever was learnt before, and however wrong the estimate is."""
         pool = opened(name)
         memory = Memory(pool, SMALL[name].page_slots)
-        for at, answer in enumerate(lessons):
-            memory.reserve(f"l{at}", Demand(1, 1 + answer, 1))
-            memory.step([(f"l{at}", 1 + answer)], [])
-            memory.release(f"l{at}", ended=True)
+        for index, answer in enumerate(lessons):
+            memory.reserve(f"l{index}", Demand(1, 1 + answer, 1))
+            memory.step([(f"l{index}", 1 + answer)], [])
+            memory.release(f"l{index}", ended=True)
             pool.refresh()
 
         memory.reserve("long", Demand(prompt, pool.longest, prompt, estimate))
@@ -227,8 +227,8 @@ class TestEveryPool:
     def test_whoever_preempts_all_others_goes_on_to_the_end(self, name: str) -> None:
         """The oldest of many always gets its room once the others have given theirs back."""
         memory = Memory(opened(name), SMALL[name].page_slots)
-        for at in range(40):
-            memory.reserve(f"r{at}", Demand(20, 380, 20))
+        for index in range(40):
+            memory.reserve(f"r{index}", Demand(20, 380, 20))
         others = [owner for owner in memory.written if owner != "r0"]
         for n_positions in range(21, 381):
             while not memory.grow("r0", n_positions):

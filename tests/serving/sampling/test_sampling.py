@@ -50,7 +50,7 @@ def test_rows_are_sampled_each_by_its_own_sampler() -> None:
     logits = np.stack([logits_of(seed) for seed in range(4)])
     samplers = [Sampler(GREEDY, (), 300) for _ in range(4)]
 
-    plain = [one.token_id for one in sample_rows(logits, samplers)]
+    plain = [row.token_id for row in sample_rows(logits, samplers)]
     mixed = sample_rows(
         logits, [*samplers[:3], Sampler(SamplingParams(temperature=0, top_logprobs=1), (), 300)]
     )

@@ -34,7 +34,7 @@ def job(schema: object) -> bytes:
 
 
 HARMLESS = job({"type": "object"})
-ENDLESS = job({"allOf": [{"type": "string", "pattern": f".*a.{{{at}}}b.*"} for at in range(30)]})
+ENDLESS = job({"allOf": [{"type": "string", "pattern": f".*a.{{{index}}}b.*"} for index in range(30)]})
 REFUSED = job({"not": {}})
 
 

@@ -70,7 +70,7 @@ def test_whatever_a_store_has_and_whenever_it_reads(
         Submit(f"r{number}", PREFIXES[which][:n_prompt], n_answer, GREEDY, ignore_eos=True)
         for number, (n_prompt, n_answer, which) in enumerate(asked)
     ]
-    expected = {one.request_id: alone(one) for one in requests}
+    expected = {request.request_id: alone(request) for request in requests}
     engine = make_engine(ranks, pool=any_pool(policy, 1024, 470), context_length=470)
     store = SlowStore(ranks, rng)
     beginnings = engine.scheduler.reads_from(store.find)

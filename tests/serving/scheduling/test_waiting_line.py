@@ -109,7 +109,7 @@ def test_turns_keep_their_laws_whatever_comes_and_goes(steps: list[str], data: s
         )
         heads = list(line.heads)
         owners = [one.request.client for one in line]
-        assert [one.request.client for one in heads] == list(dict.fromkeys(owners))
+        assert [head.request.client for head in heads] == list(dict.fromkeys(owners))
         assert set(heads) <= set(line)
         assert line.clients == {one.request.client for one in heads}
 

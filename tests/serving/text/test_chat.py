@@ -181,7 +181,7 @@ def test_a_hostile_template_ends_in_one_clear_line(source: str) -> None:
 
 def test_a_long_conversation_is_no_hostile_one() -> None:
     """A thousand turns, half a million characters, through the template with the most work per turn."""
-    turns = [{"role": ("user", "assistant")[at % 2], "content": "word " * 100} for at in range(1001)]
+    turns = [{"role": ("user", "assistant")[index % 2], "content": "word " * 100} for index in range(1001)]
 
     prompt = ChatTemplate(QWEN_STYLE, SPECIAL).render(turns)
 

@@ -50,8 +50,8 @@ def joined(parts: Iterable[Part]) -> list[Part]:
 def in_bytes(text: str, n_bytes: int) -> list[str]:
     """The text as a decoder gives it out that is fed so many bytes at a time: whole characters."""
     raw, out, pending = text.encode(), [], b""
-    for at in range(0, len(raw), n_bytes):
-        pending += raw[at : at + n_bytes]
+    for start in range(0, len(raw), n_bytes):
+        pending += raw[start : start + n_bytes]
         try:
             out.append(pending.decode())
             pending = b""
@@ -92,8 +92,8 @@ def test_every_pair_is_read_whole_and_cut_at_every_byte(pair: Pair) -> None:
     assert read(fresh(pair), in_bytes(pair.answer, 1)) == pair.parts
     for n_bytes in (2, 3, 5, 8, 13):
         assert read(fresh(pair), in_bytes(pair.answer, n_bytes)) == pair.parts
-    for at in range(len(pair.answer) + 1):
-        assert read(fresh(pair), [pair.answer[:at], pair.answer[at:]]) == pair.parts
+    for index in range(len(pair.answer) + 1):
+        assert read(fresh(pair), [pair.answer[:index], pair.answer[index:]]) == pair.parts
 
 
 @pytest.mark.many
@@ -104,8 +104,8 @@ def test_arguments_that_come_in_pieces_are_those_of_the_whole_answer(pair: Pair)
     for n_bytes in (1, 2, 3, 5, 8, 13):
         pieces = in_bytes(pair.answer, n_bytes)
         assert joined(read(fresh(pair, calls_are_held=True), pieces)) == pair.parts
-    for at in range(len(pair.answer) + 1):
-        cut = [pair.answer[:at], pair.answer[at:]]
+    for index in range(len(pair.answer) + 1):
+        cut = [pair.answer[:index], pair.answer[index:]]
         assert joined(read(fresh(pair, calls_are_held=True), cut)) == pair.parts
 
 
@@ -128,10 +128,10 @@ def test_arguments_are_given_out_while_they_come(name: str) -> None:
 @pytest.mark.parametrize("pair", PAIRS[::7], ids=lambda pair: pair.format)
 def test_a_held_call_that_is_cut_short_keeps_what_has_come(pair: Pair) -> None:
     whole = joined(pair.parts)
-    for at in range(len(pair.answer)):
+    for index in range(len(pair.answer)):
         calls = [
             one
-            for one in joined(read(fresh(pair, calls_are_held=True), [pair.answer[:at]]))
+            for one in joined(read(fresh(pair, calls_are_held=True), [pair.answer[:index]]))
             if isinstance(one, Call)
         ]
         for found, expected in zip(calls, (one for one in whole if isinstance(one, Call)), strict=False):
@@ -141,8 +141,8 @@ def test_a_held_call_that_is_cut_short_keeps_what_has_come(pair: Pair) -> None:
 
 @pytest.mark.parametrize("pair", PAIRS[::7], ids=lambda pair: pair.format)
 def test_an_answer_cut_short_loses_no_call_that_was_complete(pair: Pair) -> None:
-    for at in range(len(pair.answer)):
-        found = read(fresh(pair), [pair.answer[:at]])
+    for index in range(len(pair.answer)):
+        found = read(fresh(pair), [pair.answer[:index]])
         calls = [part for part in found if isinstance(part, Call)]
         expected = [part for part in pair.parts if isinstance(part, Call)]
         assert calls == expected[: len(calls)]

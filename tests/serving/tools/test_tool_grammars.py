@@ -22,8 +22,8 @@ from tests.support.tiers import n_examples
 
 END = 256
 CONTROL = {
-    text: 257 + at
-    for at, text in enumerate(
+    text: 257 + index
+    for index, text in enumerate(
         ("[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>")
     )
 }
@@ -139,7 +139,7 @@ def test_a_guide_that_begins_late_leaves_all_text_before_the_call_alone(
     name: str, compiler: GuideCompiler
 ) -> None:
     found, functions = dialect(name), [Function("f", {"type": "object", "properties": {}, "required": []})]
-    triggers = [one.encode() for one in found.format.triggers(functions)]
+    triggers = [trigger.encode() for trigger in found.format.triggers(functions)]
     tokens = compiler.tokens
     late = CallGuide(
         held(name, functions, compiler),
@@ -189,7 +189,7 @@ def test_thoughts_are_free_and_what_follows_is_held(compiler: GuideCompiler) -> 
 
 def test_many_large_tools_are_refused_by_their_size() -> None:
     large = {"type": "object", "properties": {f"p{at}": {"enum": ["x" * 50]} for at in range(300)}}
-    functions = [Function(f"f{at}", large) for at in range(128)]
+    functions = [Function(f"f{index}", large) for index in range(128)]
     found = dialect("hermes")
     with pytest.raises(RequestError, match="all tools"):
         Grammar.of_lark(found.format.grammar(Wanted(functions), found.control))

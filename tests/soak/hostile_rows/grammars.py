@@ -18,7 +18,7 @@ MOST_TURN_S = 4.0
 
 
 def _patterns(n: int, salt: int) -> dict[str, Any]:
-    return {"allOf": [{"type": "string", "pattern": f".*a.{{{at}}}b.*c{salt}?"} for at in range(n)]}
+    return {"allOf": [{"type": "string", "pattern": f".*a.{{{index}}}b.*c{salt}?"} for index in range(n)]}
 
 
 def _bombs() -> Any:
@@ -39,8 +39,8 @@ def grammars_that_stay(siege: Siege) -> str:
         asked.chat(response_format=_wanting({"type": "object"}))
         before_mib = all_memory_mib(server.pid)
         statuses = set()
-        for at in range(31):
-            schema = {"type": "integer", "multipleOf": 22_011 + at}
+        for index in range(31):
+            schema = {"type": "integer", "multipleOf": 22_011 + index}
             statuses.add(asked.chat(max_tokens=4, response_format=_wanting(schema))[0])
         grown_mib = all_memory_mib(server.pid) - before_mib
     if not statuses <= {200, 400, 429} or grown_mib > MOST_KEPT_MIB:

@@ -37,7 +37,7 @@ def prompts_told_by_time(siege: Siege) -> str:
 def _took_s(prepare: Asked | None, ask: Asked, n_words: int, attempt: int) -> float:
     """Seconds until `ask` has one token of a prompt that `prepare` has sent before; None: no client has."""
     name = f"{attempt} {prepare and prepare.key} "
-    prompt = name + " ".join(f"word{(at * 7919 + attempt) % 1000}" for at in range(n_words))
+    prompt = name + " ".join(f"word{(index * 7919 + attempt) % 1000}" for index in range(n_words))
     if prepare is not None:
         prepare.complete(prompt, 1)
     began = time.monotonic()
@@ -158,7 +158,7 @@ def full_contexts(siege: Siege) -> str:
         theirs, ours = (siege.asked(server, key) for key in KEYS)
         _, listed = theirs.get("/v1/models")
         context = int(listed["data"][0]["max_model_len"])
-        prompt = [5 + at % 50 for at in range(context - 16)]
+        prompt = [5 + index % 50 for index in range(context - 16)]
         ours.complete()
         before_mib = all_memory_mib(server.pid)
         filling = {"model": theirs.model, "max_tokens": 15, "temperature": 0, "ignore_eos": True}

@@ -23,10 +23,10 @@ def _node(kind: Kind, arities: tuple[int, ...], pus: tuple[int, ...]) -> Node:
     if not arities:
         return Node(kind, pus[0], pus, children=(Node(Kind.PU, pus[0], pus),))
     size = len(pus) // arities[0]
-    parts = (pus[at : at + size] for at in range(0, len(pus), size))
+    parts = (pus[start : start + size] for start in range(0, len(pus), size))
     children = tuple(_node(KINDS[len(arities) - 1], arities[1:], part) for part in parts)
     numbered = tuple(
-        Node(child.kind, at, child.cpus, children=child.children) for at, child in enumerate(children)
+        Node(child.kind, index, child.cpus, children=child.children) for index, child in enumerate(children)
     )
     return Node(kind, None, tuple(sorted(pus)), children=numbered if arities[1:] else children)
 
@@ -35,6 +35,6 @@ def nest_of(tree: TopoTree) -> Any:
     """The tree as nested tuples of its PUs."""
     parts: list[Any] = list(tree.pus)
     for level in reversed(tree.levels):
-        parts = [tuple(parts[at : at + level.kept]) for at in range(0, len(parts), level.kept)]
+        parts = [tuple(parts[start : start + level.kept]) for start in range(0, len(parts), level.kept)]
     (root,) = parts
     return root

@@ -20,7 +20,7 @@ def symmetric(arities: tuple[int, ...], first: int = 0) -> Nest:
     if not arities:
         return first
     step = prod(arities[1:])
-    return tuple(symmetric(arities[1:], first + at * step) for at in range(arities[0]))
+    return tuple(symmetric(arities[1:], first + index * step) for index in range(arities[0]))
 
 
 def leaves(nest: Nest) -> list[int]:

@@ -73,7 +73,7 @@ def xeon(threads_a_core: int = 1) -> Machine:
 def tag_clusters(machine: Machine, cores: int = 4) -> tuple[tuple[int, ...], ...]:
     """The PUs of every `cores` neighbouring cores: what shares an LLC tag array on a Kunpeng 920."""
     of_cores = machine.allowed_cores()
-    groups = (of_cores[at : at + cores] for at in range(0, len(of_cores), cores))
+    groups = (of_cores[start : start + cores] for start in range(0, len(of_cores), cores))
     return tuple(tuple(pu for core in group for pu in core) for group in groups)
 
 

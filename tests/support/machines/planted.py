@@ -131,6 +131,6 @@ def _structure(
     lost = rng.uniform(0.1, 0.6) / max(1.0, size - saturating)
     pus = root.pus
     resources = tuple(
-        HiddenResource(tuple(pus[at : at + size]), gbps, lost) for at in range(0, len(pus), size)
+        HiddenResource(tuple(pus[start : start + size]), gbps, lost) for start in range(0, len(pus), size)
     )
     return resources, f"{root.notation} at depth {depth}: {saturating:.1f} of {size} PUs saturate"

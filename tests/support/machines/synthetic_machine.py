@@ -57,7 +57,7 @@ def task_of(n: int = 256, ms: tuple[int, ...] = MS, arithmetics: tuple[Arithmeti
         k=256,
         threads=2,
         arithmetics=arithmetics,
-        kernels={one.compute_path: KERNELS for one in arithmetics},
+        kernels={arithmetic.compute_path: KERNELS for arithmetic in arithmetics},
         caches=Caches(48 << 10, 1 << 20),
         weight_bits=32,
         default=default_of,

@@ -83,7 +83,7 @@ def move_piece(raw: bytearray, rng: random.Random, reach: int) -> None:
 
 def edit_digits(raw: bytearray, rng: random.Random, reach: int) -> None:
     """Change a number in a JSON header; elsewhere, flip bits."""
-    digits = [at for at in range(8, min(reach, len(raw))) if chr(raw[at]).isdigit()]
+    digits = [index for index in range(8, min(reach, len(raw))) if chr(raw[index]).isdigit()]
     if not digits:
         return flip_bits(raw, rng, reach)
     raw[rng.choice(digits)] = rng.choice(b'0123456789-.eE"[]{},: n')

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.models import tiny_models
+from tests.support.models import latent_models, tiny_models
 from tests.support.models.reference_models import raw_values
 from tests.support.models.tiny_models import TinyShape
 
@@ -55,6 +55,7 @@ class FamilyCase:
     config: Mapping[str, Any] = field(default_factory=dict)
     interleaved: bool = False
     unit_norms: bool = False
+    whole_kv_b: bool = False
     prompt_lengths: tuple[int, ...] = (9, 90)
     context_length: int = 256
     prompt_seeds: tuple[int, ...] = ()
@@ -251,6 +252,10 @@ FAMILY_CASES: dict[str, FamilyCase] = {
          "hidden_act": "gelu_pytorch_tanh"},
         prompt_seeds=(1000, 1000),
     ),
+    "deepseek2": FamilyCase("deepseek_v2", "deepseek2", latent_models.V2),
+    "deepseek2-groups": FamilyCase("deepseek_v2", "deepseek2", latent_models.V2_GROUPS, whole_kv_b=True),
+    "deepseek3": FamilyCase("deepseek_v3", "deepseek2", latent_models.V3),
+    "glm4moelite": FamilyCase("glm4_moe_lite", "deepseek2", latent_models.GLM_LITE),
     "arcee": FamilyCase(
         "arcee", "arcee",
         {"hidden_act": "relu2",
@@ -317,6 +322,10 @@ def _shapes(case: FamilyCase) -> dict[str, tuple[int, ...]]:
     head_dim = f.get("head_dim", hidden // n_heads)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (f["vocab_size"], hidden)}
     for i in range(f["num_hidden_layers"]):
+        if "kv_lora_rank" in f:
+            of_layer = latent_models.latent_layer_shapes(case.model_type, f, i)
+            shapes |= {f"model.layers.{i}.{tensor}": shape for tensor, shape in of_layer.items()}
+            continue
         layer = _attention_shapes(
             case.model_type, hidden, n_heads * head_dim, kv * head_dim, head_dim, n_heads
         )
@@ -597,7 +606,13 @@ def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None
     kv = f["num_key_value_heads"]
     kinds = f.get("layer_types", [])
     by_layer = case.gguf in ("lfm2", "granitehybrid")
-    writer.add_head_count_kv([kv * (kind == FULL) for kind in kinds] if by_layer else kv)
+    if "kv_lora_rank" in f:
+        latent_models.write_latent_settings(writer, case.model_type, f, split=not case.whole_kv_b)
+    else:
+        writer.add_head_count_kv([kv * (kind == FULL) for kind in kinds] if by_layer else kv)
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_rope_dimension_count(int(head_dim * f.get("partial_rotary_factor", 1.0)))
     if case.gguf == "lfm2":
         writer.add_shortconv_l_cache(f["conv_L_cache"])
     if case.gguf == "granitehybrid":
@@ -708,6 +723,8 @@ def _converted(case: FamilyCase, f: Mapping[str, Any], weights: Arrays) -> Array
             out |= changed
         elif name.endswith(".e_score_correction_bias"):
             out[f"{name.removesuffix('_bias')}.bias"] = values
+        elif (latent := latent_models.latent_gguf_tensors(f, name, values, not case.whole_kv_b)) is not None:
+            out |= latent
         elif name.endswith(".sinks"):
             out[f"{name}.weight"] = values
         elif case.model_type == "gpt_oss" and ".experts." in name:

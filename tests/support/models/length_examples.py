@@ -36,13 +36,13 @@ def write_log(path: Path, examples: list[Example], model_name: str = "tiny") -> 
         {
             "schema_version": 1,
             "model": model_name,
-            "prompt_token_ids": list(one.facts.token_ids),
-            "temperature": one.facts.temperature,
-            "max_tokens": one.facts.max_tokens,
-            "output_tokens": one.output_tokens,
-            "finish_reason": "length" if one.was_cut else "stop",
+            "prompt_token_ids": list(example.facts.token_ids),
+            "temperature": example.facts.temperature,
+            "max_tokens": example.facts.max_tokens,
+            "output_tokens": example.output_tokens,
+            "finish_reason": "length" if example.was_cut else "stop",
         }
-        for one in examples
+        for example in examples
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

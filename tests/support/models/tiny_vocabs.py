@@ -46,7 +46,7 @@ def sentence_piece_metadata(**settings: object) -> dict[str, object]:
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.scores": [0.0] * free + [-float(at) for at in range(len(tokens) - free)],
+        "tokenizer.ggml.scores": [0.0] * free + [-float(index) for index in range(len(tokens) - free)],
         "tokenizer.ggml.token_type": [*KINDS, *[6] * 256, *[1] * (len(tokens) - free)],
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
@@ -82,7 +82,7 @@ def _frequent(texts: Iterable[str]) -> list[str]:
     counts: Counter[str] = Counter()
     for text in texts:
         for length in range(2, LONGEST + 1):
-            counts.update(text[at : at + length] for at in range(len(text) - length + 1))
+            counts.update(text[index : index + length] for index in range(len(text) - length + 1))
     ranked = sorted(counts, key=lambda string: (-counts[string], len(string), string))[:N_MERGED]
     return sorted(ranked, key=lambda string: (len(string), ranked.index(string)))
 

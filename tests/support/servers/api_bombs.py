@@ -103,7 +103,7 @@ def _tools(model: str, most: int) -> Iterator[Bomb]:
     tool = b'{"type":"function","function":{"name":"%s","parameters":%s}}'
     for n in (129, 10_000):
         yield Bomb(f"{n} tools", CHAT, chat + _list_of(tool % (b"f", b"{}"), n * 70) + b"}")
-    distinct = b",".join(tool % (b"f%d" % at, b'{"type":"object"}') for at in range(128))
+    distinct = b",".join(tool % (b"f%d" % index, b'{"type":"object"}') for index in range(128))
     for choice in (b"auto", b"required"):
         end = b',"tool_choice":"%s"}' % choice
         yield Bomb(f"128 tools, {choice.decode()}", CHAT, chat + b"[" + distinct + b"]" + end, (200, 400))
@@ -223,7 +223,7 @@ def schema_bombs() -> dict[str, Any]:
     for n in (200, 1000, 10_000):
         bombs[f"a chain of {n}"] = _chain(n, lambda follow: {"properties": {"x": follow}, "required": ["x"]})
         bombs[f"{n} references in a row"] = _chain(n, lambda follow: follow)
-        bombs[f"{n} properties"] = {"properties": {f"p{at}": text for at in range(n)}}
+        bombs[f"{n} properties"] = {"properties": {f"p{index}": text for index in range(n)}}
         bombs[f"an enum of {n}"] = {"enum": [f"v{at}" for at in range(n)]}
     for key in ("allOf", "anyOf", "oneOf", "prefixItems"):
         bombs[f"{key} doubles"] = _chain(40, lambda follow, key=key: {key: [follow, follow]})  # type: ignore[misc]
@@ -256,7 +256,7 @@ def schema_bombs() -> dict[str, Any]:
 
 
 def _chain(n: int, link: Any) -> dict[str, Any]:
-    definitions = {f"d{at}": link({"$ref": f"#/$defs/d{at + 1}"}) for at in range(n - 1)}
+    definitions = {f"d{index}": link({"$ref": f"#/$defs/d{index + 1}"}) for index in range(n - 1)}
     return {"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{n - 1}": {"type": "null"}}}
 
 

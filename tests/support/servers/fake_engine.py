@@ -95,9 +95,9 @@ class FakeRanks:
     def all_logits(self, batch: Batch) -> np.ndarray:
         """A row after every token."""
         rows = [
-            self.forward(batch._replace(slices=(one._replace(token_ids=(token,), start=one.start + at),)))
+            self.forward(batch._replace(slices=(one._replace(token_ids=(token,), start=one.start + index),)))
             for one in batch.slices
-            for at, token in enumerate(one.token_ids)
+            for index, token in enumerate(one.token_ids)
         ]
         return np.concatenate(rows)
 

@@ -110,8 +110,8 @@ class PoolServer:
         """True if every instance runs and none holds keys and values, or expects any."""
         members = self.front.members()
         return all(
-            one["state"] == "running" and one["kv_slots_used"] == 0 and one["handing_over"] == 0
-            for one in members
+            member["state"] == "running" and member["kv_slots_used"] == 0 and member["handing_over"] == 0
+            for member in members
         )
 
 
@@ -183,7 +183,7 @@ def texts(told: Mapping[str, Told]) -> dict[str, str]:
 
 def prompt(n_tokens: int, salt: int = 0) -> tuple[int, ...]:
     """Token ids of a text that no other request has."""
-    return tuple(3 + (salt * 31 + at * at + 7 * at) % 200 for at in range(n_tokens))
+    return tuple(3 + (salt * 31 + index * index + 7 * index) % 200 for index in range(n_tokens))
 
 
 def mixed_requests(guides: GuideCompiler | None) -> list[Submit]:

@@ -58,8 +58,8 @@ async def whole_answer(request: web.Request, body: dict[str, Any]) -> web.Stream
     if not body.get("stream"):
         return web.json_response({"choices": [{"index": 0, "text": "word"}], "usage": usage})
     response = await open_stream(request)
-    for at in range(n_tokens):
-        await response.write(event(" word", "length" if at == n_tokens - 1 else None))
+    for index in range(n_tokens):
+        await response.write(event(" word", "length" if index == n_tokens - 1 else None))
     await response.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n".encode())
     return response
 
@@ -72,9 +72,9 @@ def timed_answer(first_s: float, gap_s: float) -> Script:
             return await whole_answer(request, body)
         response = await open_stream(request)
         await asyncio.sleep(first_s)
-        for at in range(body["max_tokens"]):
-            await asyncio.sleep(gap_s if at else 0)
-            await response.write(event(" word", "length" if at == body["max_tokens"] - 1 else None))
+        for index in range(body["max_tokens"]):
+            await asyncio.sleep(gap_s if index else 0)
+            await response.write(event(" word", "length" if index == body["max_tokens"] - 1 else None))
         await response.write(b"data: [DONE]\n\n")
         return response
 

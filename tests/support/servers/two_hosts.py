@@ -165,7 +165,7 @@ class Scenes:
     def scene(self, name: str, requests: Sequence[Submit], cut: str | None = None) -> dict[str, object]:
         """Send requests; where a link is to be cut, slow it first, so that it is cut in the middle."""
         server, front = self.server, self.server.front
-        named = [replace(one, request_id=f"{one.request_id} {name}") for one in requests]
+        named = [replace(request, request_id=f"{request.request_id} {name}") for request in requests]
         divided, failed, life = front.counts.divided, sum(front.counts.failed.values()), dict(front.pids)
         began_s = time.monotonic()
         with slowed("data", TOO_SLOW) if cut else contextlib.nullcontext():
@@ -193,7 +193,7 @@ class Scenes:
         }
 
     def is_handing_over(self) -> bool:
-        return any(one["handing_over"] for one in self.server.front.members())
+        return any(member["handing_over"] for member in self.server.front.members())
 
     def is_right(self, name: str) -> bool:
         """An error is right where the answer had begun; else the whole answer must be there."""

@@ -67,7 +67,7 @@ def numa_sets(machine: Machine) -> list[tuple[int, ...]]:
 
 
 def even_parts(whole: Sequence[T], parts: int) -> list[Sequence[T]]:
-    return [whole[len(whole) * at // parts : len(whole) * (at + 1) // parts] for at in range(parts)]
+    return [whole[len(whole) * index // parts : len(whole) * (index + 1) // parts] for index in range(parts)]
 
 
 def without_fourths(machine: Machine) -> list[list[int]]:

@@ -115,7 +115,7 @@ def test_descendants_of_what_did_not_beat_its_parent_are_not_asked_for() -> None
     def answer(ask: CandidateBatch) -> list[float]:
         decisions.extend(ask.decisions)
         removed.extend(one.tree.n_pus for one in ask.candidates if one.parent and one.parent.n_pus < 16)
-        return [every_core_counts(one.configuration) for one in ask.candidates]
+        return [every_core_counts(candidate.configuration) for candidate in ask.candidates]
 
     decisions += drive(walk(small_space(), Rules(share=None, patience=None)), answer)
 
@@ -129,8 +129,8 @@ def test_a_group_that_stops_improving_is_given_up() -> None:
     stopped: list[Stopped] = []
 
     def answer(ask: CandidateBatch) -> list[float]:
-        stopped.extend(one for one in ask.decisions if isinstance(one, Stopped))
-        return [scattered(3)(one.configuration) for one in ask.candidates]
+        stopped.extend(decision for decision in ask.decisions if isinstance(decision, Stopped))
+        return [scattered(3)(candidate.configuration) for candidate in ask.candidates]
 
     drive(walk(small_space(), Rules(share=None, patience=1)), answer)
 

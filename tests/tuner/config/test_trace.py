@@ -64,7 +64,7 @@ def lines(entries: list[dict[str, object]]) -> str:
 
 
 def pairs(trace: tuple[RequestLengths, ...]) -> list[tuple[int, int]]:
-    return [(one.prompt_tokens, one.output_tokens) for one in trace]
+    return [(arrival.prompt_tokens, arrival.output_tokens) for arrival in trace]
 
 
 # Formats.
@@ -76,14 +76,14 @@ def test_an_azure_trace_is_read(tmp_path: Path, line_end: str) -> None:
     trace = read_trace(written(tmp_path, AZURE.replace("\n", line_end)))
 
     assert pairs(trace) == [(374, 44), (396, 109)]
-    assert [one.arrival_s for one in trace] == [0.0, pytest.approx(4.314579, abs=1e-5)]
+    assert [arrival.arrival_s for arrival in trace] == [0.0, pytest.approx(4.314579, abs=1e-5)]
 
 
 def test_a_mooncake_trace_is_read(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path, lines(MOONCAKE)))
 
     assert pairs(trace) == [(6955, 52), (6472, 26)]
-    assert [one.arrival_s for one in trace] == [0.0, pytest.approx(3.053)]
+    assert [arrival.arrival_s for arrival in trace] == [0.0, pytest.approx(3.053)]
 
 
 @pytest.mark.parametrize("as_lines", [False, True])
@@ -214,7 +214,7 @@ def test_a_uniform_distribution_keeps_its_ends(seed: int) -> None:
 
 def test_a_lognormal_distribution_has_its_median_and_no_absurd_length() -> None:
     trace = parse_distribution("lognormal:500,0.9/4000000,10", 2001, 1)
-    prompts = sorted(one.prompt_tokens for one in trace)
+    prompts = sorted(arrival.prompt_tokens for arrival in trace)
 
     assert prompts[1000] == pytest.approx(500, rel=0.1)
     assert all(1 <= one.output_tokens <= MAX_TOKENS for one in trace)

@@ -32,7 +32,7 @@ def example(rng: np.random.Generator, at: int, told: bool = True) -> Example:
 
 def examples(n: int, seed: int, told: bool = True) -> list[Example]:
     rng = np.random.default_rng(seed)
-    return [example(rng, at + 10_000 * seed, told) for at in range(n)]
+    return [example(rng, index + 10_000 * seed, told) for index in range(n)]
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def test_no_prompt_is_on_both_sides(share: float, seed: int) -> None:
 
     assert {one.prompt_key for one in kept}.isdisjoint(one.prompt_key for one in out)
     assert len(kept) + len(out) == len(examples)
-    assert held_out(examples[:30], share, seed)[1] == [one for one in examples[:30] if one in out]
+    assert held_out(examples[:30], share, seed)[1] == [example for example in examples[:30] if example in out]
 
 
 def test_about_the_wanted_share_is_held_out_and_learnt_folds_are_all_there() -> None:
@@ -60,7 +60,7 @@ def test_logs_are_read_packed_or_plain(tmp_path: Path) -> None:
 
     assert log == read_log(tmp_path / "log.jsonl.xz")
     assert log.model_names == {"m"}
-    assert [one.was_cut for one in log.examples] == [False, True]
+    assert [example.was_cut for example in log.examples] == [False, True]
     assert log.examples[0].facts.limit == 9
 
 
@@ -121,7 +121,7 @@ def test_accuracy_is_the_share_of_answers_within_their_blocks(
     examples = made_up(100, seed=3)
     found = score("constant", examples, constant(examples, 80.9))
 
-    assert found.accuracy == np.mean([one.output_tokens <= 80 for one in examples])
+    assert found.accuracy == np.mean([example.output_tokens <= 80 for example in examples])
     assert found.accuracy + found.overflow == 1
     assert found.block_tokens == 80
     assert score("all", examples, constant(examples, 9999)).block_tokens == 512  # never above max_tokens
@@ -178,8 +178,8 @@ def test_every_prompt_is_in_one_fold_alone(n_folds: int, seed: int) -> None:
     """Whatever else was asked of it; and what is judged was not learnt from."""
     asked = made_up(120, seed=seed) * 2
     outs = []
-    for at in range(n_folds):
-        kept, out = part_of_folds(asked, at, n_folds, seed)
+    for index in range(n_folds):
+        kept, out = part_of_folds(asked, index, n_folds, seed)
         assert len(kept) + len(out) == len(asked)
         assert not {one.prompt_key for one in kept} & {one.prompt_key for one in out}
         outs += out

@@ -83,8 +83,8 @@ def test_what_is_no_safetensors_file_is_one_line(tmp_path: Path, file: Path) -> 
         struct.pack("<Q", 1 << 62) + b"{}",
         os.urandom(4096),
     ]
-    for at, data in enumerate(hostile):
-        path = tmp_path / f"{at}.safetensors"
+    for index, data in enumerate(hostile):
+        path = tmp_path / f"{index}.safetensors"
         path.write_bytes(data)
         with pytest.raises(PredictorError, match=str(path)) as caught:
             load_predictor(path)

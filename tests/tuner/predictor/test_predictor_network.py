@@ -87,7 +87,7 @@ def test_what_the_prompt_tells_is_learnt(predictor: LengthPredictor) -> None:
     for kind, median in KINDS.items():
         mine = [one for one in unseen if one.facts.token_ids[4] == kind]
         forecasts = [predictor.forecast(one.facts, price) for one in mine]
-        guesses = np.array([one.likely_tokens for one in forecasts])
+        guesses = np.array([forecast.likely_tokens for forecast in forecasts])
         held = np.mean(
             [room.room_tokens >= one.output_tokens for room, one in zip(forecasts, mine, strict=True)]
         )

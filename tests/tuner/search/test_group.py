@@ -7,14 +7,17 @@ import math
 from dataclasses import dataclass, field, replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phasewise.kerneldb.records import Sample, Schedule
-from phasewise.tuner.search.group import Group, ScheduleCache, m_grid, tune_group
+from phasewise.tuner.search.group import Group, ScheduleCache, adopted, m_grid, tune_group
 from phasewise.tuner.search.model import model_schedule
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import TimingBatch, drive
-from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel, fitting
+from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel, fitting, kernel_of
 from tests.support.machines.landscapes import KERNELS, PLAIN, Landscape
+from tests.support.tiers import examples
 
 OPTIONS = SearchOptions()
 SPLIT = Arithmetic("fma", 2)
@@ -56,7 +59,7 @@ class Bench:
     def __call__(self, ask: TimingBatch) -> list[Sample]:
         self.asks.append(ask)
         problem = self.group.space(ask.m, PLAIN).problem
-        keys = [(ask.m, one, take) for one, take in zip(ask.schedules, ask.takes, strict=True)]
+        keys = [(ask.m, schedule, take) for schedule, take in zip(ask.schedules, ask.takes, strict=True)]
         for key in keys:
             if key not in self.stored:
                 self.timed += 1
@@ -239,3 +242,39 @@ def test_the_geometric_mean_over_the_probes_decides_the_arithmetic() -> None:
         ]
 
     assert drive(tune_group(group, (1, 512), OPTIONS), bench).arithmetic == PLAIN
+
+
+@examples(50)
+@given(
+    own=st.sampled_from(KERNELS),
+    there=st.lists(st.sampled_from(KERNELS), min_size=1, unique=True),
+    sizes=st.tuples(*(st.integers(1, 9),) * 3),
+)
+def test_a_seed_of_other_kernels_gets_one_that_exists(
+    own: MicroKernel, there: list[MicroKernel], sizes: tuple[int, int, int]
+) -> None:
+    """Its slice covers what it covered; one whose kernel exists stays as it is."""
+    rows, columns, groups = sizes
+    seed = Schedule(
+        *(own.mr, own.panels, own.mr * rows, 16 * own.panels * columns, 32 * groups),
+        *(1, 2, 1, "fma", 1, 0, "nm"),
+    )
+
+    moved = adopted(seed, there)
+
+    assert kernel_of(moved) in there
+    assert moved.block_m >= seed.block_m
+    assert moved.block_n >= seed.block_n
+    assert adopted(moved, there) == moved
+    if own in there:
+        assert moved == seed
+
+
+def test_a_seed_that_a_group_is_offered_has_one_of_its_kernels() -> None:
+    group, cache = group_of(), ScheduleCache()
+    foreign = Schedule(16, 1, 16, 16, 32, 1, 2, 1, "fma", 1, 0, "nm")
+    cache.offer(group, 64, [foreign])
+
+    (seed,) = cache.seeds(group, PLAIN, 64)
+    assert kernel_of(foreign) not in KERNELS
+    assert kernel_of(seed) in KERNELS

@@ -200,7 +200,7 @@ def test_a_lucky_first_sample_makes_no_finalist() -> None:
     finalists = drive(
         qualified(ranked, OPTIONS),
         lambda schedules: [
-            Sample(one, (ns := 5 if one in unlucky else 9,), ns, None, 0) for one in schedules
+            Sample(schedule, (ns := 5 if schedule in unlucky else 9,), ns, None, 0) for schedule in schedules
         ],
     )
 

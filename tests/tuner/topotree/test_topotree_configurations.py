@@ -61,7 +61,7 @@ def _naive(trees: list[TopoTree], limits: OperatorLimits) -> set[frozenset[froze
             n_ranks *= kept
             size = tree.n_pus // n_ranks
             if limits.allows(n_ranks):
-                runs = (tree.pus[at : at + size] for at in range(0, tree.n_pus, size))
+                runs = (tree.pus[start : start + size] for start in range(0, tree.n_pus, size))
                 found.add(frozenset(map(frozenset, runs)))
     return found
 

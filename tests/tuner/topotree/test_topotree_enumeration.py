@@ -51,7 +51,7 @@ def test_the_trees_are_those_of_the_naive_enumerator(shape: tuple[int, ...], pow
     tree = fundamental(machine_of(shape)).tree
     groupings = every_grouping(symmetric(shape), power_of_two)
 
-    grouped = [nest_of(one) for one in grouped_trees(tree, power_of_two=power_of_two)]
+    grouped = [nest_of(grouped_tree) for grouped_tree in grouped_trees(tree, power_of_two=power_of_two)]
     every = list(every_tree(tree, power_of_two=power_of_two))
 
     assert len(grouped) == len(groupings) == count_grouped(tree, power_of_two=power_of_two)

@@ -97,4 +97,4 @@ def test_tree_and_left_out_are_all_that_is_allowed(allowed: set[int]) -> None:
     left = [pu for part in found.left_out for pu in part.pus]
 
     assert sorted([*found.tree.pus, *left]) == sorted(allowed)
-    assert found.tree.n_pus >= max(len(allowed & set(range(at, at + 4))) for at in range(0, 24, 4))
+    assert found.tree.n_pus >= max(len(allowed & set(range(start, start + 4))) for start in range(0, 24, 4))

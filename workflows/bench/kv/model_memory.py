@@ -27,7 +27,7 @@ def slots_and_speeds(
 
     shape = shape_of_reference(model, "native", report)
     if kv_format != "auto":
-        per_head = kv_slot_bytes(kv_format, shape.head_dim)
+        per_head = kv_slot_bytes(kv_format, shape.head_dim, latent=shape.kv_vectors == 1)
         shape = replace(shape, kv_bytes_per_slot=shape.n_layers * shape.n_kv_heads * per_head)
     free_bytes = memory_bytes - shape.weight_bytes
     n_slots = free_bytes // shape.kv_bytes_per_slot // KV_CHUNK_SLOTS * KV_CHUNK_SLOTS

@@ -102,23 +102,26 @@ def test_slow_bytes_win_no_time(hasty: FakeServer) -> None:
     assert said == b"" or said.startswith(b"HTTP/1.1 408")
 
 
-@pytest.mark.parametrize("end", [b"", b"\r\n\r\n"], ids=["begun", "whole"])
-def test_a_head_that_is_too_large(hasty: FakeServer, end: bytes) -> None:
+LONG_HEAD = b"GET / HTTP/1.1\r\nHost: a\r\nX-Long: " + b"a" * 8000
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        pytest.param(LONG_HEAD, b"431", "header_too_large", id="begun"),
+        pytest.param(LONG_HEAD + b"\r\n\r\n", b"431", "header_too_large", id="whole"),
+        pytest.param(b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"400", "invalid_http", id="TLS"),
+    ],
+)
+def test_a_head_that_cannot_be_is_told_so_in_our_shape(
+    hasty: FakeServer, sent: bytes, status: bytes, code: str
+) -> None:
     with connect(hasty.url) as raw:
-        raw.sendall(b"GET / HTTP/1.1\r\nHost: a\r\nX-Long: " + b"a" * 8000 + end)
+        raw.sendall(sent)
         head, _, body = read_to_end(raw).partition(b"\r\n\r\n")
 
-    assert head.startswith(b"HTTP/1.1 431")
-    assert json.loads(body)["error"]["code"] == "header_too_large"
-
-
-def test_what_is_no_http_is_told_so_in_our_shape(hasty: FakeServer) -> None:
-    with connect(hasty.url) as raw:
-        raw.sendall(b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n")
-        head, _, body = read_to_end(raw).partition(b"\r\n\r\n")
-
-    assert head.startswith(b"HTTP/1.1 400")
-    assert json.loads(body)["error"]["code"] == "invalid_http"
+    assert head.startswith(b"HTTP/1.1 " + status)
+    assert json.loads(body)["error"]["code"] == code
 
 
 def test_a_connection_too_many_is_told_to_come_back() -> None:

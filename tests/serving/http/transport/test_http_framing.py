@@ -70,7 +70,7 @@ def test_bytes_mean_the_same_however_they_come(sent: list[tuple[bytes, bytes]], 
     wanted = [(b"/v1/completions", body) for _, body in sent]
 
     assert read(parts) == wanted
-    assert read([whole[at : at + 1] for at in range(len(whole))]) == wanted
+    assert read([whole[index : index + 1] for index in range(len(whole))]) == wanted
 
 
 LONG_URL = b"GET /" + b"a" * 60_000
@@ -118,7 +118,7 @@ def test_what_two_readers_could_read_differently_is_refused(name: str, at_once: 
     sent, status = REFUSED[name]
 
     with pytest.raises(ApiError) as refusal:
-        read([sent[at : at + at_once] for at in range(0, len(sent), at_once)])
+        read([sent[start : start + at_once] for start in range(0, len(sent), at_once)])
 
     assert refusal.value.status == status
     assert refusal.value.closes

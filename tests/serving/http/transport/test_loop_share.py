@@ -70,9 +70,9 @@ def test_connections_that_are_opened_anew_gain_nothing() -> None:
 def test_an_ended_connection_divides_nothing() -> None:
     share = LoopShare()
     others = [share.allowance(0.0) for _ in range(50)]
-    for one in others:
-        one.charge(COST_S, 0.0)
-        one.end()
+    for other in others:
+        other.charge(COST_S, 0.0)
+        other.end()
     alone = share.allowance(0.0)
 
     while not (wait_s := alone.charge(COST_S, 0.0)):

@@ -1,0 +1,37 @@
+"""A promised time under three times overload, by simulation: devices and a front that are as late as drawn.
+
+    python benchmarks/embedding_noise.py
+
+The production client of embeddings runs on simulated time for 60 s; every kind of noise with several seeds.
+Printed are the worst of the seeds. Busy: the share of the time in which devices computed.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from typer import Option
+
+from benchmarks.harness import Yielded, commands
+from tests.support.noisy_embedding import DEVICES, NOISES, SECONDS, SLO_S, overload
+
+
+def embedding_noise(seeds: Annotated[int, Option(help="of each kind of noise")] = 3) -> Yielded:
+    for devices, own in DEVICES.items():
+        for name, noise in NOISES.items():
+            found = [overload(own, noise, seed=seed, slo_s=SLO_S, seconds=SECONDS) for seed in range(seeds)]
+            yield {
+                "devices": devices,
+                "noise": name,
+                "answered": min(len(one.latencies_s) for one in found),
+                "in time, %": 100 * min(one.share_within(SLO_S) for one in found),
+                "P99, s": max(one.percentile_s(99) for one in found),
+                "busy, %": 100 * min(one.busy for one in found),
+                "median refusal after, s": max(one.median_refusal_s for one in found),
+            }
+
+
+app = commands(__doc__, embedding_noise)
+
+if __name__ == "__main__":
+    app()

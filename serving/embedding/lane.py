@@ -1,0 +1,280 @@
+"""One device of the front: the inputs that wait for it, the batches that its worker has, and when what it
+holds will have been computed. The caller gives the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from phasewise.serving.embedding.encoder.input_tokens import Tokens
+from phasewise.serving.embedding.lateness import FIRST_SHARE, Lateness
+from phasewise.serving.embedding.pace import KEPT, UNPROMISED_S, DevicePace, LearntDepth
+from phasewise.serving.embedding.protocol import Floats
+from phasewise.serving.embedding.queues import UNLIMITED, Depth, DeviceQueue
+from phasewise.serving.embedding.turns import InputTurns
+from phasewise.serving.processes.restarts import Restarts
+
+BATCHES_AHEAD = 2
+BATCH_TOKENS = 2048
+BATCH_INPUTS = 64
+BATCH_SHARE = 0.1
+"""A batch of a CPU takes no more of a promised time, by the plan: what has been sent ends late together."""
+LEAST_BATCH_S = 0.02
+"""A batch of a CPU takes this long at the least, where there is enough: it costs a millisecond to send."""
+FIRST_DEPTH = Depth(BATCHES_AHEAD * BATCH_INPUTS, BATCHES_AHEAD * BATCH_TOKENS)
+"""The depth of an accelerator that has none, until its first batch has ended."""
+LEAST_PATIENCE_S = {"accelerator": 8.0, "cpu": 60.0}
+"""A worker on a CPU may have to wait for other programs; an accelerator is its worker's own."""
+FIRST_PATIENCE_S = 120.0
+ALMOST = 1 - 1e-9
+"""What is computed in exactly the promised time has room."""
+DEAR_BATCH_S = 0.01
+"""An accelerator whose batches take this long beside their tokens gets one at a time, after a wait."""
+COMPANY = 0.1
+MOST_COMPANY = 0.5
+"""An idle device whose batches are dear waits for COMPANY of that time, and again while inputs come, for at
+most MOST_COMPANY of it.
+"""
+
+
+class Worker(Protocol):
+    """One device's worker process (`worker_process`), or a stand-in."""
+
+    async def attach(self) -> None: ...
+    async def embed(self, body: bytes) -> Floats: ...
+    async def lost(self) -> None: ...
+    def end_now(self) -> None: ...
+    def kill(self) -> None: ...
+    def close(self) -> None: ...
+
+
+Start = Callable[[], Worker]
+"""A worker that is ready; blocks while it starts. RanksError where it cannot."""
+
+
+@dataclass(eq=False, slots=True)
+class Input:
+    """One input on its way. Instants are of the event loop's clock."""
+
+    tokens: Tokens
+    answer: asyncio.Future[Floats]
+    owner: str = ""
+    """The client that it came from."""
+    end_s: float = math.inf
+    """When its answer would be later than promised; what a lost worker had is answered at any time."""
+    tries: int = 0
+    placed_end_s: float = math.inf
+    """When it was to be computed, as forecast when it came."""
+    sent_end_s: float = math.inf
+    """The same, as forecast when it was sent to the worker."""
+    computed_s: float = math.inf
+    place: int = 0
+    """The index of its device."""
+    batch: int = 0
+    """The number of its batch."""
+
+    @property
+    def size(self) -> int:
+        return len(self.tokens.ids)
+
+    @property
+    def wanted(self) -> bool:
+        return not self.answer.done()
+
+
+class SentBatch(NamedTuple):
+    """A batch that the worker has."""
+
+    sent_s: float
+    tokens: int
+
+
+@dataclass(eq=False, slots=True)
+class Lane:
+    """`slo_s`: the promise, inf for none."""
+
+    queue: DeviceQueue
+    start: Start
+    worker: Worker
+    slo_s: float
+    pace: DevicePace
+    learnt: LearntDepth | None
+    """None where the plan has a depth, or the device is a CPU."""
+    placed: Lateness
+    """Errors of what was forecast when inputs came."""
+    sent: Lateness
+    """Errors of what was forecast when they were sent."""
+    waiting: InputTurns[Input] = field(default_factory=InputTurns)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    restarts: Restarts = field(default_factory=Restarts)
+    running: dict[asyncio.Task[None], SentBatch] = field(default_factory=dict)
+    """The oldest first."""
+    free_at_s: float = 0.0
+    """When the worker was last known to have ended a batch."""
+    n_batches: int = 0
+    n_inputs: int = 0
+    n_restarts: int = 0
+
+    @classmethod
+    def over(cls, queue: DeviceQueue, start: Start, worker: Worker, slo_s: float) -> Lane:
+        learnt, planned_s_per_token = None, 0.0
+        if queue.is_accelerator and queue.depth == UNLIMITED:
+            learnt = LearntDepth(FIRST_DEPTH, min(slo_s, UNPROMISED_S))
+            queue.depth = learnt.depth
+        elif math.isfinite(slo_s):
+            usable_s = max(0.0, slo_s * (1 - KEPT - FIRST_SHARE) - queue.batch_s)
+            planned_s_per_token = ALMOST * usable_s / queue.depth.tokens
+        pace = DevicePace(queue.batch_s, planned_s_per_token)
+        return cls(queue, start, worker, slo_s, pace, learnt, Lateness(slo_s), Lateness(slo_s))
+
+    # ---- forecasts ---------------------------------------------------------------------------------------
+
+    def s_per_token(self, now_s: float) -> float:
+        """A batch that takes longer than those of late says so before it ends."""
+        first = next(self._begun(), None)
+        return self.pace.s_per_token if first is None else self.pace.unfinished(first[1], now_s - first[0])
+
+    def end_of(self, tokens: int, now_s: float) -> float:
+        """When `tokens` more would have been computed, if they were sent now."""
+        return now_s + self._running_left_s(now_s) + self._seconds(tokens, now_s)
+
+    def end_of_all(self, now_s: float) -> float:
+        """When all that is held will have been computed."""
+        return self.end_of(self._waiting_tokens, now_s)
+
+    def is_late(self, tokens: int, now_s: float, end_s: float) -> bool:
+        """True if a batch of `tokens` that is sent now would be answered after `end_s`. An idle worker takes
+        one unless it is late by its forecast alone.
+        """
+        if math.isinf(end_s):
+            return False
+        correction_s = self.sent.correction_s if self.running else 0.0
+        return self.end_of(tokens, now_s) + correction_s > end_s
+
+    def heed(self, now_s: float, end_s: float) -> None:
+        """Hold, for an input that is to be answered until `end_s`, no more than is computed by then."""
+        s_per_token = self.s_per_token(now_s)
+        if self.learnt is not None:
+            self.queue.depth = self.learnt.depth_at(s_per_token)
+        if math.isinf(end_s) or s_per_token == 0:
+            self.queue.share = 1.0
+            return
+        left_s = end_s - now_s - self.placed.correction_s - self._running_left_s(now_s) - self.pace.batch_s
+        tokens = self.running_tokens + max(0.0, left_s) / s_per_token
+        self.queue.share = min(1.0, tokens / self.queue.depth.tokens)
+
+    def _begun(self) -> Iterator[tuple[float, int]]:
+        """Each batch that the worker has: when it began or will begin at the earliest, and its tokens."""
+        for batch in self.running.values():
+            yield max(batch.sent_s, self.free_at_s), batch.tokens
+
+    def _running_left_s(self, now_s: float) -> float:
+        left_s = 0.0
+        for at, (began_s, tokens) in enumerate(self._begun()):
+            spent_s = now_s - began_s if at == 0 else 0.0
+            left_s += max(0.0, self._seconds(tokens, now_s) - spent_s)
+        return left_s
+
+    def _seconds(self, tokens: int, now_s: float) -> float:
+        """The time of so many tokens, in as many batches as they are."""
+        n_batches = math.ceil(tokens / self.most_in_batch.tokens)
+        return n_batches * self.pace.batch_s + tokens * self.s_per_token(now_s)
+
+    # ---- batches -----------------------------------------------------------------------------------------
+
+    @property
+    def running_tokens(self) -> int:
+        """Tokens of the batches that the worker has."""
+        return sum(batch.tokens for batch in self.running.values())
+
+    @property
+    def _waiting_tokens(self) -> int:
+        return max(0, self.queue.tokens - self.running_tokens)
+
+    @property
+    def has_dear_batches(self) -> bool:
+        """True if fewer and larger batches are worth waiting for."""
+        return self.queue.is_accelerator and self.pace.batch_s >= DEAR_BATCH_S
+
+    @property
+    def batches_ahead(self) -> int:
+        """The number of batches that the worker may have."""
+        return 1 if self.has_dear_batches else BATCHES_AHEAD
+
+    @property
+    def most_in_batch(self) -> Depth:
+        """The depth of a plan was measured in one batch; a CPU gains nothing by long ones."""
+        if self.queue.is_accelerator:
+            return self.queue.depth if self.learnt is None else Depth(BATCH_INPUTS, BATCH_TOKENS)
+        if self.pace.planned_s_per_token == 0:
+            return Depth(BATCH_INPUTS, BATCH_TOKENS)
+        within_s = max(LEAST_BATCH_S, BATCH_SHARE * self.slo_s)
+        within = int(within_s / self.pace.planned_s_per_token)
+        return Depth(BATCH_INPUTS, min(BATCH_TOKENS, max(1, within)))
+
+    @property
+    def patience_s(self) -> float:
+        """Time after which a worker that does not answer is ended."""
+        least_s = LEAST_PATIENCE_S["accelerator" if self.queue.is_accelerator else "cpu"]
+        batches = [batch.tokens for batch in self.running.values()]
+        return self.pace.patience_s(batches, least_s, FIRST_PATIENCE_S)
+
+    async def company(self) -> None:
+        """Return once an idle device whose batches are dear has waited for more inputs."""
+        if not self.has_dear_batches or self.running or not self.waiting:
+            return
+        loop = asyncio.get_running_loop()
+        until_s, n_inputs = loop.time() + MOST_COMPANY * self.pace.batch_s, 0
+        while n_inputs < self.queue.inputs < self.queue.depth.inputs and loop.time() < until_s:
+            n_inputs = self.queue.inputs
+            await asyncio.sleep(COMPANY * self.pace.batch_s)
+
+    # ---- ends --------------------------------------------------------------------------------------------
+
+    def computed(self, batch: Sequence[Input], running: SentBatch, now_s: float) -> None:
+        """The worker has given the vectors of this batch."""
+        self.n_inputs += len(batch)
+        began_s, self.free_at_s = max(running.sent_s, self.free_at_s), now_s
+        if self.learnt is not None:
+            self.learnt.computed(len(batch), running.tokens)
+        self.pace.computed(running.tokens, now_s - began_s)
+        for pending in batch:
+            pending.computed_s = now_s
+
+    def answered(self, pending: Input, writing_s: float) -> None:
+        """An answer has been written, `writing_s` after its last vector was computed."""
+        if math.isfinite(pending.end_s) and math.isfinite(pending.computed_s) and not pending.tries:
+            end_s = pending.computed_s + writing_s
+            self.placed.seen(pending.batch, end_s - pending.placed_end_s)
+            self.sent.seen(pending.batch, end_s - pending.sent_end_s)
+
+    def refused(self, pending: Input, now_s: float) -> None:
+        """An input that was placed would be late."""
+        self.placed.seen(self.n_batches, self.end_of(pending.size, now_s) - pending.placed_end_s)
+
+
+@dataclass(frozen=True)
+class LaneState:
+    """The state of one device for /metrics."""
+
+    name: str
+    is_up: bool
+    inputs: int
+    tokens: int
+    depth: Depth
+    """The most that it may hold now."""
+    n_batches: int
+    n_inputs: int
+    n_restarts: int
+
+    @classmethod
+    def of(cls, lane: Lane, now_s: float) -> LaneState:
+        lane.heed(now_s, now_s + lane.slo_s * (1 - KEPT))
+        queue = lane.queue
+        depth = queue.depth.scaled(queue.share)
+        counts = (lane.n_batches, lane.n_inputs, lane.n_restarts)
+        return cls(queue.name, queue.is_up, queue.inputs, queue.tokens, depth, *counts)

@@ -1,0 +1,175 @@
+"""DeepSeek V2 and V3, Kimi K2 and GLM 4.7 Flash: latent attention, and mixtures with shared experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.families.family import Family, Get, HeadParts, HeadStack, Names, TurnedTail
+from phasewise.serving.loaders.families.reading import must_be_off, yarn_magnitude
+from phasewise.serving.loaders.families.routing import GGUF_ROUTED, HF_ROUTED, routed_gguf, routed_hf
+from phasewise.serving.models.experts import SOFTMAX
+from phasewise.serving.models.latent import LatentAttention
+from phasewise.serving.models.packed_model import LARGEST, ModelConfig, YarnScaling
+
+NORM_EPS = 1e-6
+"""The epsilon of the norms of queries and vectors, which config.json does not state."""
+GREEDY, BY_GROUPS = "greedy", "group_limited_greedy"
+
+
+def _v2(get: Get, config: ModelConfig) -> ModelConfig:
+    must_be_off(get, "norm_topk_prob")
+    method = get("topk_method", str, GREEDY)
+    if method not in (GREEDY, BY_GROUPS):
+        raise ModelError(f"config.json has topk_method = {method!r:.60}: {GREEDY} or {BY_GROUPS} can run")
+    config = _latent_hf(get, routed_hf(get, config, SOFTMAX))
+    if method == GREEDY and config.experts is not None:
+        config = replace(config, experts=replace(config.experts, groups=1, chosen_groups=1))
+    return config
+
+
+def _v3(get: Get, config: ModelConfig) -> ModelConfig:
+    if get("scoring_func", str, "sigmoid") != "sigmoid" or get("topk_method", str, "noaux_tc") != "noaux_tc":
+        raise ModelError(
+            f"config.json has scoring_func = {get('scoring_func')!r:.60} and topk_method ="
+            f" {get('topk_method')!r:.60}: sigmoid and noaux_tc can run"
+        )
+    return _latent_hf(get, routed_hf(get, config))
+
+
+def _latent_hf(get: Get, config: ModelConfig) -> ModelConfig:
+    must_be_off(get, "attention_bias")
+    if get("rope_interleave", bool, True) is False:
+        raise ModelError("config.json has rope_interleave = False, which cannot run")
+    latent = LatentAttention(
+        kv_rank=get("kv_lora_rank", int, 512),
+        rope_dim=get("qk_rope_head_dim", int, 64),
+        key_dim=get("qk_nope_head_dim", int, 128),
+        value_dim=get("v_head_dim", int, 128),
+        q_rank=get("q_lora_rank", int, 0),
+        norm_eps=NORM_EPS,
+    )
+    rope = get("rope_parameters", dict) or get("rope_scaling", dict) or {}
+    weight = rope.get("mscale_all_dim") or 0.0
+    if type(weight) not in (int, float) or not 0 <= weight <= 1e3:
+        raise ModelError(f"config.json has mscale_all_dim = {weight!r:.60}: a number from 0 to 1000 expected")
+    return _with_latent(config, latent, float(weight))
+
+
+def _with_latent(config: ModelConfig, latent: LatentAttention, weight: float) -> ModelConfig:
+    """weight: of the stretch of positions in the scale of scores."""
+    if not 1 <= latent.query <= LARGEST["hidden"]:
+        raise ModelError(f"queries of {latent.query} numbers")
+    scale, scaling = latent.query**-0.5, config.rope.scaling
+    if isinstance(scaling, YarnScaling) and weight:
+        scale *= yarn_magnitude(scaling.factor, weight) ** 2
+    return replace(
+        config,
+        latent=latent,
+        head_dim=latent.vector,
+        n_kv_heads=1,
+        rope=replace(config.rope, dim=latent.rope_dim),
+        attention_scale=scale,
+    )
+
+
+def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    n_layers = config.n_layers - get("nextn_predict_layers", int, 0)
+    turned = get("rope.dimension_count", int, 64)
+    absorbed = get("attention.key_length_mla", int)
+    keys = get("attention.key_length", int, 0) if absorbed is None else absorbed
+    values = get("attention.value_length", int, 0)
+    latent = LatentAttention(
+        kv_rank=get("attention.kv_lora_rank", int, 0),
+        rope_dim=turned,
+        key_dim=keys - turned,
+        value_dim=get("attention.value_length_mla", int, values),
+        q_rank=get("attention.q_lora_rank", int, 0),
+        norm_eps=config.norm_eps,
+    )
+    if get("attention.temperature_scale", float, 0.0):
+        raise ModelError("the GGUF metadata gives a temperature of attention, which cannot run")
+    weight = get("rope.scaling.yarn_log_multiplier", float, 0.0) / 0.1  # as the converter writes it
+    scaling = config.rope.scaling
+    if (
+        isinstance(scaling, YarnScaling) and weight
+    ):  # both weights are one: cosines and sines stay as they are
+        magnitude = scaling.magnitude / yarn_magnitude(scaling.factor, 1.0)
+        config = replace(config, rope=replace(config.rope, scaling=replace(scaling, magnitude=magnitude)))
+    config = replace(config, n_layers=n_layers)
+    return _with_latent(routed_gguf(get, config), latent, weight)
+
+
+HF_LATENT: Names = {
+    "self_attn.q_proj.weight": TurnedTail("q", by_head=True),
+    "self_attn.q_a_proj.weight": "q_a",
+    "self_attn.q_a_layernorm.weight": "q_a_norm",
+    "self_attn.q_b_proj.weight": TurnedTail("q_b", by_head=True),
+    "self_attn.kv_a_proj_with_mqa.weight": TurnedTail("kv_a", by_head=False),
+    "self_attn.kv_a_layernorm.weight": "kv_a_norm",
+    "self_attn.kv_b_proj.weight": HeadParts("k_b", "v_b"),
+}
+GGUF_LATENT: Names = {
+    "attn_q.weight": TurnedTail("q", by_head=True),
+    "attn_q_a.weight": "q_a",
+    "attn_q_a_norm.weight": "q_a_norm",
+    "attn_q_b.weight": TurnedTail("q_b", by_head=True),
+    "attn_kv_a_mqa.weight": TurnedTail("kv_a", by_head=False),
+    "attn_kv_a_norm.weight": "kv_a_norm",
+    "attn_kv_b.weight": HeadParts("k_b", "v_b"),
+    "attn_k_b.weight": HeadStack("k_b"),
+    "attn_v_b.weight": HeadStack("v_b"),
+}
+
+DEEPSEEK2 = Family(
+    "deepseek2",
+    hf=("deepseek_v2",),
+    gguf=("deepseek2",),
+    from_hf=_v2,
+    from_gguf=_gguf,
+    hf_names={**HF_LATENT, **HF_ROUTED},
+    gguf_names={**GGUF_LATENT, **GGUF_ROUTED},
+    hf_defaults={"q_lora_rank": 1536, "n_routed_experts": 64, "n_shared_experts": 2, "qk_rope_head_dim": 64},
+    more_layers=True,
+    latent=True,
+)
+DEEPSEEK3 = Family(
+    "deepseek3",
+    hf=("deepseek_v3", "kimi_k2"),
+    from_hf=_v3,
+    hf_names={**HF_LATENT, **HF_ROUTED},
+    hf_defaults={
+        "q_lora_rank": 1536,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "moe_intermediate_size": 2048,
+        "qk_rope_head_dim": 64,
+    },
+    more_layers=True,
+    latent=True,
+)
+GLM4_MOE_LITE = Family(
+    "glm4moelite",
+    hf=("glm4_moe_lite",),
+    from_hf=_v3,
+    hf_names={**HF_LATENT, **HF_ROUTED},
+    hf_defaults={
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.8,
+        "moe_intermediate_size": 1536,
+        "qk_rope_head_dim": 64,
+        "first_k_dense_replace": 1,
+    },
+    more_layers=True,
+    latent=True,
+)

@@ -1,0 +1,132 @@
+"""A promised time is kept or refused, at three times overload, however late devices and the front are.
+
+The production client on simulated time; `noisy_embedding` draws the noise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from phasewise.serving.embedding.encoder.input_tokens import Tokens
+from phasewise.serving.embedding.queues import Depth
+from phasewise.serving.errors import QueueFull
+from tests.support.noisy_embedding import (
+    CPU,
+    DEVICES,
+    LENGTH,
+    NOISES,
+    SECONDS,
+    SLO_S,
+    ModelledLane,
+    Noise,
+    Overload,
+    client_over,
+    overload,
+)
+from tests.support.simulated_loop import run_simulated
+from tests.support.tiers import n_examples
+
+MANY = [pytest.mark.many]
+
+
+def assert_nothing_is_lost_or_doubled(outcome: Overload) -> None:
+    """Every request is answered or refused; what is refused costs no device anything."""
+    assert len(outcome.latencies_s) + len(outcome.refused_s) == outcome.n_sent
+    assert len(outcome.n_computed) == len(outcome.latencies_s)
+    assert set(outcome.n_computed.values()) == {1}
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize(
+    "noise", [pytest.param(name, marks=[] if at == 0 else MANY) for at, name in enumerate(NOISES)]
+)
+def test_of_a_hundred_answers_ninety_nine_come_in_time(devices: str, noise: str) -> None:
+    for seed in range(max(1, n_examples(2))):
+        outcome = overload(DEVICES[devices], NOISES[noise], seed=seed, slo_s=SLO_S, seconds=SECONDS)
+
+        assert outcome.percentile_s(99) <= SLO_S
+        assert outcome.busy >= 0.9, "refusing everything would keep the promise too"
+        assert_nothing_is_lost_or_doubled(outcome)
+        assert outcome.median_refusal_s <= 0.3, "most are told at once"
+
+
+def test_a_device_whose_time_is_exact_is_never_late() -> None:
+    outcome = overload(DEVICES["two instances"], Noise(0.0), seed=5, slo_s=SLO_S, seconds=20.0)
+
+    assert max(outcome.latencies_s) <= SLO_S
+    told_later = sum(taken_s > 0.02 for taken_s in outcome.refused_s)
+    assert told_later <= 0.01 * len(outcome.refused_s), "a plan knows no price of a CPU's batch"
+
+
+def test_a_request_that_was_read_after_its_time_is_refused() -> None:
+    """The front stands still for longer than is promised: what came meanwhile is told to come again."""
+    frozen = Noise(0.0, freeze_every_s=10.0, freeze_s=4.0)
+    outcome = overload(DEVICES["two instances"], frozen, seed=3, slo_s=0.5, seconds=SECONDS)
+
+    assert max(outcome.refused_s) > 0.5
+    assert outcome.share_within(0.5) >= 0.97
+    assert_nothing_is_lost_or_doubled(outcome)
+
+
+def test_without_overload_nothing_is_refused() -> None:
+    outcome = overload(DEVICES["two instances"], Noise(0.1), seed=1, slo_s=SLO_S, seconds=SECONDS, times=0.5)
+
+    assert outcome.refused_s == []
+    assert outcome.percentile_s(99) <= SLO_S
+
+
+def test_of_sixty_at_once_forty_eight_are_in_flight_and_in_time_and_twelve_are_refused() -> None:
+    """Depths of 40 and 8, of devices whose time is exact."""
+    devices = [ModelledLane("exec:0", 0.1, 0.7 / 40 / LENGTH), ModelledLane("cpu:0", 0.0, 0.8 / 8 / LENGTH)]
+    depths = [Depth(40, 40 * LENGTH), Depth(8, 8 * LENGTH)]
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        client, _ = client_over(devices, Noise(0.0), random.Random(0), SLO_S, depths)
+        client.attach(loop)
+        await asyncio.sleep(0)
+        asked = [asyncio.ensure_future(client.embed([Tokens([at] * LENGTH)])) for at in range(60)]
+        await asyncio.sleep(0.001)
+        refused = [each for each in asked if each.done()]
+        assert len(refused) == 12
+        assert all(isinstance(each.exception(), QueueFull) for each in refused)
+        assert [lane.inputs for lane in client.lanes()] == [40, 8]
+        await asyncio.gather(*(each for each in asked if each not in refused))
+        assert loop.time() <= SLO_S
+
+    run_simulated(main())
+
+
+def test_depths_follow_a_device_that_becomes_ten_times_as_slow_and_quick_again() -> None:
+    """Within ten seconds each time, by what it may hold; what it cannot answer in time is refused."""
+    noise = Noise(0.02, slow=10.0, period_s=15.0)
+
+    async def main() -> None:
+        loop, rng = asyncio.get_running_loop(), random.Random(4)
+        client, _ = client_over([CPU], noise, rng, SLO_S)
+        client.attach(loop)
+        latencies_s, held = list[float](), list[int]()
+
+        async def ask(number: int) -> None:
+            began_s = loop.time()
+            try:
+                await client.embed([Tokens([number] * LENGTH)])
+            except QueueFull:
+                return
+            latencies_s.append(loop.time() - began_s)
+
+        asked = []
+        for number in range(45 * 80):
+            await asyncio.sleep(1 / 80)
+            asked.append(asyncio.ensure_future(ask(number)))
+            held.append(client.lanes()[0].depth.tokens)
+        await asyncio.gather(*asked)
+        quick, slow, quick_again = held[14 * 80], held[25 * 80 : 30 * 80], held[40 * 80 :]
+        assert max(slow) <= 0.3 * quick
+        assert min(quick_again) >= 0.7 * quick
+        assert sum(taken_s <= SLO_S for taken_s in latencies_s) >= 0.97 * len(latencies_s)
+
+    run_simulated(main())
