@@ -22,7 +22,7 @@ import pytest
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.families import FAMILIES
-from phasewise.serving.loaders.families.bert import ENCODERS_BY_HF
+from phasewise.serving.loaders.families.encoders import ENCODERS_BY_HF
 from phasewise.serving.loaders.formats.hf_config import config_of
 from tests.support.models import family_models as families
 from tests.support.models import tiny_models
@@ -256,7 +256,7 @@ def changed(fields: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 @pytest.mark.many
 @pytest.mark.parametrize("name", [name for name in families.FAMILY_CASES if name not in CHOOSES_BY_PROMPT])
 def test_drawn_configs_are_right_or_refused(name: str, tmp_path: Path) -> None:
-    """What transformers itself refuses, or fills with numbers of its own, is not judged."""
+    """A config that transformers refuses, or fills with numbers of its own, is not judged."""
     rng = random.Random(f"{name}/configs")
     folder = families.write_family_hf(tmp_path / name, name)
     plain = transformers.AutoConfig.from_pretrained(folder).to_dict()

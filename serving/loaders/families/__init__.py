@@ -6,7 +6,6 @@ A new family is a file beside this one and a line here (docs/guide/model-familie
 from __future__ import annotations
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.arcee import ARCEE
 from phasewise.serving.loaders.families.cohere import COHERE2
 from phasewise.serving.loaders.families.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF, ENCODERS_BY_HF
@@ -33,7 +32,7 @@ from phasewise.serving.loaders.families.olmo import OLMO2, OLMOE
 from phasewise.serving.loaders.families.phi import PHI3
 from phasewise.serving.loaders.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from phasewise.serving.loaders.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
-from phasewise.serving.loaders.families.smollm import SMOLLM3
+from phasewise.serving.loaders.families.smollm import ARCEE, SMOLLM3
 from phasewise.serving.loaders.families.starcoder import STARCODER2
 
 __all__ = [

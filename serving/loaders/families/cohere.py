@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.loaders.families.reading import all_but_every, layer_types, must_be_off, positive
@@ -45,7 +46,7 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
     if not isinstance(sliding, list):
         sliding = all_but_every(get("attention.sliding_window_pattern", int, PERIOD), config.n_layers)
     if len(sliding) != config.n_layers:
-        raise ModelError(f"the GGUF metadata says of {len(sliding)} layers which have a window")
+        raise ModelError(f"the GGUF metadata says of {counted(len(sliding), 'layer')} which have a window")
     eps = positive(get, "attention.layer_norm_epsilon", EPS)
     scale = positive(get, "logit_scale", LOGIT_SCALE)
     window = get("attention.sliding_window", int)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Family, Get, Names, OtherForm, TensorCut
 from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
@@ -85,7 +86,7 @@ def _recurrent_layers(get: Get, n_layers: int) -> tuple[int, ...]:
     if stated is None:
         return _all_but_every(get("full_attention_interval", int, INTERVAL), n_layers)
     if len(stated) < n_layers:
-        raise ModelError(f"the GGUF metadata says of {len(stated)} layers which keep a state")
+        raise ModelError(f"the GGUF metadata says of {counted(len(stated), 'layer')} which keep a state")
     return tuple(layer for layer in range(n_layers) if stated[layer])
 
 

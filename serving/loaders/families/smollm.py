@@ -1,4 +1,6 @@
-"""SmolLM 3: a Llama in which some layers know no positions."""
+"""SmolLM 3: a Llama in which some layers know no positions. Arcee (AFM): one whose feed-forward layers have
+no gate: down(relu(up(x))^2).
+"""
 
 from __future__ import annotations
 
@@ -53,5 +55,14 @@ SMOLLM3 = Family(
         "tie_word_embeddings": True,
         "max_position_embeddings": 32768,
     },
+    gguf_interleaved_heads=True,
+)
+ARCEE = Family(
+    "arcee",
+    hf=("arcee",),
+    gguf=("arcee",),
+    hf_defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    activation="relu2",
+    gated=False,
     gguf_interleaved_heads=True,
 )

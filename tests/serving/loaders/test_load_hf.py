@@ -354,7 +354,7 @@ BAD_CONFIGS = {
         {"model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 5},
         "5 of 4 experts",
     ),
-    "groups that do not divide": (
+    "groups of GLM that do not divide": (
         {"model_type": "glm4_moe", "n_routed_experts": 8, "n_group": 3},
         "group",
     ),
