@@ -21,7 +21,7 @@ PW_STORE_OF_FOUR(store_tops_of_four, v_max)
 #endif
 
 /* sum_of_sixteen of each. */
-static void sums_of(int n, const sixteen *x, float *out) {
+PW_INLINE void sums_of(int n, const sixteen *x, float *out) {
     int i = 0;
 #ifdef __AVX512F__
     for (; i + 4 <= n; i += 4)
