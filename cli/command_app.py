@@ -213,11 +213,11 @@ class LazyCommands(Mapping[str, Any]):
 
     def _command(self, name: str) -> Any:
         module, _, attribute = self._places[name].partition(":")
-        found = getattr(importlib.import_module(f"{self._package}.{module}"), attribute)
+        target = getattr(importlib.import_module(f"{self._package}.{module}"), attribute)
         alone = CommandApp()
         alone.callback()(lambda: None)
-        if isinstance(found, CommandApp):
-            alone.add_typer(found, name=name)
+        if isinstance(target, CommandApp):
+            alone.add_typer(target, name=name)
         else:
-            alone.command(name, hidden=name in self._hidden)(found)
+            alone.command(name, hidden=name in self._hidden)(target)
         return typer.main.get_group(alone).commands[name]

@@ -491,11 +491,11 @@ def _timing_as_written(line: bytes) -> Measurement | None:
     Nearly all rows of a file are such. What many of them share is parsed and checked once for each text, and
     no name can stand twice, as the pattern has each once.
     """
-    found = _TIMING.fullmatch(line)
-    if found is None:
+    match = _TIMING.fullmatch(line)
+    if match is None:
         return None
     body, conditions, *numbers, abi, machine, error, problem, version, samples, schedule, digest = (
-        found.groups()
+        match.groups()
     )
     if hashlib.sha256(body + b"}").hexdigest()[:ROW_DIGITS] != digest.decode() or b",0" in samples:
         return None

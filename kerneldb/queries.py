@@ -111,33 +111,33 @@ def keys_by_seeking(core_sig: str | None = None) -> AnySelect:
     A seek in the index leads from each value of a column to the next one, so that what it takes goes by keys:
     grouping reads an entry for every measurement. core_sig: of one kind of core.
     """
-    known: Any = None
+    keys: Any = None
     for column in key_of(MeasurementRow):
-        known = _next_values(known, column, core_sig)
+        keys = _next_values(keys, column, core_sig)
     row = aliased(MeasurementRow)
-    same = [getattr(row, column.key) == column for column in known.c]
-    kinds = (select(row.id).where(*same, row.verified == one).exists() for one in (True, False))
-    return select(*known.c, *kinds).where(known.c.problem_id.is_not(None))
+    same = [getattr(row, column.key) == column for column in keys.c]
+    kinds = (select(row.id).where(*same, row.verified == state).exists() for state in (True, False))
+    return select(*keys.c, *kinds).where(keys.c.problem_id.is_not(None))
 
 
-def _next_values(known: Any, column: Any, core_sig: str | None) -> Any:
-    """The values of one more column behind each of `known`, ascending; the last is null."""
+def _next_values(keys: Any, column: Any, core_sig: str | None) -> Any:
+    """The values of one more column behind each of `keys`, ascending; the last is null."""
     row, name = aliased(MeasurementRow), column.key
-    names = [] if known is None else [column.key for column in known.c]
+    names = [] if keys is None else [column.key for column in keys.c]
     own = () if core_sig is None else (row.core_sig == core_sig,)
 
     def least(behind: Any, *where: Any) -> Any:
-        same = (getattr(row, one) == behind.c[one] for one in names)
+        same = (getattr(row, other) == behind.c[other] for other in names)
         query = select(func.min(getattr(row, name))).where(*same, *own, *where).correlate(behind)
         return query.scalar_subquery().label(name)
 
-    if known is None:
+    if keys is None:
         first = select(least(None))
     else:
-        first = select(*known.c, least(known)).where(known.c[names[-1]].is_not(None))
+        first = select(*keys.c, least(keys)).where(keys.c[names[-1]].is_not(None))
     values = first.cte(f"each_{name}", recursive=True)
     here = values.c[name]
-    beyond = select(*(values.c[one] for one in names), least(values, getattr(row, name) > here))
+    beyond = select(*(values.c[other] for other in names), least(values, getattr(row, name) > here))
     return values.union_all(beyond.where(here.is_not(None)))
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 VectorForm = Literal["json", "npy", "csv"]
 """The form in which vectors are written."""
 Encoding = Literal["float", "int8", "binary", "ubinary"]
-"""What the numbers of a vector become: `pooling.PRECISIONS`."""
+"""The form of a vector's numbers: `pooling.PRECISIONS`."""
 
 
 def embed(

@@ -38,7 +38,7 @@ class Drafted(Protocol):
 
 
 class SimulatedDrafter(Protocol):
-    """What drafts on a machine; `serving.drafts.contract.Drafter` says more."""
+    """The drafter of a machine; `serving.drafts.contract.Drafter` says more."""
 
     def observe(self, n_rows: int, duration_ns: int) -> None:
         """Note the time of a decode step."""

@@ -49,7 +49,7 @@ class Looked(NamedTuple):
 
 
 def looked_up(prompt: Sequence[int], answer: Sequence[int]) -> Looked:
-    """What lookup had for each token of `answer`; nothing for a sequence that is too long to look through."""
+    """Lookup's drafts for each token of `answer`; nothing for a sequence that is too long to look through."""
     if not prompt or not answer or len(prompt) + len(answer) > MOST_TOKENS:
         return Looked((), ())
     repeats = Repeats()

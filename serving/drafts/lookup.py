@@ -46,7 +46,7 @@ def chances_after(n_matched: int, most: int, agreement: Agreement) -> list[float
 
 
 class RequestLookup(Protocol):
-    """What is looked up in one request's tokens."""
+    """Index of one request's tokens, in which beginnings are looked up."""
 
     @property
     def n_matched(self) -> int:

@@ -174,8 +174,8 @@ class Lane:
 
     def _running_left_s(self, now_s: float) -> float:
         left_s = 0.0
-        for at, (began_s, tokens) in enumerate(self._begun()):
-            spent_s = now_s - began_s if at == 0 else 0.0
+        for number, (began_s, tokens) in enumerate(self._begun()):
+            spent_s = now_s - began_s if number == 0 else 0.0
             left_s += max(0.0, self._seconds(tokens, now_s) - spent_s)
         return left_s
 

@@ -32,6 +32,6 @@ class Lateness:
         self._errors[batch] = max(error_s, self._errors.get(batch, error_s))
         if len(self._errors) > BATCHES_OF_LATE:
             del self._errors[next(iter(self._errors))]
-        known = len(self._errors) == BATCHES_OF_LATE
-        largest_s = max(self._errors.values()) if known else max(self._first_s, *self._errors.values())
+        is_full = len(self._errors) == BATCHES_OF_LATE
+        largest_s = max(self._errors.values()) if is_full else max(self._first_s, *self._errors.values())
         self.correction_s = min(self._most_s, max(0.0, largest_s))

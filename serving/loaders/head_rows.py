@@ -33,7 +33,7 @@ def interleaved(ours: str, tensor: SourceTensor, config: ModelConfig) -> SourceT
 
 
 def _places_in_file(turned: int) -> Array:
-    """Where a head's turned rows are in a file with pairs side by side."""
+    """Places of a head's turned rows in a file with pairs side by side."""
     half, i = divmod(np.arange(turned), turned // 2)
     return 2 * i + half
 

@@ -1,4 +1,4 @@
-"""What an encoder's layers are made of, and how texts and pairs of texts become vectors and scores."""
+"""Parts of an encoder's layers, and how texts and pairs of texts become vectors and scores."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class Embedding:
     lower_case: bool = False
     """True if texts are written in lower case before they are cut."""
     prompts: tuple[tuple[str, str], ...] = ()
-    """What may stand before a text, by name."""
+    """Prompts that may stand before a text, by name."""
     default_prompt: str | None = None
     """The name of the prompt of a text for which none is asked."""
     pair_template: str | None = None
     """The text that a pair becomes, with PAIR_PLACES where they stand; None: a pair is cut as two texts."""
     instruction: str = ""
-    """What stands in the template where a request has no instruction."""
+    """The template's instruction for a request without one."""
 
     def __post_init__(self) -> None:
         if self.pooling not in POOLINGS:
@@ -70,7 +70,7 @@ class Embedding:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Embedding:
-        """What `dataclasses.asdict` gave, as JSON."""
+        """The value of `dataclasses.asdict`, as JSON."""
         prompts = tuple((name, text) for name, text in fields.get("prompts", ()))
         return cls(**{**fields, "prompts": prompts})
 

@@ -487,7 +487,7 @@ class PackedModel:
 USUAL = {"gated": True, "state": None, "latent": None, "query_growth": None} | dict.fromkeys(
     ("gated_attention", "last_row_scores", "layer_norms", "norm_biases", "parallel", "ffn_biases"), False
 )
-"""What most models have or lack: `config_to_json` does not mention it."""
+"""Values that most models have: `config_to_json` does not mention them."""
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:

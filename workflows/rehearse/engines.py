@@ -76,8 +76,8 @@ class Engines:
     def host(
         self, way: ServerWay, arrivals: Sequence[Arrival], answers: Sequence[Sequence[int]] = ()
     ) -> Iterator[OpenHost]:
-        """What answers as this way says. answers: the tokens that are to come, by which drafts are made that
-        are right as often as the log's were. Raises as `open_engine` and `open_pools` do.
+        """The engine that answers as this way says. answers: the tokens that are to come, by which drafts are
+        made that are right as often as the log's were. Raises as `open_engine` and `open_pools` do.
         """
         if way.pools is not None:
             with self._pooled(way.pools, way) as host:

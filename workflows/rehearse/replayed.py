@@ -57,7 +57,7 @@ def replayed(open_host: OpenHost, n_vocabulary: int, arrivals: Sequence[Arrival]
 
 
 class _Run:
-    """What the host's thread delivers, with the instants at which it did."""
+    """Deliveries of the host's thread, with their instants."""
 
     def __init__(self, arrivals: Sequence[Arrival]) -> None:
         self.has_ended = threading.Event()

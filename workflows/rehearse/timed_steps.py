@@ -34,7 +34,8 @@ RUNS = (
     *(_Run(1, 1500, 16), _Run(1, 64), _Run(1, 256), _Run(1, 16), _Run(2, 200, 20), _Run(16, 60, 16)),
     *(_Run(4, 64, 20, 3), _Run(1, 128, 32, 8), _Run(4, 200, 16), _Run(8, 400, 16), _Run(1, 32, 48, 15)),
 )
-"""What tells most stands first. Prompts come at several of the sizes between which pacing chooses."""
+"""Runs that are timed, those that tell most first. Prompts come at several sizes between which pacing
+chooses."""
 
 LEAST_RUNS = 6
 CHUNK_TOKENS = 512

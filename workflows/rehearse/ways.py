@@ -155,7 +155,7 @@ def _opener(draft_tokens: DraftTokens) -> OpenDrafter:
 
 @lru_cache(maxsize=1024)
 def looked_of(lookup: str) -> Looked:
-    """What a log says of an answer's drafts."""
+    """A log's record of an answer's drafts."""
     from phasewise.serving.drafts.logged_lookup import Looked
 
     return Looked.of_text(lookup)

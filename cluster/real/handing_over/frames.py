@@ -133,8 +133,8 @@ class Codec:
             raise FrameError("version", f"a frame of version {version}; this phasewise reads {VERSION}")
         if told != self.model_hash:
             raise FrameError("model", "the frame is of another model, weight format or version of it")
-        known = kv_format < len(KV_FORMATS) and latent in (0, 1)
-        if not known or KvShape(layers, heads, dim, KV_FORMATS[kv_format], bool(latent)) != self.shape:
+        is_shape = kv_format < len(KV_FORMATS) and latent in (0, 1)
+        if not is_shape or KvShape(layers, heads, dim, KV_FORMATS[kv_format], bool(latent)) != self.shape:
             raise FrameError("shape", f"the frame's keys and values are not of {self.shape}")
         if kind not in set(FrameKind):
             raise FrameError("malformed", f"there is no frame of kind {kind}")

@@ -48,7 +48,7 @@ class EncoderText:
         return template is not None and PAIR_PLACES[0] in template
 
     def prompt_of(self, input_type: str | None) -> str:
-        """What stands before a text: of queries, of documents, or of a prompt by its name; of None the
+        """The prompt before a text: of queries, of documents, or of a prompt by its name; of None the
         model's default. ValueError, saying why, for another name.
 
         As sentence-transformers' encode_query and encode_document have it: a model without such a prompt

@@ -72,7 +72,7 @@ PRECISIONS: dict[Precision, Callable[[Floats], npt.NDArray[Any]]] = {
     "binary": as_signed_bits,
     "ubinary": as_bits,
 }
-"""What a vector may be written as."""
+"""The forms in which a vector may be written."""
 
 
 def check_numbers(vector: Floats) -> None:

@@ -161,13 +161,13 @@ def _indexed(directory: Path, index: Mapping[str, Any]) -> list[str]:
 
 def _has_own_head(opened: Shards, family: Family) -> bool:
     """True where a config calls embeddings tied and the files hold another head: it is used then."""
-    found = {
+    heads = {
         without_prefix(theirs, family): tensor_of(file, theirs, entry)
         for file, entries in opened
         for theirs, entry in entries.items()
         if theirs.endswith(("embed_tokens.weight", "lm_head.weight")) and entry.dtype in READABLE
     }
-    head, embed = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
+    head, embed = heads.get("lm_head.weight"), heads.get("model.embed_tokens.weight")
     if head is None or embed is None or head.shape != embed.shape:
         return False
     step = max(head.shape[0] // COMPARED_ROWS, 1)

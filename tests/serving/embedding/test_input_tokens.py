@@ -1,4 +1,4 @@
-"""What stands around a text: prompts by their kinds and names, and the text that a pair becomes."""
+"""Text around an input: prompts by their kinds and names, and the text that a pair becomes."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ GGUF_OF = {
     "qwen3-reranker": "qwen3",
 }
 RERANK_TEXT = "the is it? what {query} dog {document} is not one?"
-"""What the tiny reranker's template makes of a pair, as GGUF files have it."""
+"""The tiny reranker's template of a pair, as GGUF files have it."""
 
 
 def write_encoder_gguf(path: Path, name: str, changes: Mapping[str, Any] | None = None) -> Path:
