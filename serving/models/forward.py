@@ -19,13 +19,14 @@ from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.errors import ModelError
+from phasewise.serving.models.arena import ActivationArena, lay_out, rounded
 from phasewise.serving.models.experts import STACKS, Experts
 from phasewise.serving.models.latent import LATENT_KV_FORMATS
-from phasewise.serving.models.latent_program import LatentRows, add_latent_ops, latent_parts, latent_widths
+from phasewise.serving.models.latent_program import LatentRows, add_latent_ops, latent_parts
 from phasewise.serving.models.linears import Linears, Parts, Place, PlacedProduct, Rows, with_default_path
 from phasewise.serving.models.norms import add_final_norm, add_layer_norm, stream_eps
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig, PackedModel, Vector
-from phasewise.serving.models.state_program import StateRows, add_state_ops, state_widths
+from phasewise.serving.models.state_program import StateRows, add_state_ops
 
 Gives = Literal["logits", "rows"]
 
@@ -34,8 +35,6 @@ AUTO = "auto"
 PATIENCE_S = 60.0
 """Ranks meet after every op, which takes milliseconds, or seconds while weights come from a slow disk. One
 that is so late hangs, and is as good as dead."""
-
-_ROUND_FLOATS = 16  # one cache line: rows of the arena begin on their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,89 +55,6 @@ class Capacity:
     """States of sequences that layers without keys and values keep, copies of earlier ones included."""
     touched: bool = False
     """True if all memory is to be there before the first step: `rank_teams.touch_memory`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationArena:
-    """Offsets and row strides, in floats. Attention and feed-forward take turns in one place."""
-
-    hidden: int
-    hidden_stride: int
-    qkv: int
-    qkv_stride: int
-    mixed: int
-    mixed_stride: int
-    gate_up: int
-    gate_up_stride: int
-    given: int
-    given_stride: int
-    """The output of experts: of each row, a row for each of its experts."""
-    router: int
-    router_stride: int
-    branch: int
-    branch_stride: int
-    """The output of a half of a layer, where it is normalised before it is added."""
-    tail: int
-    """Hidden rows of the last layer that want logits, and its feed-forward rows (in place of `gate_up`)."""
-    logits: int
-    own: int
-    own_stride: int
-    """Rows of layers with a state between their products, and gates of attention."""
-    gates: int
-    gates_stride: int
-    normed: int
-    """Rows of the stream behind a LayerNorm."""
-
-
-def rounded(floats: int) -> int:
-    return -(-floats // _ROUND_FLOATS) * _ROUND_FLOATS
-
-
-def _lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationArena:
-    experts = config.experts
-    rows, pairs = max(tokens, logit_rows), experts.chosen if experts else 1
-    hidden_stride = rounded(config.hidden)
-    widths = state_widths(config)
-    latent, plain = latent_widths(config), 0 if config.latent else config.q_rows
-    own_stride = rounded(max(widths.own, latent.queries))
-    gates_stride = rounded(max(widths.gates, latent.absorbed))
-    qkv_stride = rounded(max(plain + 2 * config.kv_rows, widths.products, latent.products))
-    mixed_stride = rounded(max(plain, widths.mixed, latent.mixed))
-    gate_up_stride = rounded(config.n_into_ffn * config.ffn)
-    router_stride = rounded(experts.count if experts else 0)
-    shared = tokens * hidden_stride
-    mixed = shared + tokens * qkv_stride
-    given = shared + rows * max(pairs * gate_up_stride, rounded(2 * experts.widest if experts else 0))
-    router = given + (rows * pairs * hidden_stride if experts else 0)
-    own = mixed + tokens * mixed_stride
-    gates = own + tokens * own_stride
-    normed = max(gates + tokens * gates_stride, router + rows * router_stride)
-    branch = normed + (rows * hidden_stride if config.layer_norms else 0)
-    has_branch = config.post_norms or config.out_bias or config.ffn_biases
-    tail = branch + (rows * hidden_stride if has_branch else 0)
-    return ActivationArena(
-        hidden=0,
-        hidden_stride=hidden_stride,
-        qkv=shared,
-        qkv_stride=qkv_stride,
-        mixed=mixed,
-        mixed_stride=mixed_stride,
-        gate_up=shared,
-        gate_up_stride=gate_up_stride,
-        given=given,
-        given_stride=hidden_stride,
-        router=router,
-        router_stride=router_stride,
-        branch=branch,
-        branch_stride=hidden_stride,
-        tail=tail,
-        logits=tail + logit_rows * hidden_stride,
-        own=own,
-        own_stride=own_stride,
-        gates=gates,
-        gates_stride=gates_stride,
-        normed=normed,
-    )
 
 
 EXACT_KINDS = ("f32", "f16")
@@ -222,7 +138,7 @@ def build_program(
         linears = Linears(
             program, schedules, most_rows, division, model.adapters, [] if placed is None else placed
         )
-        arena = _lay_out(model.config, capacity.step_tokens, capacity.logit_rows)
+        arena = lay_out(model.config, capacity.step_tokens, capacity.logit_rows)
         embed_scale = config.embed_scale / config.residual_scale
         program.embed(weight_of(model, "embed"), arena.hidden, arena.hidden_stride, embed_scale)
         for layer in range(config.n_layers):

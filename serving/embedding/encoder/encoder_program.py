@@ -18,6 +18,7 @@ from phasewise.cython_kernels.errors import KernelError
 from phasewise.cython_kernels.exact import power
 from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.errors import ModelError
+from phasewise.serving.models.arena import rounded
 from phasewise.serving.models.encoding import Encoder
 from phasewise.serving.models.forward import (
     PATIENCE_S,
@@ -26,7 +27,6 @@ from phasewise.serving.models.forward import (
     into_ffn_parts,
     open_program,
     qkv_parts,
-    rounded,
     schedule_attention,
     weight_of,
 )

@@ -1,0 +1,94 @@
+"""The arena of a step: where rows of activations lie, by the model's widths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phasewise.serving.models.latent_program import latent_widths
+from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.state_program import state_widths
+
+_ROUND_FLOATS = 16  # one cache line: rows of the arena begin on their own
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationArena:
+    """Offsets and row strides, in floats. Attention and feed-forward take turns in one place."""
+
+    hidden: int
+    hidden_stride: int
+    qkv: int
+    qkv_stride: int
+    mixed: int
+    mixed_stride: int
+    gate_up: int
+    gate_up_stride: int
+    given: int
+    given_stride: int
+    """The output of experts: of each row, a row for each of its experts."""
+    router: int
+    router_stride: int
+    branch: int
+    branch_stride: int
+    """The output of a half of a layer, where it is normalised before it is added."""
+    tail: int
+    """Hidden rows of the last layer that want logits, and its feed-forward rows (in place of `gate_up`)."""
+    logits: int
+    own: int
+    own_stride: int
+    """Rows of layers with a state between their products, and gates of attention."""
+    gates: int
+    gates_stride: int
+    normed: int
+    """Rows of the stream behind a LayerNorm."""
+
+
+def rounded(floats: int) -> int:
+    return -(-floats // _ROUND_FLOATS) * _ROUND_FLOATS
+
+
+def lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationArena:
+    experts = config.experts
+    rows, pairs = max(tokens, logit_rows), experts.chosen if experts else 1
+    hidden_stride = rounded(config.hidden)
+    widths = state_widths(config)
+    latent, plain = latent_widths(config), 0 if config.latent else config.q_rows
+    own_stride = rounded(max(widths.own, latent.queries))
+    gates_stride = rounded(max(widths.gates, latent.absorbed))
+    qkv_stride = rounded(max(plain + 2 * config.kv_rows, widths.products, latent.products))
+    mixed_stride = rounded(max(plain, widths.mixed, latent.mixed))
+    gate_up_stride = rounded(config.n_into_ffn * config.ffn)
+    router_stride = rounded(experts.count if experts else 0)
+    shared = tokens * hidden_stride
+    mixed = shared + tokens * qkv_stride
+    given = shared + rows * max(pairs * gate_up_stride, rounded(2 * experts.widest if experts else 0))
+    router = given + (rows * pairs * hidden_stride if experts else 0)
+    own = mixed + tokens * mixed_stride
+    gates = own + tokens * own_stride
+    normed = max(gates + tokens * gates_stride, router + rows * router_stride)
+    branch = normed + (rows * hidden_stride if config.layer_norms else 0)
+    has_branch = config.post_norms or config.out_bias or config.ffn_biases
+    tail = branch + (rows * hidden_stride if has_branch else 0)
+    return ActivationArena(
+        hidden=0,
+        hidden_stride=hidden_stride,
+        qkv=shared,
+        qkv_stride=qkv_stride,
+        mixed=mixed,
+        mixed_stride=mixed_stride,
+        gate_up=shared,
+        gate_up_stride=gate_up_stride,
+        given=given,
+        given_stride=hidden_stride,
+        router=router,
+        router_stride=router_stride,
+        branch=branch,
+        branch_stride=hidden_stride,
+        tail=tail,
+        logits=tail + logit_rows * hidden_stride,
+        own=own,
+        own_stride=own_stride,
+        gates=gates,
+        gates_stride=gates_stride,
+        normed=normed,
+    )
