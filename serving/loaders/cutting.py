@@ -23,9 +23,9 @@ from phasewise.serving.models.packed_model import ModelConfig
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def is_beyond(stem: str, config: ModelConfig) -> bool:
-    """True for a tensor ("layers.3.") of a layer that the model does not have."""
-    return stem != "" and int(stem.split(".")[1]) >= config.n_layers
+def is_beyond(stem: str, config: ModelConfig, n_more: int) -> bool:
+    """True for a tensor ("layers.3.") of one of the `n_more` layers that the file has behind the model's."""
+    return stem != "" and config.n_layers <= int(stem.split(".")[1]) < config.n_layers + n_more
 
 
 def our_tensors(

@@ -151,13 +151,14 @@ def _tensors(
     names = {**LAYER_NAMES, **family.gguf_names}
     outside = {**GLOBAL_NAMES, **family.global_names, "cls.output.weight": SCORE_OUT}
     shapes = shapes_of_all(config, any(theirs.endswith("attn_q.bias") for theirs in header.tensors))
+    stated = field(header.metadata, f"{header.metadata['general.architecture']}.block_count", int, 0)
     tensors: dict[str, SourceTensor] = {}
     for theirs, info in header.tensors.items():
         if theirs == ROPE_FACTORS or theirs in LONG_FACTORS:
             continue
         match = re.fullmatch(r"blk\.(0|[1-9]\d{0,3})\.(.+)", theirs, re.ASCII)
         stem, name = (f"layers.{match[1]}.", match[2]) if match else ("", theirs)
-        if family.more_layers and is_beyond(stem, config):
+        if family.more_layers and is_beyond(stem, config, stated - config.n_layers):
             continue
         what = f"{file.path} has a tensor {theirs!r:.80} that"
         try:

@@ -102,7 +102,15 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
             quantisation = quantisation_of(
                 quantisation_fields(text_fields(fields, family).get), directory.json("quantize_config.json")
             )
-            tensors = _our_tensors(opened, family, config, path, quantisation, scores=reranker is not None)
+            tensors = _our_tensors(
+                opened,
+                family,
+                config,
+                path,
+                quantisation,
+                scores=reranker is not None,
+                n_more=field(text_fields(fields, family), "num_nextn_predict_layers", int, 0),
+            )
             if reranker is not None:
                 config, tensors = with_score(reranker, config, tensors, path)
         return ModelSource(
@@ -189,9 +197,10 @@ def _our_tensors(
     quantisation: Quantisation | None,
     *,
     scores: bool = False,
+    n_more: int = 0,
 ) -> dict[str, SourceTensor]:
     """Every tensor of the language model by our name, as views. scores: a classifier's head is one of
-    them.
+    them. n_more: how many layers beyond the model's the config states.
     """
     names, outside = {**LAYER_NAMES, **family.hf_names}, {**GLOBAL_NAMES, **family.global_names}
     if scores:
@@ -201,7 +210,7 @@ def _our_tensors(
     tensors: dict[str, SourceTensor] = {}
     for theirs, tensor in _file_tensors(opened, family, quantisation):
         stem, name, expert = layer_place(theirs)
-        if family.more_layers and is_beyond(stem, config):
+        if family.more_layers and is_beyond(stem, config, n_more):
             continue
         if name == DERIVED or (theirs == "lm_head.weight" and config.tied_embeddings):
             continue

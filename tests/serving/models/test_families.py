@@ -288,6 +288,10 @@ def test_layers_beyond_the_model_are_not_read(tmp_path: Path) -> None:
 
     assert found.config == replace(alone.config, context_length=found.config.context_length)
     assert set(found.weights) == set(alone.weights)
+    weights["model.layers.4.mlp.up_proj.weight"] = np.ones((64, 64), np.float32)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"layers\.4\.up, for which its config has no use"):
+        load_model(str(folder), "f32", cache_dir=tmp_path / "more-cache")
 
 
 def test_a_head_of_its_own_is_used_whatever_the_config_says(tmp_path: Path) -> None:
