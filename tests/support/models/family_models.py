@@ -612,7 +612,8 @@ def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None
         writer.add_head_count_kv([kv * (kind == FULL) for kind in kinds] if by_layer else kv)
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-        writer.add_rope_dimension_count(int(head_dim * f.get("partial_rotary_factor", 1.0)))
+        turned = f.get("rotary_dim", int(head_dim * f.get("partial_rotary_factor", 1.0)))
+        writer.add_rope_dimension_count(turned)
     if case.gguf == "lfm2":
         writer.add_shortconv_l_cache(f["conv_L_cache"])
     if case.gguf == "granitehybrid":
@@ -631,8 +632,6 @@ def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None
         writer.add_uint32(f"{case.gguf}.full_attention_interval", 3)
     if "shared_expert_intermediate_size" in f:
         writer.add_expert_shared_feed_forward_length(f["shared_expert_intermediate_size"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
     if case.gguf in ("cohere2", "starcoder2"):
         writer.add_layer_norm_eps(f.get("layer_norm_eps", f.get("norm_epsilon")))
     else:
@@ -643,7 +642,6 @@ def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None
         writer.add_attn_temperature_scale(beta)
         writer.add_rope_scaling_yarn_log_mul(f["rope_parameters"]["mscale_all_dim"])
     writer.add_rope_freq_base(f.get("rope_parameters", f).get("rope_theta", 1e4))
-    writer.add_rope_dimension_count(f.get("rotary_dim", int(head_dim * f.get("partial_rotary_factor", 1.0))))
     if f.get("sliding_window"):
         writer.add_sliding_window(f["sliding_window"])
     if case.gguf in ("glm4moe", "minimax-m2"):
