@@ -89,7 +89,8 @@ static void add_ops(pw_program *program) {
 
 /* By table 0 three ranks run a step, by table 1 two of them. */
 static pw_program *open_program(int n_ranks, int32_t rank) {
-    pw_shape shape = {LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB, 1e-5f};
+    pw_shape shape = {.n_layers = LAYERS, .n_heads = HEADS, .n_kv_heads = KV_HEADS, .head_dim = HEAD_DIM,
+                      .hidden = HIDDEN, .ffn = FFN, .vocab = VOCAB, .norm_eps = 1e-5f};
     pw_capacity room = {.kv_slots = SLOTS,
                         .max_tokens = TOKENS,
                         .max_slices = 4,
