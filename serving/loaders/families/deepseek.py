@@ -139,6 +139,7 @@ DEEPSEEK3 = Family(
     from_hf=_v3,
     hf_names={**HF_LATENT, **HF_ROUTED},
     hf_defaults={
+        "max_position_embeddings": 4096,
         "q_lora_rank": 1536,
         "n_routed_experts": 256,
         "num_experts_per_tok": 8,
@@ -159,6 +160,8 @@ GLM4_MOE_LITE = Family(
     from_hf=_v3,
     hf_names={**HF_LATENT, **HF_ROUTED},
     hf_defaults={
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 202752,
         "q_lora_rank": 768,
         "qk_nope_head_dim": 192,
         "v_head_dim": 256,

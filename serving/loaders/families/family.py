@@ -106,6 +106,8 @@ class Family:
     from_gguf: Adapt = unchanged
     hf_names: Names = field(default_factory=dict)
     gguf_names: Names = field(default_factory=dict)
+    hf_biases: str = "attention_bias"
+    """The field of config.json that gives queries, keys and values biases; "" where they always have them."""
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields that config.json may leave out, other than Llama's."""
     global_names: Names = field(default_factory=dict)

@@ -64,6 +64,7 @@ GPT_OSS = Family(
     from_hf=_hf,
     from_gguf=_gguf,
     hf_defaults={
+        "attention_bias": True,
         "head_dim": 64,
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,

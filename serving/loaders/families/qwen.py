@@ -60,6 +60,7 @@ QWEN2 = Family(
     hf=("qwen2",),
     gguf=("qwen2",),
     from_hf=_windows,
+    hf_biases="",
     hf_defaults={"max_position_embeddings": CONTEXT},
 )
 QWEN3 = Family(

@@ -12,7 +12,7 @@ EPS = 1e-5
 
 
 def _hf(get: Get, config: ModelConfig) -> ModelConfig:
-    biases = get("use_bias", bool, True)
+    biases = get("use_bias", bool)
     return replace(
         config,
         layer_norms=True,
@@ -56,7 +56,9 @@ STARCODER2 = Family(
         "ffn_down.bias": "down_bias",
     },
     global_names={"model.norm.bias": "final_norm_bias", "output_norm.bias": "final_norm_bias"},
+    hf_biases="use_bias",
     hf_defaults={
+        "use_bias": True,
         "max_position_embeddings": 4096,
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,

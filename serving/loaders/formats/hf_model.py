@@ -25,7 +25,7 @@ from phasewise.serving.loaders.formats.hf_config import config_of, field, quanti
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.loaders.formats.safetensors_file import READABLE, mxfp4_tensor, open_all, tensor_of
 from phasewise.serving.loaders.head_rows import half_split
-from phasewise.serving.loaders.layout import shapes_of_all
+from phasewise.serving.loaders.layout import BIASES, shapes_of_all
 from phasewise.serving.loaders.quantised.scheme import Quantisation, quantisation_of
 from phasewise.serving.loaders.quantised.tensors import quantised_tensors
 from phasewise.serving.loaders.source import (
@@ -99,8 +99,9 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
                 config = replace(config, tied_embeddings=True)
             if config.tied_embeddings and _has_own_head(opened, family):
                 config = replace(config, tied_embeddings=False)
+            stated = text_fields(fields, family)
             quantisation = quantisation_of(
-                quantisation_fields(text_fields(fields, family).get), directory.json("quantize_config.json")
+                quantisation_fields(stated.get), directory.json("quantize_config.json")
             )
             tensors = _our_tensors(
                 opened,
@@ -109,7 +110,8 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
                 path,
                 quantisation,
                 scores=reranker is not None,
-                n_more=field(text_fields(fields, family), "num_nextn_predict_layers", int, 0),
+                biases=not family.hf_biases or field(stated, family.hf_biases, bool, False),
+                n_more=field(stated, "num_nextn_predict_layers", int, 0),
             )
             if reranker is not None:
                 config, tensors = with_score(reranker, config, tensors, path)
@@ -196,16 +198,18 @@ def _our_tensors(
     directory: Path,
     quantisation: Quantisation | None,
     *,
+    biases: bool,
     scores: bool = False,
     n_more: int = 0,
 ) -> dict[str, SourceTensor]:
-    """Every tensor of the language model by our name, as views. scores: a classifier's head is one of
-    them. n_more: how many layers beyond the model's the config states.
+    """Every tensor of the language model by our name, as views. biases: the config gives queries, keys and
+    values some. scores: a classifier's head is one of the tensors. n_more: how many layers beyond the model's
+    the config states.
     """
     names, outside = {**LAYER_NAMES, **family.hf_names}, {**GLOBAL_NAMES, **family.global_names}
     if scores:
         outside |= {"score.weight": OtherForm("score_out")}
-    biased = any(theirs.endswith("q_proj.bias") for _, entries in opened for theirs in entries)
+    biased = biases and any(theirs.endswith("q_proj.bias") for _, entries in opened for theirs in entries)
     shapes = shapes_of_all(config, biased)
     tensors: dict[str, SourceTensor] = {}
     for theirs, tensor in _file_tensors(opened, family, quantisation):
@@ -227,6 +231,8 @@ def _our_tensors(
             ours = ours.replace("{e}", expert)
             if quantisation is not None and ours not in shapes and _is_zero_bias(name, tensor):
                 continue
+            if ours.endswith(BIASES) and not biases:
+                raise ModelError(f"{what} its config.json has no use for: {family.hf_biases} is not true")
             if ours in tensors:
                 raise ModelError(f"{directory} has the tensor {theirs!r:.80} twice")
             unit = family.hf_unit_norms and ours.endswith("norm")

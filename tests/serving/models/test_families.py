@@ -306,3 +306,29 @@ def test_a_head_of_its_own_is_used_whatever_the_config_says(tmp_path: Path) -> N
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
     save_file(weights, folder / "model.safetensors")
     assert "lm_head" not in load_model(str(folder), "f32", cache_dir=tmp_path / "cache").weights
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "absent_is_off"),
+    [
+        ("glm4", "attention_bias", False),
+        ("glm4moe", "attention_bias", True),
+        ("cohere2-biases", "attention_bias", True),
+        ("gpt-oss", "attention_bias", False),
+        ("starcoder2", "use_bias", False),
+    ],
+)
+def test_biases_that_the_config_does_not_give_are_refused(
+    name: str, key: str, absent_is_off: bool, tmp_path: Path
+) -> None:
+    """transformers leaves them out; what a missing key means is the family's."""
+    folder = families.write_family_hf(tmp_path / name, name)
+    stated = json.loads((folder / "config.json").read_text())
+    for value in (False, None):
+        fields = {k: v for k, v in {**stated, key: value}.items() if v is not None}
+        (folder / "config.json").write_text(json.dumps(fields))
+        if value is None and not absent_is_off:
+            load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
+            continue
+        with pytest.raises(ModelError, match=rf"\.[qkv]_proj\.bias' that its config.json.*{key} is not true"):
+            load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
