@@ -32,7 +32,7 @@ from benchmarks.harness import Model, Row, Yielded, commands, listed, note
 from benchmarks.peers.servers import phasewise, running
 
 PHASEWISE = [sys.executable, "-m", "phasewise"]
-CALIBRATION = 256
+WARM_UP, CALIBRATION = 256, 1024
 PROMPT = "Tell a long story about a river and the people who live beside it."
 ANSWER_TOKENS = 128
 
@@ -59,6 +59,7 @@ def embedding_overload(
         with running(server, 0, 0, 0) as url, _language_load(url, beside, clients):
             name = ["--model", Path(model).name, "--slo", slo]
             half = max(1, _of_all_devices(url, "depth_inputs") // 2)
+            _bench(url, *name, "-n", str(WARM_UP), "-c", str(half))
             at_ease = _bench(url, *name, "-n", str(CALIBRATION), "-c", str(half))
             for factor in map(float, listed(times)):
                 rate = factor * at_ease["texts_per_s"]

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +30,8 @@ from tests.support.modelled_device import command
 
 MOST_TOKENS = 2 * PAPER_TOKENS
 """The most tokens of a query of 75 words."""
+MOST_INPUTS = 512
+"""The depth of a device that is measured alone: more than any holds."""
 PHASEWISE = [sys.executable, "-m", "phasewise"]
 
 
@@ -42,11 +45,11 @@ def windve_devices(
 
     Each device is a process behind `serve --embed-device`, whose batch of n takes alpha n + beta, by the line
     through the paper's depths under 1 s and 2 s. Depths alone limit them, as in the paper: no time is
-    promised. `bench embed --find` measures the most queries of 75 words
-    at once that are all answered in time: by the accelerator alone; with the paper's CPU as a second device;
-    with this machine's CPU, which runs MODEL (bge-large, the paper's, would hold one query or two on two
-    cores), by the plan that `tune-embed` makes. Sum: what both hold alone. Paper: the depths that the lines
-    are through.
+    promised. `bench embed --find` measures the most queries of 75 words at once that are all answered in
+    time: by each device alone; by the accelerator with the paper's CPU as a second device; with this
+    machine's CPU, which runs MODEL (bge-large, the paper's, would hold one query or two on two cores).
+    Together each has the depth that it was found to hold alone. Sum: both of those. Paper: the depths that
+    the lines are through.
     """
     loaded = load_model(model, weights)
     with tempfile.TemporaryDirectory() as folder:
@@ -54,19 +57,23 @@ def windve_devices(
             bench = _Bench(loaded, model, slo_s, Path(folder))
             on_cpu = bench.tuned()
             cpu_alone = bench.found(on_cpu, {})
+            on_cpu = tuple(replace(own, depth=_depth(cpu_alone // len(on_cpu))) for own in on_cpu)
             at = SLOS_S.index(slo_s)
             for number in listed(table):
                 for name, depths in TABLES[number].items():
                     fast, slow = (line_of(of_device) for of_device in depths)
-                    alone = bench.found((), {"exec:0": fast})
-                    with_theirs = bench.found((), {"exec:0": fast, "exec:1": slow})
-                    with_ours = bench.found(on_cpu, {"exec:0": fast})
+                    alone = bench.found((), {"exec:0": (fast, MOST_INPUTS)})
+                    theirs = bench.found((), {"exec:0": (slow, MOST_INPUTS)})
+                    both = {"exec:0": (fast, alone)} | ({"exec:1": (slow, theirs)} if theirs else {})
+                    with_theirs = bench.found((), both)
+                    with_ours = bench.found(on_cpu, {"exec:0": (fast, alone)})
                     yield {
                         "table": number,
                         "devices": name,
                         "SLO, s": slo_s,
                         "paper": with_gain(depths[0][at], depths[1][at]),
-                        "measured": with_gain(alone, with_theirs - alone),
+                        "alone": f"{alone} + {theirs}",
+                        "together": with_gain(alone, with_theirs - alone),
                         "with this CPU": with_gain(alone, with_ours - alone),
                         "sum": alone + cpu_alone,
                         "over the sum": with_ours / max(1, alone + cpu_alone),
@@ -89,12 +96,11 @@ class _Bench:
         best = max(json.loads(done.stdout)["measured"], key=lambda cut: cut["depth"])
         inputs = best["depth"] // len(best["cores"])
         return tuple(
-            Instance(f"cpu:{at}", tuple(own), Depth(inputs, inputs * MOST_TOKENS))
-            for at, own in enumerate(best["cores"])
+            Instance(f"cpu:{at}", tuple(own), _depth(inputs)) for at, own in enumerate(best["cores"])
         )
 
-    def found(self, on_cpu: tuple[Instance, ...], devices: Mapping[str, LatencyLine]) -> int:
-        """The most queries at once, of these devices together."""
+    def found(self, on_cpu: tuple[Instance, ...], devices: Mapping[str, tuple[LatencyLine, int]]) -> int:
+        """The most queries at once, of these devices together: each a line and the inputs it may hold."""
         with self._serving(on_cpu, devices) as url:
             asked = ["bench", "embed", url, "--find", "--slo", f"{self._slo_s}s", "--encoding", "base64"]
             done = subprocess.run([*PHASEWISE, *asked, "--json"], check=True, stdout=subprocess.PIPE)
@@ -102,21 +108,24 @@ class _Bench:
         return int(found["highest_concurrency"])
 
     @contextmanager
-    def _serving(self, on_cpu: tuple[Instance, ...], devices: Mapping[str, LatencyLine]) -> Iterator[str]:
+    def _serving(
+        self, on_cpu: tuple[Instance, ...], devices: Mapping[str, tuple[LatencyLine, int]]
+    ) -> Iterator[str]:
         machine = read_machine()
         core = (min(machine.allowed_pus),)
         accelerated = [
-            Instance(name, core, self._held(line), batch_s=line.beta_s) for name, line in devices.items()
+            Instance(name, core, _depth(inputs), batch_s=line.beta_s)
+            for name, (line, inputs) in devices.items()
         ]
         db = str(self._folder / "plans.db")
         plan = EmbeddingPlan((*accelerated, *on_cpu))
         keep_plan(db, self._loaded, machine, plan, lambda _line: None)
         options = ["--db", db, "--no-embed-accelerators", *([] if on_cpu else ["--no-embed-cpu"])]
-        for line in devices.values():
+        for line, _inputs in devices.values():
             options += ["--embed-device", f"exec:{shlex.join(command(line, self._folder))}"]
         with running(phasewise(self._ref, self._loaded.format, *options), 0, 0, 0) as url:
             yield url
 
-    def _held(self, line: LatencyLine) -> Depth:
-        inputs = max(1, line.largest_within(self._slo_s))
-        return Depth(inputs, inputs * MOST_TOKENS)
+
+def _depth(inputs: int) -> Depth:
+    return Depth(max(1, inputs), max(1, inputs) * MOST_TOKENS)
