@@ -92,7 +92,7 @@ def link_emulated(out: Path, vocabulary: str, machine: str, wrapped: str) -> str
     own = [HERE / f"{name}.c" for name in ("one_product", machine)]
     objects = compile_all("gcc", [*own, *common_sources()], out)
     for header in (HERE / f"{vocabulary}.h", KERNELS / "isa" / "portable.h"):
-        objects += compile_isa("gcc", header, out, "-O1")  # half of the time, and emulated units take longer anyway
+        objects += compile_isa("gcc", header, out, "-O1")  # compiles in half of the time
     return str(link("gcc", objects, out / "one_product", wrapped))
 
 
